@@ -1,0 +1,61 @@
+# make demo   set everything up, then fine-tune a small QLoRA model in eager, Inductor and qfuse
+# make test   set everything up, then run the default test group (CPU)
+#
+# Both build .venv here once and use it again until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Named by content, not by time: a fresh clone or a branch switch does not reinstall for nothing.
+STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' ' '-')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench clean
+
+help:
+	@echo "make demo    fine-tune a small QLoRA model: eager, stock Inductor, qfuse"
+	@echo "make test    the default tests (CPU); pass more with ARGS='-m gpu'"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  apply ruff's fixes and format"
+	@echo "make bench   the benchmarks, at the sizes this machine can take"
+	@echo "make setup   only build $(VENV)"
+	@echo "make clean   remove $(VENV), builds and caches"
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted setup is taken up again. setuptools comes first and
+# without build isolation, so the build uses the pinned one too.
+$(STAMP):
+	@$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f'the pinned versions need Python 3.11 or newer, not {v[0]}.{v[1]}: make PYTHON=python3.11')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@rm -f $(VENV)/.setup-*
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.finetune $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m '' $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

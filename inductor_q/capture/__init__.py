@@ -1,0 +1,1 @@
+"""How bitsandbytes, PEFT and other libraries appear in a graph."""

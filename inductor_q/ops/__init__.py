@@ -1,0 +1,1 @@
+"""The qfuse:: ops: schema, eager reference, fake and autograd."""

@@ -1,0 +1,1 @@
+"""What each architecture wants, with the evidence."""
