@@ -1,0 +1,533 @@
+"""Real small QLoRA models, references and counters for the tests, the demo and the benchmarks.
+
+Everything a builder here returns is the genuine article: a transformers model built from a
+config, whose projections are bitsandbytes ``Linear4bit`` modules holding weights that
+bitsandbytes quantized, wrapped by PEFT. Nothing is downloaded. bitsandbytes, peft and
+transformers are imported inside the builders, so this module imports with torch alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "PROJECTIONS",
+    "ByteTokenizer",
+    "CompileTrace",
+    "SavedBytes",
+    "adapter_parameters",
+    "adapter_state",
+    "batches",
+    "count_saved_bytes",
+    "fresh_compile",
+    "load_adapter_state",
+    "lora_linear",
+    "qfuse_backend",
+    "qlora_model",
+    "quantized_linear",
+    "qwen3_8b_config",
+    "reference_model",
+    "relative_error",
+    "static_storages",
+    "tiny_llama_config",
+    "tiny_qwen3_config",
+]
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ATTENTION + MLP
+
+
+# --- configs --------------------------------------------------------------------------
+
+
+def _config(model_type: str, defaults: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **{**defaults, **overrides})
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "use_cache": False,
+}
+
+
+def tiny_llama_config(**overrides: Any) -> Any:
+    """A Llama of two layers and 64 channels; any field of ``LlamaConfig`` can be overridden."""
+    return _config("llama", _TINY, overrides)
+
+
+def tiny_qwen3_config(**overrides: Any) -> Any:
+    """The same size as a Qwen3 (RMS norm on queries and keys)."""
+    return _config("qwen3", _TINY, overrides)
+
+
+def qwen3_8b_config(num_hidden_layers: int = 8, **overrides: Any) -> Any:
+    """Qwen3-8B's shapes with fewer layers, so that a step is quick and the embeddings still weigh
+    what they weigh.
+    """
+    shapes: dict[str, Any] = {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+    return _config("qwen3", shapes, overrides)
+
+
+def _bitsandbytes() -> Any:
+    """bitsandbytes as Any: its annotations are partial, and strict type checks would drown in
+    them.
+    """
+    return importlib.import_module("bitsandbytes")
+
+
+# --- models ---------------------------------------------------------------------------
+
+
+def quantized_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    quant_type: str = "nf4",
+    nested: bool = True,
+    blocksize: int = 64,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    quant_storage: torch.dtype = torch.uint8,
+    cpu_packing: bool = False,
+) -> Any:
+    """bitsandbytes' ``Linear4bit`` over ``weight`` [N, K], quantized on the device where
+    ``weight`` lies.
+
+    ``cpu_packing=False`` keeps the portable layout on CPU: bitsandbytes otherwise repacks the
+    weight inside the first inference call on machines with AVX-512 bf16.
+    """
+    bnb = _bitsandbytes()
+    n, k = weight.shape
+    with torch.device("meta"):  # the constructor's own random weight is thrown away: do not fill it
+        linear = bnb.nn.Linear4bit(
+            k,
+            n,
+            bias=False,
+            compute_dtype=compute_dtype,
+            compress_statistics=nested,
+            quant_type=quant_type,
+            quant_storage=quant_storage,
+        )
+    linear.weight = bnb.nn.Params4bit(
+        weight.detach(),
+        requires_grad=False,
+        blocksize=blocksize,
+        compress_statistics=nested,
+        quant_type=quant_type,
+        quant_storage=quant_storage,
+        module=linear,
+    ).to(weight.device)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    if not cpu_packing:
+        linear.support_avx512bf16_for_cpu = False
+    return linear
+
+
+def _quantize_projections(model: nn.Module, names: Sequence[str], **quantization: Any) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name in names and type(child) is nn.Linear:
+                quantized = quantized_linear(child.weight, child.bias, **quantization)
+                quantized.train(child.training)
+                setattr(parent, name, quantized)
+    # What transformers sets after loading with a BitsAndBytesConfig; PEFT chooses its layer class
+    # by it.
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def _finish_adapters(
+    model: nn.Module, dtype: torch.dtype | None, randomize: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            continue
+        if randomize and parameter.dim() == 2 and "lora_magnitude" not in name:
+            noise = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
+            parameter.data.copy_(noise)
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
+
+
+def qlora_model(
+    config: Any,
+    *,
+    quant_type: str = "nf4",
+    nested: bool = True,
+    blocksize: int = 64,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    quant_storage: torch.dtype = torch.uint8,
+    adapter_dtype: torch.dtype | None = None,
+    r: int = 16,
+    alpha: int | None = None,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    dora: bool = False,
+    targets: Sequence[str] = PROJECTIONS,
+    adapters: int = 1,
+    randomize_adapters: bool = False,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    attention: str = "sdpa",
+    cpu_packing: bool = False,
+    base: nn.Module | None = None,
+) -> Any:
+    """The model of ``config`` as a QLoRA user has it: NF4 projections from bitsandbytes, LoRA
+    from PEFT, training mode.
+
+    Every projection is quantized; ``targets`` are the ones that get an adapter. Embeddings, norms
+    and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's
+    default, fp32 adapters. PEFT starts LoRA at B = 0, which makes the gradient of A vanish: tests
+    of gradients want ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them
+    active. ``base`` replaces the random model of ``config`` (the demo trains one first).
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    if base is None:
+        with torch.device(device):
+            from_config: Any = AutoModelForCausalLM.from_config
+            base = from_config(config, dtype=compute_dtype, attn_implementation=attention)
+    model: Any = base.to(device=device, dtype=compute_dtype).requires_grad_(False)
+    _quantize_projections(
+        model,
+        PROJECTIONS,
+        quant_type=quant_type,
+        nested=nested,
+        blocksize=blocksize,
+        compute_dtype=compute_dtype,
+        quant_storage=quant_storage,
+        cpu_packing=cpu_packing,
+    )
+    torch.manual_seed(seed + 1)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=r,
+        lora_alpha=2 * r if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        use_rslora=rslora,
+        use_dora=dora,
+    )
+    peft_model: Any = get_peft_model(model, lora)
+    for index in range(1, adapters):
+        peft_model.add_adapter(f"adapter_{index}", lora)
+    if adapters > 1:
+        names = list(peft_model.peft_config)
+        peft_model.base_model.set_adapter(names)
+    _finish_adapters(peft_model, adapter_dtype, randomize_adapters, seed + 2)
+    peft_model.train()
+    return peft_model
+
+
+def lora_linear(
+    n: int,
+    k: int,
+    *,
+    r: int = 16,
+    bias: bool = False,
+    adapter_dtype: torch.dtype | None = None,
+    dropout: float = 0.0,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    **quantization: Any,
+) -> nn.Module:
+    """One quantized linear [N, K] under a PEFT adapter with non-zero A and B: ``module(x)`` is
+    ``module.proj(x)``.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(seed)
+    weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
+    bias_tensor = torch.randn(n, device=device, dtype=torch.bfloat16) if bias else None
+    model = _OneLinear(quantized_linear(weight, bias_tensor, **quantization))
+    lora = LoraConfig(r=r, lora_alpha=2 * r, lora_dropout=dropout, target_modules=["proj"])
+    inject_adapter_in_model(lora, model)
+    _finish_adapters(model, adapter_dtype, randomize=True, seed=seed + 2)
+    return model.train()
+
+
+class _OneLinear(nn.Module):
+    def __init__(self, proj: nn.Module) -> None:
+        super().__init__()
+        self.proj = proj
+        self.is_loaded_in_4bit = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.proj(x)
+        return y
+
+
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that train."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def adapter_state(model: nn.Module) -> list[torch.Tensor]:
+    """A copy of what trains, to start another run from the same point."""
+    return [parameter.detach().clone() for parameter in adapter_parameters(model)]
+
+
+def load_adapter_state(model: nn.Module, state: Sequence[torch.Tensor]) -> None:
+    """Put ``adapter_state`` back in place and drop gradients."""
+    with torch.no_grad():
+        for parameter, value in zip(adapter_parameters(model), state, strict=True):
+            parameter.copy_(value)
+            parameter.grad = None
+
+
+# --- references -----------------------------------------------------------------------
+
+
+def reference_model(model: nn.Module) -> nn.Module:
+    """``model`` in float64 with the dequantized weights in ordinary linears: what every faster
+    path is measured against.
+
+    Parameter names are the same, so gradients compare by name. transformers computes its norms in
+    fp32 whatever it is given, which leaves about 1e-7 of noise in the reference.
+    """
+    bnb = _bitsandbytes()
+
+    def plain(linear: Any) -> nn.Linear:
+        state = linear.weight.quant_state
+        # bitsandbytes multiplies with the weight rounded to the compute dtype: so does the
+        # reference.
+        weight = bnb.functional.dequantize_4bit(linear.weight.data, state).to(linear.compute_dtype)
+        result = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        result.weight = nn.Parameter(weight.double(), requires_grad=False)
+        if linear.bias is not None:
+            result.bias = nn.Parameter(linear.bias.detach().double(), requires_grad=False)
+        return result
+
+    # Swap first, copy, swap back: bitsandbytes parameters are not copied, only read.
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, bnb.nn.Linear4bit):
+                    swapped.append((parent, name, child))
+                    setattr(parent, name, plain(child))
+        return copy.deepcopy(model).double()
+    finally:
+        for parent, name, child in swapped:
+            setattr(parent, name, child)
+
+
+def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
+    """``|out - ref| / |ref|`` in float64; NaN when anything is NaN, so that no bound lets it
+    pass.
+    """
+    ref = ref64.detach().double()
+    difference = (out.detach().double().to(ref.device) - ref).norm()
+    scale = ref.norm()
+    if scale == 0:
+        return float(difference)
+    return float(difference / scale)
+
+
+# --- what autograd keeps --------------------------------------------------------------
+
+
+def static_storages(*modules: nn.Module) -> set[int]:
+    """Data pointers of everything the modules own for good: parameters, buffers and bitsandbytes'
+    quantization states.
+    """
+    owned: set[int] = set()
+
+    def add(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            owned.add(value.untyped_storage().data_ptr())
+        elif hasattr(value, "absmax"):  # bitsandbytes QuantState, nested once
+            for inner in vars(value).values():
+                add(inner)
+
+    for module in modules:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            add(tensor)
+            add(getattr(tensor, "quant_state", None))
+    return owned
+
+
+@dataclass
+class SavedBytes:
+    """What a forward keeps for its backward, each storage once, what the model owns anyway left
+    out.
+    """
+
+    total: int = 0
+    tensors: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+
+
+def count_saved_bytes(fn: Callable[[], Any], *modules: nn.Module) -> SavedBytes:
+    """Run ``fn`` (a forward, eager or compiled) and count the bytes it saves for backward.
+
+    Storages that ``modules`` own are not counted. A compiled callable must have been compiled
+    before: hooks present while Dynamo traces would become part of the graph.
+    """
+    owned = static_storages(*modules)
+    # Keeps the storages alive: a freed pointer could come back as another tensor's.
+    seen: dict[int, torch.UntypedStorage] = {}
+    saved = SavedBytes()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_sparse or tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if pointer not in owned and pointer not in seen:
+            seen[pointer] = storage
+            saved.total += storage.nbytes()
+            saved.tensors.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = fn()
+    del result
+    return saved
+
+
+# --- what Dynamo did ------------------------------------------------------------------
+
+
+@dataclass
+class CompileTrace:
+    """Counts of what Dynamo did inside a ``with`` block, read off torch's own structured trace.
+
+    The trace sees breaks that ``torch._dynamo.utils.counters`` misses (frames skipped inside
+    loops, data-dependent branches). It slows compilation down: never time a compile under it.
+    """
+
+    breaks: list[str] = field(default_factory=list)
+    recompiles: list[str] = field(default_factory=list)
+    graphs: int = 0
+
+    def __enter__(self) -> CompileTrace:
+        from torch._dynamo.utils import counters
+        from torch._logging._internal import trace_log
+
+        self._before = counters["stats"]["unique_graphs"]
+        self._level = trace_log.level
+        self._handler = _TraceHandler(self)
+        trace_log.addHandler(self._handler)
+        trace_log.setLevel(logging.DEBUG)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        from torch._dynamo.utils import counters
+        from torch._logging._internal import trace_log
+
+        trace_log.removeHandler(self._handler)
+        trace_log.setLevel(self._level)
+        self.graphs = counters["stats"]["unique_graphs"] - self._before
+
+
+class _TraceHandler(logging.Handler):
+    def __init__(self, trace: CompileTrace) -> None:
+        super().__init__(logging.DEBUG)
+        self.trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        metadata = getattr(record, "metadata", None) or {}
+        name = (metadata.get("artifact") or {}).get("name")
+        payload = str(getattr(record, "payload", ""))
+        if name == "dynamo_graph_break_reason":
+            self.trace.breaks.append(payload)
+        elif name == "recompile_reasons":
+            self.trace.recompiles.append(payload)
+
+
+def qfuse_backend() -> Any:
+    """``"qfuse"`` where the package is installed, else the function itself: a bare checkout has
+    no entry points.
+    """
+    from torch._dynamo import list_backends
+
+    if "qfuse" in list_backends():
+        return "qfuse"
+    from inductor_q.backend import qfuse
+
+    return qfuse
+
+
+# --- text -----------------------------------------------------------------------------
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as token ids 0..255, then bos, eos and pad. Loses nothing and needs no file."""
+
+    bos_id = 256
+    eos_id = 257
+    pad_id = 258
+    vocab_size = 264  # padded to a multiple of 8
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int] | torch.Tensor) -> str:
+        return bytes(int(i) for i in ids if int(i) < 256).decode("utf-8", errors="replace")
+
+
+def batches(
+    text: str,
+    tokenizer: ByteTokenizer,
+    *,
+    batch_size: int,
+    seq_len: int,
+    steps: int,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> Iterator[torch.Tensor]:
+    """``steps`` batches [batch_size, seq_len] of random windows of ``text``; the same seed gives
+    the same batches.
+    """
+    ids = torch.tensor(tokenizer.encode(text), dtype=torch.long)
+    if len(ids) < seq_len:
+        raise ValueError(f"the text has {len(ids)} tokens, fewer than seq_len={seq_len}")
+    rng = random.Random(seed)
+    for _ in range(steps):
+        starts = [rng.randint(0, len(ids) - seq_len) for _ in range(batch_size)]
+        yield torch.stack([ids[start : start + seq_len] for start in starts]).to(device)
+
+
+@contextlib.contextmanager
+def fresh_compile() -> Iterator[None]:
+    """Compile from nothing inside the block: Dynamo reset and an empty, temporary cache folder."""
+    from torch._inductor.utils import fresh_cache
+
+    torch.compiler.reset()
+    with fresh_cache():
+        yield
