@@ -1,0 +1,226 @@
+"""Errors: one class per mistake a user can make, with the value, what was expected, the way out.
+
+A class is a message template and the fields it speaks of. The fields are keyword-only, stay on the
+error as attributes, and survive pickling (a data loader's worker, a spawned rank). A broken
+invariant of ours is an assertion, not a class here; a site that does not match is a reason in the
+report.
+"""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from typing_extensions import dataclass_transform
+
+
+class _Template(string.Formatter):
+    """`str.format` over the attributes of an error, plus `!j`: the items joined by commas."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(args[0], str(key))
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion == "j":
+            return ", ".join(map(str, value))
+        return super().convert_field(value, conversion)
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False)
+class QfuseError(Exception):
+    """The base of every error that a user of qfuse can cause.
+
+    Subclasses also derive from the builtin that a caller would catch without knowing us: ValueError
+    for a value, TypeError for a dtype, KeyError for a name that is in no registry.
+    """
+
+    message: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclass(kw_only=True, eq=False, repr=False)(cls)
+
+    def __post_init__(self) -> None:
+        self.args = (str(self),)
+
+    def __str__(self) -> str:  # first in the MRO, so KeyError does not quote the message
+        return _Template().vformat(self.message, (self,), {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})  # type: ignore[arg-type]
+
+
+def _rebuild(cls: type[QfuseError], values: Mapping[str, Any]) -> QfuseError:
+    return cls(**values)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+class _Sourced(QfuseError):
+    """`source` tells where a value was read when that is not the call ("environment variable X")."""
+
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        return f" in {self.source}" if self.source else ""
+
+
+class _UnknownName(_Sourced, ValueError, KeyError):
+    name: str
+    known: Collection[str]
+
+    @property
+    def hint(self) -> str:
+        near = difflib.get_close_matches(self.name, list(self.known), n=3, cutoff=0.6)
+        return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+
+
+class UnknownOption(_UnknownName):
+    message = "unknown option {name!r}{where}{hint} List all: inductor_q.list_options()"
+
+
+class UnknownMode(_UnknownName):
+    message = "unknown mode {name!r}{where}{hint} Known: {known!j}"
+
+
+class UnknownPreset(_UnknownName):
+    message = "unknown preset {name!r}{where}{hint} Known: auto, none, {known!j}"
+
+
+class UnknownPass(_UnknownName):
+    message = "unknown pass {name!r}{where}{hint} Known, in order: {known!j}"
+
+
+class UnknownProvider(_UnknownName):
+    """No provider of that name for `op`."""
+
+    op: str
+    message = "no provider {name!r} of qfuse::{op}{where}{hint} Known: auto, {known!j}"
+
+
+class UnknownOp(_UnknownName):
+    message = "unknown op {name!r}{where}{hint} Known: {known!j}"
+
+
+class UnknownFormat(_UnknownName):
+    message = "no quantization format {name!r}{hint} Known: {known!j}"
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+class InvalidOptionValue(_Sourced, ValueError, TypeError):
+    name: str
+    value: object
+    expected: str
+    message = (
+        "option {name!r}{where}: {value!r} is not {expected}. Drop the option to keep the default"
+    )
+
+
+class ModeConflict(QfuseError, ValueError):
+    argument: str
+    option: str
+    message = (
+        "torch.compile(mode={argument!r}) and options={{'qfuse.mode': {option!r}}} differ; "
+        "give one of them (only 'qfuse.mode' goes together with other options)"
+    )
+
+
+class InvalidTunedFile(QfuseError, ValueError):
+    """A file of measured preset entries that cannot be read as one."""
+
+    path: str
+    problem: str
+    message = "{path}: {problem}. Run the tuning again or delete the file"
+
+
+class NotFused(QfuseError, RuntimeError):
+    """Raised under `qfuse.strict`: quantized sites that no pass took, as (site, reason)."""
+
+    sites: Collection[tuple[str, str]]
+    message = (
+        "{count} not fused:\n{listing}\n"
+        "Mend what the reasons name, or set options={{'qfuse.strict': False}} to run them unfused"
+    )
+
+    @property
+    def count(self) -> str:
+        return f"{len(self.sites)} quantized site{'s' if len(self.sites) != 1 else ''}"
+
+    @property
+    def listing(self) -> str:
+        return "\n".join(f"  {site}: {reason}" for site, reason in self.sites)
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+
+class CorruptQuantState(QfuseError, ValueError):
+    """A quantization state that does not fit its packed tensor."""
+
+    what: str
+    expected: object
+    got: object
+    remedy: str
+    message = "corrupt quantization state: {what} should be {expected}, is {got}. {remedy}"
+
+
+class UnsupportedBlocksize(QfuseError, ValueError):
+    blocksize: int
+    supported: Collection[int]
+    message = "blocksize {blocksize} is not supported. Quantize again with one of {supported!j}"
+
+
+class _WrongTensor(QfuseError):
+    what: str
+    expected: object
+    got: object
+
+
+class WrongDevice(_WrongTensor, ValueError):
+    message = "{what} is on {got}, expected {expected}. Move it with .to(...)"
+
+
+class WrongDtype(_WrongTensor, TypeError):
+    message = "{what} is {got}, expected {expected}. Cast it with .to(...)"
+
+
+class WrongShape(_WrongTensor, ValueError):
+    message = (
+        "{what} has shape {got}, expected {expected}. Check which weight the operands belong to"
+    )
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+class MissingExtra(QfuseError, ImportError):
+    package: str
+    extra: str
+    feature: str
+    message = "{feature} needs {package}, which is not installed: pip install 'inductor-q[{extra}]'"
+
+
+class UnsupportedArch(QfuseError, RuntimeError):
+    arch: str
+    supported: Collection[str]
+    feature: str
+    message = (
+        "{feature} does not run on {arch}; it needs one of {supported!j}. "
+        "Set options={{'qfuse.kernels': {{...: 'auto'}}}} to let another provider take it"
+    )
+
+
+class UnsupportedTorch(QfuseError, RuntimeError):
+    version: str
+    supported: str
+    feature: str
+    message = (
+        "{feature} needs torch {supported}, this is torch {version}: pip install 'torch{supported}'"
+    )

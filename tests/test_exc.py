@@ -1,0 +1,170 @@
+"""Each error as the user sees it: text, attributes, builtin base, pickling."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import traceback
+
+import pytest
+
+from inductor_q import exc
+
+# One row a class: the error, its whole text, the builtin that a caller would catch.
+CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
+    (
+        exc.UnknownOption(name="shape_paddin", known=("shape_padding", "debug")),
+        "unknown option 'shape_paddin'; did you mean 'shape_padding'? "
+        "List all: inductor_q.list_options()",
+        KeyError,
+    ),
+    (
+        exc.UnknownMode(name="fastest", known=("default", "max-autotune")),
+        "unknown mode 'fastest'. Known: default, max-autotune",
+        ValueError,
+    ),
+    (
+        exc.UnknownPreset(
+            name="sm90", known=("sm_90", "cpu"), source="environment variable QFUSE_PRESET"
+        ),
+        "unknown preset 'sm90' in environment variable QFUSE_PRESET; did you mean 'sm_90'? "
+        "Known: auto, none, sm_90, cpu",
+        KeyError,
+    ),
+    (
+        exc.UnknownPass(name="fold_loras", known=("canonicalize", "fold_lora")),
+        "unknown pass 'fold_loras'; did you mean 'fold_lora'? "
+        "Known, in order: canonicalize, fold_lora",
+        KeyError,
+    ),
+    (
+        exc.UnknownProvider(name="tritn", op="dequantize", known=("triton", "eager")),
+        "no provider 'tritn' of qfuse::dequantize; did you mean 'triton'? "
+        "Known: auto, triton, eager",
+        KeyError,
+    ),
+    (
+        exc.UnknownOp(name="linaer", known=("dequantize", "linear")),
+        "unknown op 'linaer'; did you mean 'linear'? Known: dequantize, linear",
+        KeyError,
+    ),
+    (
+        exc.UnknownFormat(name="nf5", known=("nf4", "fp4")),
+        "no quantization format 'nf5'; did you mean 'nf4'? Known: nf4, fp4",
+        KeyError,
+    ),
+    (
+        exc.InvalidOptionValue(name="shape_padding", value="yes", expected="True or False"),
+        "option 'shape_padding': 'yes' is not True or False. Drop the option to keep the default",
+        TypeError,
+    ),
+    (
+        exc.ModeConflict(argument="max-autotune", option="default"),
+        "torch.compile(mode='max-autotune') and options={'qfuse.mode': 'default'} differ; "
+        "give one of them (only 'qfuse.mode' goes together with other options)",
+        ValueError,
+    ),
+    (
+        exc.InvalidTunedFile(path="sm_90.json", problem="not JSON"),
+        "sm_90.json: not JSON. Run the tuning again or delete the file",
+        ValueError,
+    ),
+    (
+        exc.NotFused(sites=(("layers.0.q_proj", "dropout between A and B"),)),
+        "1 quantized site not fused:\n  layers.0.q_proj: dropout between A and B\n"
+        "Mend what the reasons name, or set options={'qfuse.strict': False} to run them unfused",
+        RuntimeError,
+    ),
+    (
+        exc.CorruptQuantState(
+            what="absmax of q_proj",
+            expected="256 values",
+            got="255",
+            remedy="Load the weight again",
+        ),
+        "corrupt quantization state: absmax of q_proj should be 256 values, is 255. "
+        "Load the weight again",
+        ValueError,
+    ),
+    (
+        exc.UnsupportedBlocksize(blocksize=48, supported=(32, 64)),
+        "blocksize 48 is not supported. Quantize again with one of 32, 64",
+        ValueError,
+    ),
+    (
+        exc.WrongDevice(what="absmax", expected="cuda:0", got="cpu"),
+        "absmax is on cpu, expected cuda:0. Move it with .to(...)",
+        ValueError,
+    ),
+    (
+        exc.WrongDtype(what="absmax", expected="float32", got="int64"),
+        "absmax is int64, expected float32. Cast it with .to(...)",
+        TypeError,
+    ),
+    (
+        exc.WrongShape(what="absmax", expected=(256,), got=(255,)),
+        "absmax has shape (255,), expected (256,). Check which weight the operands belong to",
+        ValueError,
+    ),
+    (
+        exc.MissingExtra(package="bitsandbytes", extra="bnb", feature="an NF4 model"),
+        "an NF4 model needs bitsandbytes, which is not installed: pip install 'inductor-q[bnb]'",
+        ImportError,
+    ),
+    (
+        exc.UnsupportedArch(arch="sm_70", supported=("sm_75", "sm_80"), feature="provider 'cuda'"),
+        "provider 'cuda' does not run on sm_70; it needs one of sm_75, sm_80. "
+        "Set options={'qfuse.kernels': {...: 'auto'}} to let another provider take it",
+        RuntimeError,
+    ),
+    (
+        exc.UnsupportedTorch(version="2.10.0", supported=">=2.11", feature="qfuse"),
+        "qfuse needs torch >=2.11, this is torch 2.10.0: pip install 'torch>=2.11'",
+        RuntimeError,
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "text", "builtin"), CASES, ids=lambda x: type(x).__name__)
+def test_error(error: exc.QfuseError, text: str, builtin: type[Exception]) -> None:
+    assert str(error) == text
+    assert error.args == (text,)
+    assert isinstance(error, builtin)
+    # What a traceback shows, also for the KeyError family.
+    assert traceback.format_exception_only(type(error), error)[0].startswith(
+        f"inductor_q.exc.{type(error).__name__}: {text.splitlines()[0]}"
+    )
+    for twin in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == text
+        assert twin.__dict__ == error.__dict__
+
+
+def test_every_class_has_a_row() -> None:
+    public = {
+        cls
+        for name, cls in vars(exc).items()
+        if inspect.isclass(cls)
+        and issubclass(cls, exc.QfuseError)
+        and cls is not exc.QfuseError
+        and not name.startswith("_")
+    }
+    assert {type(error) for error, _, _ in CASES} == public
+
+
+def test_fields_are_keyword_only_and_checked() -> None:
+    with pytest.raises(TypeError):
+        exc.UnknownFormat("nf5", ("nf4",))  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        exc.UnknownFormat(name="nf5")  # type: ignore[call-arg]
+
+
+def test_fields_are_attributes() -> None:
+    error = exc.UnsupportedBlocksize(blocksize=48, supported=(32, 64))
+    assert (error.blocksize, error.supported) == (48, (32, 64))
+
+
+def test_not_fused_lists_every_site() -> None:
+    text = str(exc.NotFused(sites=(("a", "first"), ("b", "second"))))
+    assert text.startswith("2 quantized sites not fused:\n  a: first\n  b: second\n")
