@@ -61,7 +61,7 @@ def _rebuild(cls: type[QfuseError], values: Mapping[str, Any]) -> QfuseError:
 
 
 class _Sourced(QfuseError):
-    """`source` tells where a value was read when that is not the call ("environment variable X")."""
+    """`source` tells where a value was read, when not in the call ("environment variable X")."""
 
     source: str = ""
 

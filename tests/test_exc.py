@@ -155,7 +155,7 @@ def test_every_class_has_a_row() -> None:
 
 def test_fields_are_keyword_only_and_checked() -> None:
     with pytest.raises(TypeError):
-        exc.UnknownFormat("nf5", ("nf4",))  # type: ignore[call-arg]
+        exc.UnknownFormat("nf5", ("nf4",))  # type: ignore[call-arg, arg-type]
     with pytest.raises(TypeError):
         exc.UnknownFormat(name="nf5")  # type: ignore[call-arg]
 
