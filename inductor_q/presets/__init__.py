@@ -1,1 +1,76 @@
-"""What each architecture wants, with the evidence."""
+"""Presets by exact architecture: PRESETS, and select() to find the one of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from inductor_q.exc import UnknownPreset
+from inductor_q.presets import tuning
+from inductor_q.presets.generic import CPU, GENERIC, NONE
+from inductor_q.presets.nvidia import NVIDIA
+from inductor_q.presets.preset import MAPPINGS, THRESHOLDS, Entry, FrozenMap, Preset
+
+__all__ = [
+    "MAPPINGS",
+    "NONE",
+    "PRESETS",
+    "THRESHOLDS",
+    "Entry",
+    "FrozenMap",
+    "Preset",
+    "select",
+]
+
+PRESETS: Mapping[str, Preset] = FrozenMap({p.name: p for p in (*NVIDIA, CPU, GENERIC)})
+
+
+def select(
+    device: torch.device,
+    name: str = "auto",
+    *,
+    source: str = "",
+    tuned_directory: Path | None = None,
+) -> Preset:
+    """The preset of that name, or ("auto") of the device's exact architecture, and why this one.
+
+    Between architectures nothing is guessed: another capability of the same family, an AMD device
+    that reports the same numbers, or a device of another type get "generic". Entries measured on
+    this machine (tuned/<arch>.json) come on top, except on "none".
+    """
+    if name == "none":
+        return replace(NONE, reason="asked for by name")
+    arch, why_generic = _architecture(device)
+    if name != "auto":
+        if name not in PRESETS:
+            raise UnknownPreset(name=name, known=tuple(PRESETS), source=source)
+        preset = replace(PRESETS[name], reason=f"asked for by name on {arch}")
+        arch = name
+    elif why_generic:
+        preset = replace(GENERIC, reason=why_generic)
+    else:
+        preset = replace(PRESETS[arch], reason=f"the device is {_model(device)}, {arch}")
+    return tuning.overlay(preset, (tuned_directory or tuning.DIRECTORY) / f"{arch}.json")
+
+
+def _architecture(device: torch.device) -> tuple[str, str]:
+    """The name of the device's architecture, and why it has no preset ("" when it has one)."""
+    if device.type == "cpu":
+        return "cpu", ""
+    if device.type != "cuda":
+        return device.type, f"no measurement exists for devices of type {device.type}"
+    if torch.version.hip is not None:  # (9, 0) is gfx90a there, not sm_90
+        name = str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+        return name, f"no measurement exists for AMD {name} ({_model(device)})"
+    major, minor = torch.cuda.get_device_capability(device)
+    name = f"sm_{major}{minor}"
+    if name in PRESETS:
+        return name, ""
+    return name, f"no measurement exists for compute capability {major}.{minor} ({_model(device)})"
+
+
+def _model(device: torch.device) -> str:
+    return "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

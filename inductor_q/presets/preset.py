@@ -1,0 +1,97 @@
+"""What a preset is: values per exact architecture, each with the evidence for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+V = TypeVar("V")
+
+
+class FrozenMap(Mapping[str, V], Generic[V]):
+    """A read-only dict. Unlike MappingProxyType it can be copied deeply and pickled.
+
+    Inductor deep-copies its config, and with it every pass object that holds resolved options.
+    """
+
+    def __init__(self, items: Mapping[str, V] | None = None) -> None:
+        self._items = dict(items or {})
+
+    def __getitem__(self, key: str) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A value and why: who measured it, on what, how much, when; or the hardware's limit."""
+
+    value: Any
+    evidence: str
+    origin: str = "preset"  # or "tuned"
+
+
+def _entries() -> FrozenMap[Entry]:
+    return FrozenMap()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Which Inductor options, passes, kernels and thresholds suit one architecture.
+
+    No entry repeats what holds without it. What was measured and changes nothing stands in `facts`;
+    what was measured to lose stands in `losses` and is told when a user chooses it.
+    """
+
+    name: str
+    arch: tuple[int, int] | None = None
+    smem_bytes: int | None = None  # most shared memory a block can opt in to
+    inductor: Mapping[str, Entry] = field(default_factory=_entries)
+    passes: Mapping[str, Entry] = field(default_factory=_entries)  # name -> enabled
+    kernels: Mapping[str, Entry] = field(default_factory=_entries)  # op -> provider
+    thresholds: Mapping[str, Entry] = field(default_factory=_entries)  # over THRESHOLDS
+    losses: Mapping[str, Entry] = field(default_factory=_entries)  # option -> value that loses
+    min_memory: Mapping[str, Entry] = field(default_factory=_entries)  # option -> device bytes
+    facts: tuple[str, ...] = ()
+    reason: str = ""  # why this one: filled by select()
+
+    def __post_init__(self) -> None:
+        for name in MAPPINGS:
+            object.__setattr__(self, name, FrozenMap(getattr(self, name)))
+        object.__setattr__(self, "thresholds", FrozenMap({**THRESHOLDS, **self.thresholds}))
+
+
+MAPPINGS = ("inductor", "passes", "kernels", "thresholds", "losses", "min_memory")
+
+# Where every device starts, and so what every preset holds unless it was measured to differ there.
+THRESHOLDS: Mapping[str, Entry] = FrozenMap(
+    {
+        # Rows from which the LoRA product rides in the main GEMM.
+        "extend_k.min_rows": Entry(
+            value=1024,
+            evidence="a start value, not a measured crossover: with K+64 a GEMM of N=12288 K=4096 "
+            "takes 154 us for 152 at M=1024 and 43 for 42 at M=256 (bf16, one H200, torch "
+            "2.11.0+cu130, 2026-11-21), the copy of x into the wide buffer not counted",
+        ),
+        # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
+        "canonicalize.min_rows": Entry(
+            value=2,
+            evidence="gemm_4bit and LoRA take 48.5 us at M=1 where dequantize, GEMM and addmm take "
+            "82; at M=4 it is 86.1 for 82; 2 and 3 rows not measured (N=12288 K=4096 r=16, one "
+            "H200, torch 2.11.0+cu130, bitsandbytes 0.50.2, 2026-11-21)",
+        ),
+        # Rows up to which base projections that share an input become one GEMM.
+        "stack_projections.max_rows": Entry(
+            value=0, evidence="off: no measurement shows a gain from it yet"
+        ),
+    }
+)
