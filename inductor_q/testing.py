@@ -28,6 +28,7 @@ __all__ = [
     "adapter_parameters",
     "adapter_state",
     "batches",
+    "bitsandbytes",
     "count_saved_bytes",
     "fresh_compile",
     "load_adapter_state",
@@ -101,7 +102,7 @@ def qwen3_8b_config(num_hidden_layers: int = 8, **overrides: Any) -> Any:
     return _config("qwen3", shapes, overrides)
 
 
-def _bitsandbytes() -> Any:
+def bitsandbytes() -> Any:
     """bitsandbytes as Any: its annotations are partial, and strict type checks would drown in
     them.
     """
@@ -128,7 +129,7 @@ def quantized_linear(
     ``cpu_packing=False`` keeps the portable layout on CPU: bitsandbytes otherwise repacks the
     weight inside the first inference call on machines with AVX-512 bf16.
     """
-    bnb = _bitsandbytes()
+    bnb = bitsandbytes()
     n, k = weight.shape
     with torch.device("meta"):  # the constructor's own random weight is thrown away: do not fill it
         linear = bnb.nn.Linear4bit(
@@ -320,7 +321,7 @@ def reference_model(model: nn.Module) -> nn.Module:
     Parameter names are the same, so gradients compare by name. transformers computes its norms in
     fp32 whatever it is given, which leaves about 1e-7 of noise in the reference.
     """
-    bnb = _bitsandbytes()
+    bnb = bitsandbytes()
 
     def plain(linear: Any) -> nn.Linear:
         state = linear.weight.quant_state

@@ -1,0 +1,1 @@
+"""Benchmarks of qfuse against eager bitsandbytes + PEFT and stock Inductor."""
