@@ -89,7 +89,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
