@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import statistics
@@ -43,7 +44,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = ("eager", "inductor", "qfuse")
 VERSIONS = ("torch", "triton", "bitsandbytes", "peft", "transformers", "numpy")
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 # --- results --------------------------------------------------------------------------
@@ -152,6 +153,7 @@ class Suite:
             "machine": machine(self.device),
             "versions": versions(),
             "commit": commit(),
+            "load": load(),
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "ceilings": asdict(self.ceilings),
             "settings": self.settings,
@@ -298,6 +300,15 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
     found["torch"] = torch.__version__  # with the +cu130 that metadata may lack
     return found
+
+
+def load() -> float | None:
+    """Runnable processes, averaged over the last minute: well above the thread count of the
+    benchmark, CPU numbers are a neighbour's as well.
+    """
+    with contextlib.suppress(OSError):
+        return os.getloadavg()[0]
+    return None
 
 
 def commit() -> dict[str, Any]:
@@ -561,6 +572,9 @@ def start(name: str, arguments: argparse.Namespace) -> Suite:
         f"{machine(device)['name']}, torch {torch.__version__}: copy {ceilings.copy_gbps:.0f} GB/s,"
         f" bf16 matmul {ceilings.matmul_tflops:.3g} TFLOP/s"
     )
+    busy = load()
+    if device.type == "cpu" and busy is not None and busy > 0.5 * torch.get_num_threads():
+        console.print(f"[yellow]other processes are running (load {busy:.1f}): expect noise")
     settings = {
         "quick": arguments.quick,
         "backends": arguments.backends,
