@@ -1,6 +1,7 @@
 """Wheel, sdist, editable install and bare checkout: one package, whole, under one name."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,16 @@ def test_every_extra_exists_and_all_covers_the_runtime_ones() -> None:
     libraries = {"bnb", "peft", "transformers", "torchao", "triton", "depyf"}
     assert libraries | {"demo", "bench", "test", "dev", "all"} <= set(extras)
     assert extras["all"] == [f"inductor-q[{','.join(x for x in extras if x in libraries)}]"]
+
+
+def test_every_dependency_is_pinned() -> None:
+    """`make setup` takes each one at a version that was tried, not at the newest of the day."""
+    project = config()["project"]
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[^A-Za-z0-9._-]", line)[0] for line in wanted} - {"inductor-q", "tomli"}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {re.split("[<=>]", line)[0] for line in lines if line[:1] not in ("", "#")}
+    assert names <= pinned
 
 
 def test_importing_imports_no_optional_package() -> None:
