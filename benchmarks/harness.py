@@ -343,7 +343,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rotations(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+def rotations(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
     for index in range(rounds):
         shift = index % len(names)
         yield [*names[shift:], *names[:shift]]
@@ -380,7 +380,7 @@ def time_kernels(
         counts[name] = min(max_samples, max(3, int(budget / max(once, 1e-6))))
         synchronize(device)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for order in _rotations(list(candidates), rounds):
+    for order in rotations(list(candidates), rounds):
         for name in order:
             samples[name] += sample(candidates[name], flush, counts[name], host[name])
     return {name: Timing.of(values) for name, values in samples.items()}
@@ -431,7 +431,7 @@ def time_steps(
         for _ in range(warmup):
             call()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for order in _rotations(list(candidates), rounds):
+    for order in rotations(list(candidates), rounds):
         for name in order:
             candidates[name]()  # the first call after another peer pays for its cold caches
             synchronize(device)

@@ -30,7 +30,7 @@ __all__ = [
     "batches",
     "bitsandbytes",
     "count_saved_bytes",
-    "fresh_compile",
+    "fresh_cache",
     "load_adapter_state",
     "lora_linear",
     "qfuse_backend",
@@ -525,10 +525,9 @@ def batches(
 
 
 @contextlib.contextmanager
-def fresh_compile() -> Iterator[None]:
-    """Compile from nothing inside the block: Dynamo reset and an empty, temporary cache folder."""
-    from torch._inductor.utils import fresh_cache
+def fresh_cache() -> Iterator[None]:
+    """Compile from nothing inside the block: Inductor's and AOTAutograd's caches are empty."""
+    from torch._inductor.utils import fresh_cache as inductor_fresh_cache
 
-    torch.compiler.reset()
-    with fresh_cache():
+    with inductor_fresh_cache():
         yield

@@ -1,0 +1,315 @@
+"""One QLoRA training step: forward, loss, backward, AdamW on the adapters.
+
+On a GPU: the shapes of Qwen3-8B, 8 layers, NF4 with double quantization, LoRA r = 16 on the seven
+projections with bf16 adapters, 2 x 2048 tokens, sdpa. On CPU a small model of the same
+architecture.
+
+All peers train the same module, so they hold the same static memory. The phases:
+
+1. cold compile time of each compiled peer: empty caches, the order of peers rotating, the best of
+   the rounds, after one throw-away compile of another size has loaded the compiler itself;
+2. 20 steps from the same adapters on the same batches: losses against eager's;
+3. step time, interleaved; peak memory (GPU) and bytes saved for backward;
+4. graph breaks, graphs and recompilations over three sequence lengths, on fewer layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from inductor_q import testing
+
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+}
+TINY = {**SMALL, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "head_dim": 8}
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 4 on CPU")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 256 on CPU")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapter-dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--loss-steps", type=int, default=20)
+    parser.add_argument("--compile-rounds", type=int, default=None, help="0: do not time it")
+    parser.add_argument("--graph-layers", type=int, default=2, help="0: do not count graphs")
+    arguments = parser.parse_args(argv)
+    suite = harness.start("bench_step", arguments)
+    device = suite.device
+    on_gpu = device.type == "cuda"
+    layers = arguments.layers or (2 if arguments.quick else 8 if on_gpu else 4)
+    length = arguments.seq_len or (2048 if on_gpu else 32 if arguments.quick else 256)
+    if arguments.quick:
+        arguments.loss_steps = min(arguments.loss_steps, 5)
+        arguments.graph_layers = min(arguments.graph_layers, 1)
+    suite.settings |= {
+        "layers": layers,
+        "batch": arguments.batch,
+        "seq_len": length,
+        "rank": arguments.rank,
+        "adapter_dtype": arguments.adapter_dtype,
+        "loss_steps": arguments.loss_steps,
+    }
+    peers = harness.available(arguments.backends)
+    config = _config(arguments, on_gpu=on_gpu, layers=layers)
+    extra: dict[str, dict[str, Any]] = {peer: {} for peer in peers}
+
+    if arguments.graph_layers:
+        _count_graphs(suite, arguments, peers, extra, length)
+    torch.compiler.reset()
+    before = time.perf_counter()
+    model = _model(arguments, config, device)
+    suite.settings["build_s"] = round(time.perf_counter() - before, 2)
+    start = testing.adapter_state(model)
+    data = list(_batches(config, arguments, length, device))
+
+    steps = _compile(suite, arguments, peers, model, data[0], extra)
+    losses: dict[str, list[float]] = {}
+    for peer, step in steps.items():
+        testing.load_adapter_state(model, start)
+        losses[peer] = [float(loss) for loss in _train(model, step, data)]
+        extra[peer]["losses"] = losses[peer]
+    _compare_losses(suite, losses, extra)
+
+    optimizers = {peer: _optimizer(model) for peer in peers}
+    candidates: dict[str, Callable[[], object]] = {}
+    for peer, step in steps.items():
+        candidates[peer] = _full_step(optimizers[peer], step, data[0])
+        extra[peer]["peak_bytes"] = harness.peak_bytes(candidates[peer], device)
+        model.zero_grad()
+        saved = testing.count_saved_bytes(functools.partial(step, data[0]), model)
+        extra[peer]["saved_bytes"] = saved.total
+    timings = harness.time_steps(
+        candidates,
+        device,
+        rounds=arguments.rounds or (2 if arguments.quick else 7),
+        per_round=5 if on_gpu else 2,
+    )
+    case = {"model": "qwen3", "layers": layers, "tokens": f"{arguments.batch} x {length}"}
+    flops, moved = _work(config, arguments.batch * length, length)
+    suite.add(case, timings, roof=suite.ceilings.roof(flops=flops, bytes=moved), extra=extra)
+    _summarize(suite, peers, extra)
+    shown = ("compile_s", "peak_bytes", "saved_bytes", "loss_deviation", "breaks", "graphs")
+    harness.finish(suite, arguments, extras=shown)
+    return suite
+
+
+# --- the model and its step -----------------------------------------------------------
+
+
+def _config(arguments: argparse.Namespace, *, on_gpu: bool, layers: int) -> Any:
+    if on_gpu:
+        return testing.qwen3_8b_config(num_hidden_layers=layers)
+    return testing.tiny_qwen3_config(
+        **{**(TINY if arguments.quick else SMALL), "num_hidden_layers": layers}
+    )
+
+
+def _model(arguments: argparse.Namespace, config: Any, device: torch.device) -> Any:
+    return testing.qlora_model(
+        config,
+        r=arguments.rank,
+        adapter_dtype=torch.bfloat16 if arguments.adapter_dtype == "bf16" else None,
+        device=device,
+        seed=arguments.seed,
+    )
+
+
+def _batches(
+    config: Any, arguments: argparse.Namespace, length: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(arguments.seed)
+    for _ in range(max(1, arguments.loss_steps)):
+        # Few distinct tokens, so that there is something to learn and the loss moves.
+        ids = torch.randint(0, min(64, config.vocab_size), (length,), generator=generator)
+        rows = [ids.roll(shift) for shift in range(arguments.batch)]
+        yield torch.stack(rows).to(device)
+
+
+def _loss_of(call: Callable[..., Any]) -> Step:
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = call(input_ids=ids, labels=ids).loss
+        return loss
+
+    return step
+
+
+def _backward(loss: Any) -> None:
+    loss.backward()
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    parameters = testing.adapter_parameters(model)
+    return torch.optim.AdamW(parameters, lr=5e-3, fused=parameters[0].is_cuda or None)
+
+
+def _full_step(
+    optimizer: torch.optim.Optimizer, step: Step, ids: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    def run() -> torch.Tensor:
+        loss = step(ids)
+        _backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return run
+
+
+def _train(model: torch.nn.Module, step: Step, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    optimizer = _optimizer(model)
+    return [_full_step(optimizer, step, ids)() for ids in data]
+
+
+# --- the phases -----------------------------------------------------------------------
+
+
+def _compile(
+    suite: harness.Suite,
+    arguments: argparse.Namespace,
+    peers: Sequence[str],
+    model: Any,
+    ids: torch.Tensor,
+    extra: dict[str, dict[str, Any]],
+) -> dict[str, Step]:
+    """The step of each peer, compiled; forward and backward count towards the compile time."""
+
+    def forward_backward(step: Step) -> Callable[[], object]:
+        def run() -> None:
+            _backward(step(ids))
+            model.zero_grad(set_to_none=True)
+
+        return run
+
+    compiled = [peer for peer in peers if peer != "eager"]
+    steps: dict[str, Step] = {}
+    rounds = arguments.compile_rounds
+    if rounds is None:
+        rounds = 1 if arguments.quick else 2
+    if rounds:
+        forward_backward(_loss_of(model))()
+        _warm_compiler(arguments, compiled, suite.device)
+    times: dict[str, list[float]] = {peer: [] for peer in compiled}
+    for order in harness.rotations(compiled, max(1, rounds)) if compiled else ():
+        torch.compiler.reset()
+        for peer in order:
+            with testing.fresh_cache():
+                steps[peer] = _loss_of(harness.compile_as(peer, model))
+                times[peer].append(harness.first_call(forward_backward(steps[peer]), suite.device))
+    if rounds:
+        for peer, values in times.items():
+            extra[peer]["compile_s"] = min(values)
+            extra[peer]["compile_all_s"] = values
+    return {peer: steps[peer] if peer in steps else _loss_of(model) for peer in peers}
+
+
+def _warm_compiler(
+    arguments: argparse.Namespace, peers: Sequence[str], device: torch.device
+) -> None:
+    config = testing.tiny_qwen3_config(**{**TINY, "num_hidden_layers": 1})
+    model = _model(arguments, config, device)
+    ids = torch.randint(0, config.vocab_size, (2, 16), device=device)
+    for peer in peers:
+        if "autotune" in peer:
+            continue
+        call = harness.compile_as(peer, model)
+        call(input_ids=ids, labels=ids).loss.backward()
+
+
+def _compare_losses(
+    suite: harness.Suite, losses: dict[str, list[float]], extra: dict[str, dict[str, Any]]
+) -> None:
+    if "eager" not in losses:
+        return
+    for peer, values in losses.items():
+        pairs = zip(values, losses["eager"], strict=True)
+        deviation = max(abs(one - other) / abs(other) for one, other in pairs)
+        extra[peer]["loss_deviation"] = deviation
+    first, last = losses["eager"][0], losses["eager"][-1]
+    suite.notes.append(f"eager loss over {len(losses['eager'])} steps: {first:.4f} -> {last:.4f}")
+
+
+def _count_graphs(
+    suite: harness.Suite,
+    arguments: argparse.Namespace,
+    peers: Sequence[str],
+    extra: dict[str, dict[str, Any]],
+    length: int,
+) -> None:
+    on_gpu = suite.device.type == "cuda"
+    lengths = [length, length * 3 // 4, length // 2]
+    config = _config(arguments, on_gpu=on_gpu, layers=arguments.graph_layers)
+    model = _model(arguments, config, suite.device)
+    for peer in peers:
+        if peer == "eager" or "autotune" in peer:
+            continue
+        torch.compiler.reset()
+        with testing.CompileTrace() as trace:
+            call = harness.compile_as(peer, model, dynamic=None)
+            for tokens in lengths:
+                ids = torch.randint(0, 64, (arguments.batch, tokens), device=suite.device)
+                call(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+        extra[peer] |= {"breaks": len(trace.breaks), "graphs": trace.graphs}
+        extra[peer]["break_reasons"] = sorted({reason[:400] for reason in trace.breaks})
+    suite.settings["graph_lengths"] = lengths
+
+
+def _work(config: Any, tokens: int, length: int) -> tuple[float, float]:
+    """Operations and fewest bytes of the step; the frozen weights need no gradient of their own.
+
+    A lower bound: activations are counted once in and once out of each projection.
+    """
+    heads = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    projections = [(heads, hidden), (keys, hidden), (keys, hidden), (hidden, heads)]
+    projections += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    per_layer = float(sum(n * k for n, k in projections))
+    ends = sum(n + k for n, k in projections)
+    # Forward and input gradient; causal attention does half of the products, 2 forward, 5 backward.
+    attention = 7 * tokens * length * heads
+    head = config.vocab_size * hidden
+    layers = config.num_hidden_layers
+    flops = layers * (4 * tokens * per_layer + attention) + 4 * tokens * head
+    moved = layers * 2 * (per_layer * (0.5 + 1 / 64) + 2 * tokens * ends) + 2 * 2 * head
+    return flops, moved
+
+
+def _summarize(
+    suite: harness.Suite, peers: Sequence[str], extra: dict[str, dict[str, Any]]
+) -> None:
+    if "inductor" not in peers or "qfuse" not in peers:
+        return
+    case = suite.cases()[0]
+    ratio = suite.ratio(case, "qfuse", "inductor")
+    suite.notes.append(f"qfuse / inductor: step time {ratio:.3f}")
+    for key, label in (
+        ("compile_s", "compile time"),
+        ("peak_bytes", "peak memory"),
+        ("saved_bytes", "bytes saved for backward"),
+    ):
+        one, other = extra["qfuse"].get(key), extra["inductor"].get(key)
+        if one and other:
+            suite.notes[-1] += f", {label} {one / other:.3f}"
+
+
+if __name__ == "__main__":
+    main()
