@@ -30,6 +30,8 @@ PLACES = {
 LINKS = ("passes", "lowerings", "csrc")
 NOT_SHIPPED = {".md", ".pyc"}
 
+checkout_only = pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="an sdist has no links")
+
 # Each runs in a fresh interpreter. argv: where the package must lie, and the packages to import
 # from there. Metadata and torch's list are looked at before anything of ours is imported.
 PROBE_BACKEND = """
@@ -189,11 +191,13 @@ def test_editable_installs(environment: Environment, source: Path, tmp_path: Pat
     environment.check(checkout, tmp_path)
 
 
+@checkout_only
 def test_bare_checkout_imports(environment: Environment, source: Path) -> None:
     """Not installed, so there is no entry point: the backend is then named by its function."""
     run(environment.python, "-c", PROBE_PLACE, source.resolve(), *packages(), cwd=source)
 
 
+@checkout_only
 def test_links_point_at_the_top_level() -> None:
     for name in LINKS:
         link = ROOT / "inductor_q" / name
