@@ -1,0 +1,131 @@
+"""What `torch._inductor.config` of the running torch accepts: its keys, their types, their aliases.
+
+Reading only. The declared type of a key is checked by `coerce`, more strictly than torch does
+(which accepts True for a number and skips every generic type) and more kindly (4 for 4.0, a list
+for a tuple), because options often come from JSON, YAML or a command line.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import numbers
+import operator
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+MISMATCH: Final = object()
+
+_PREFIX = "torch._inductor.config."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    declared: Any  # a type, or what typing makes of one; NoneType when torch does not say
+    alias: str = ""  # the key of the same config that it is another spelling of
+    deprecated: str = ""  # why not to use it
+
+
+@functools.cache
+def schema() -> Mapping[str, Key]:
+    """Every key that can be patched, nested ones dotted ("triton.cudagraphs")."""
+    from torch._inductor import config
+
+    keys = {}
+    for name, entry in config._config.items():  # type: ignore[attr-defined]
+        alias = entry.alias or ""
+        keys[name] = Key(
+            declared=config.get_type(name),  # type: ignore[attr-defined]
+            alias=alias.removeprefix(_PREFIX) if alias.startswith(_PREFIX) else "",
+            # torch has deprecation of keys from 2.12 on
+            deprecated=(getattr(entry, "deprecation_message", None) or "it will be removed")
+            if getattr(entry, "deprecated", False)
+            else "",
+        )
+    keys.pop("TYPE_CHECKING", None)  # an import of the module, not a setting
+    return keys
+
+
+def current(name: str) -> Any:
+    """The value that holds when nobody patches the key."""
+    from torch._inductor import config
+
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def modes(dynamic: bool) -> Mapping[str, Mapping[str, Any]]:
+    """The modes of `torch.compile` and the keys that each sets."""
+    import torch._inductor
+
+    return torch._inductor.list_mode_options(dynamic=dynamic)
+
+
+def coerce(value: Any, declared: Any) -> Any:
+    """`value` as the declared type has it, or MISMATCH. Other kinds of types accept everything."""
+    if declared is types.NoneType:
+        return value if value is None else MISMATCH
+    if declared is bool:
+        return value if isinstance(value, bool) else MISMATCH
+    if declared in (int, float):
+        return _number(value, declared)
+    origin = typing.get_origin(declared) or declared
+    arguments = typing.get_args(declared)
+    if origin in (typing.Union, types.UnionType):
+        options = (coerce(value, argument) for argument in arguments)
+        return next((option for option in options if option is not MISMATCH), MISMATCH)
+    if origin is typing.Literal:
+        same = any(type(value) is type(x) and value == x for x in arguments)
+        return value if same else MISMATCH
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            return MISMATCH
+        items = [coerce(item, arguments[0]) for item in value] if arguments else list(value)
+        return MISMATCH if any(item is MISMATCH for item in items) else items
+    if origin in (tuple, set):  # torch's element types of tuples are not reliable
+        return origin(value) if isinstance(value, (list, tuple, set)) else MISMATCH
+    if origin is dict:
+        return dict(value) if isinstance(value, Mapping) else MISMATCH
+    if origin is collections.abc.Callable:
+        return value if callable(value) else MISMATCH
+    if isinstance(origin, type):
+        return value if isinstance(value, origin) else MISMATCH
+    return value
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> Any:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return MISMATCH
+    if isinstance(value, numbers.Integral):
+        return kind(operator.index(value))
+    as_float = float(value)
+    if kind is float:
+        return as_float
+    return int(as_float) if as_float.is_integer() else MISMATCH
+
+
+def describe(declared: Any) -> str:
+    """The declared type in words: what a message says was expected."""
+    simple = {
+        bool: "True or False",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        tuple: "a tuple",
+        set: "a set",
+        dict: "a mapping",
+        types.NoneType: "None",
+        collections.abc.Callable: "a callable",
+    }
+    origin = typing.get_origin(declared) or declared
+    arguments = typing.get_args(declared)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(argument) for argument in arguments))
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if origin is list and arguments and arguments[0] in simple:
+        return f"a list, each {simple[arguments[0]]}"
+    return simple.get(origin) or f"a {getattr(origin, '__name__', origin)}"

@@ -1,0 +1,541 @@
+"""Options of one compile: what the user, the environment, the mode and the preset say, merged.
+
+`resolve` is the one place where a value is looked up, checked and given a source. Nothing here
+writes torch's configuration: the result is handed to `compile_fx` as `config_patches`, so a setting
+lives as long as its compile.
+
+Priority: options={...} > QFUSE_* variables > tuned file > preset. A mode is the user's word as
+well, but a key beside it is more exact and wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import reprlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+import torch
+
+from inductor_q import inductor_config, presets
+from inductor_q.exc import (
+    InvalidOptionValue,
+    ModeConflict,
+    UnknownMode,
+    UnknownOp,
+    UnknownOption,
+    UnknownPass,
+    UnknownProvider,
+)
+from inductor_q.presets import Entry, FrozenMap, Preset
+
+__all__ = ["Numerics", "Resolved", "list_options", "resolve"]
+
+log = logging.getLogger("inductor_q")
+
+Numerics = Literal["strict", "default", "relaxed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What holds for one compile, and where each value came from."""
+
+    inductor: Mapping[str, Any]  # config_patches for compile_fx
+    preset: Preset
+    passes: tuple[str, ...]  # enabled, in pipeline order
+    numerics: Numerics
+    kernels: Mapping[str, str]  # op -> provider; "auto" where absent
+    report: str | None
+    strict: bool
+    sources: Mapping[str, str]
+    _fingerprint: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Where a value came from and where the report goes do not change the code. `strict` counts:
+        # a cache hit skips the passes, and with them the error that strict promises.
+        content = {
+            "inductor": self.inductor,
+            "preset": self.preset.name,
+            "thresholds": {name: entry.value for name, entry in self.preset.thresholds.items()},
+            "passes": self.passes,
+            "numerics": self.numerics,
+            "kernels": self.kernels,
+            "strict": self.strict,
+        }
+        digest = hashlib.sha256(_stable(content).encode()).hexdigest()
+        object.__setattr__(self, "_fingerprint", digest)
+
+    def fingerprint(self) -> str:
+        """For cache keys: equal options give the same text in every process.
+
+        A value that has no stable text (a callable, an object without `uuid()`) gives a new one
+        each time, so what was cached with it is never found again, rather than found wrongly.
+        """
+        return self._fingerprint
+
+
+def resolve(
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    *,
+    device: torch.device,
+    dynamic: bool = False,
+) -> Resolved:
+    """Everything that speaks about one compile on `device`, checked and merged."""
+    ours, patches = _read(options or {})
+    layers = {name: _layers(name, ours.get(name)) for name in OPTIONS}
+    sources = {name: layers[name][-1].source if layers[name] else "default" for name in OPTIONS}
+
+    def chosen(name: str, default: Any) -> Any:
+        return layers[name][-1].value if layers[name] else default
+
+    preset = presets.select(
+        device, chosen("qfuse.preset", "auto"), source=_variable(sources, "qfuse.preset")
+    )
+    modes = inductor_config.modes(dynamic)
+    mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
+
+    inductor: dict[str, Any] = {}
+    for name, entry in preset.inductor.items():
+        inductor[name] = _checked(name, entry.value, source=f"{entry.origin} {preset.name}")
+        sources[name] = _because(entry, preset)
+    for name, value in (modes[mode] if mode else {}).items():
+        inductor[name] = value
+        sources[name] = f"mode {mode}"
+    for name, value in patches.items():
+        inductor[name] = value
+        sources[name] = "user"
+
+    resolved = Resolved(
+        inductor=FrozenMap(inductor),
+        preset=preset,
+        passes=_passes(preset, layers["qfuse.passes"], sources),
+        numerics=chosen("qfuse.numerics", "default"),
+        kernels=_kernels(preset, layers["qfuse.kernels"], sources),
+        report=chosen("qfuse.report", None),
+        strict=chosen("qfuse.strict", False),
+        sources=FrozenMap(sources),
+    )
+    for message in (*_conflicts(resolved, device, dynamic), *_environment_typos()):
+        _tell(message)
+    return resolved
+
+
+def list_options() -> dict[str, str]:
+    """Every key that options={...} takes, with one line about it: ours, then Inductor's."""
+    listing = {name: _with_variable(option) for name, option in OPTIONS.items()}
+    for name, key in sorted(inductor_config.schema().items()):
+        if any(part.startswith("_") for part in name.split(".")):
+            continue
+        if key.deprecated:
+            listing[name] = f"Inductor: deprecated, {key.deprecated}"
+        elif key.alias:
+            listing[name] = f"Inductor: same as {key.alias}"
+        else:
+            kind = inductor_config.describe(key.declared)
+            listing[name] = f"Inductor: {kind}; now {reprlib.repr(inductor_config.current(name))}"
+    return listing
+
+
+# --- reading: what was given, by whom -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layer:
+    source: str
+    value: Any
+
+
+def _read(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our options raw and Inductor's checked, both by their full canonical names."""
+    ours: dict[str, Any] = {}
+    patches: dict[str, Any] = {}
+    translated: dict[str, tuple[str, Any]] = {}
+    schema = inductor_config.schema()
+    for given, value in _flat(options):
+        name = given.replace("-", "_")
+        if name in OPTIONS:
+            ours[name] = value
+            continue
+        if name not in schema:
+            raise UnknownOption(name=given, known=(*OPTIONS, *schema))
+        if _is_empty(value) and not _admits(name, value):
+            continue
+        value = _checked(name, value)
+        if schema[name].deprecated:
+            _tell(f"the Inductor option {name} is deprecated: {schema[name].deprecated}")
+        if schema[name].alias:
+            translated[schema[name].alias] = (name, value)
+        else:
+            patches[name] = value
+    for name, (alias, value) in translated.items():
+        if patches.setdefault(name, value) != value:
+            _tell(f"{alias} and {name} are one option and differ: {name}={patches[name]!r} holds")
+    return ours, patches
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names; {"triton": {"cudagraphs": True}} is read as "triton.cudagraphs"."""
+    known = (*OPTIONS, *inductor_config.schema())
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        is_group = name not in known and any(other.startswith(f"{name}.") for other in known)
+        if is_group and isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and not value)
+
+
+def _admits(name: str, value: Any) -> bool:
+    declared = inductor_config.schema()[name].declared
+    return inductor_config.coerce(value, declared) is not inductor_config.MISMATCH
+
+
+def _checked(name: str, value: Any, *, source: str = "") -> Any:
+    """The value of an Inductor key as torch declares it."""
+    schema = inductor_config.schema()
+    if name not in schema:
+        raise UnknownOption(name=name, known=tuple(schema), source=source)
+    declared = schema[name].declared
+    if declared is type(None):  # torch does not say which type: only that the default is None
+        return value
+    result = inductor_config.coerce(value, declared)
+    if result is inductor_config.MISMATCH:
+        raise InvalidOptionValue(
+            name=name, value=value, expected=inductor_config.describe(declared), source=source
+        )
+    return result
+
+
+def _layers(name: str, given: Any) -> list[_Layer]:
+    """What the environment and then the user say of one of our options."""
+    option = OPTIONS[name]
+    layers = []
+    if option.variable and (text := os.environ.get(option.variable, "").strip()):
+        source = f"environment variable {option.variable}"
+        layers.append(_Layer("environment", option.parse(name, _from_text(name, text), source)))
+    if not _is_empty(given):
+        layers.append(_Layer("user", option.parse(name, given, "")))
+    return layers
+
+
+def _variable(sources: Mapping[str, str], name: str) -> str:
+    is_environment = sources[name] == "environment"
+    return f"environment variable {OPTIONS[name].variable}" if is_environment else ""
+
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _from_text(name: str, text: str) -> Any:
+    """A variable's text; only booleans need translating, the other parsers take text as it is."""
+    if name == "qfuse.strict" and text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    return text
+
+
+# --- our options --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Toggles:
+    """Passes switched on and off; `exact` when everything else is off."""
+
+    values: Mapping[str, bool]
+    exact: bool = False
+
+
+def _parse_text(expected: str) -> Callable[[str, Any, str], str]:
+    def parse(name: str, value: Any, source: str) -> str:
+        if isinstance(value, str):
+            return value
+        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+    return parse
+
+
+def _parse_numerics(name: str, value: Any, source: str) -> Any:
+    if value in get_args(Numerics):
+        return value
+    expected = f"one of {', '.join(map(repr, get_args(Numerics)))}"
+    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+
+def _parse_report(name: str, value: Any, source: str) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return str(os.fspath(value))
+    raise InvalidOptionValue(name=name, value=value, expected="a path", source=source)
+
+
+def _parse_strict(name: str, value: Any, source: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    expected = "1 or 0" if source else "True or False"
+    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+
+def _parse_passes(name: str, value: Any, source: str) -> _Toggles:
+    """A dict of name -> bool, or names as a list or text; "all" and "none" as they read.
+
+    Plain names alone are the exact list; a sign anywhere ("fold_lora,-extend_k") makes all of them
+    changes to the default.
+    """
+    known = _pass_names()
+    if value in ("all", "none"):
+        return _Toggles(dict.fromkeys(known, value == "all"))
+    if isinstance(value, str):
+        value = [item.strip() for item in value.split(",") if item.strip()]
+    if isinstance(value, Mapping):
+        toggles, exact = dict(value), False
+    elif isinstance(value, (list, tuple, set, frozenset)) and all(
+        isinstance(x, str) for x in value
+    ):
+        toggles = {item.lstrip("+-"): not item.startswith("-") for item in value}
+        exact = not any(item.startswith(("+", "-")) for item in value)
+    else:
+        toggles, exact = {"": None}, False
+    if not all(isinstance(on, bool) for on in toggles.values()):
+        expected = (
+            "a dict of pass names to True or False, a list of names, or 'fold_lora,-extend_k'"
+        )
+        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+    for item in toggles:
+        if item not in known:
+            raise UnknownPass(name=str(item), known=known, source=source)
+    return _Toggles(toggles, exact)
+
+
+def _parse_kernels(name: str, value: Any, source: str) -> dict[str, str]:
+    """{"dequantize": "triton"} or "dequantize=triton"."""
+    original = value
+    if isinstance(value, str):
+        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        value = {op.strip(): provider.strip() or None for op, _, provider in pairs}
+    if not isinstance(value, Mapping) or not all(isinstance(x, str) for x in value.values()):
+        expected = "a dict of ops to provider names, or 'dequantize=triton'"
+        raise InvalidOptionValue(name=name, value=original, expected=expected, source=source)
+    known = _providers()
+    for op, provider in value.items():
+        if op not in known:
+            raise UnknownOp(name=str(op), known=tuple(known), source=source)
+        if provider != "auto" and provider not in known[op]:
+            raise UnknownProvider(name=provider, op=op, known=known[op], source=source)
+    return dict(value)
+
+
+@dataclass(frozen=True)
+class _Option:
+    help: str
+    parse: Callable[[str, Any, str], Any]  # (name, value, source) -> value, or one of our errors
+    variable: str = ""
+
+
+OPTIONS: Mapping[str, _Option] = FrozenMap(
+    {
+        "qfuse.preset": _Option(
+            '"auto" (by the exact architecture of the device), the name of a preset, or "none"',
+            _parse_text("the name of a preset"),
+            "QFUSE_PRESET",
+        ),
+        "qfuse.mode": _Option(
+            "a mode of torch.compile, to use together with other options",
+            _parse_text("the name of a mode"),
+        ),
+        "qfuse.passes": _Option(
+            'passes by name: {"extend_k": False}, ["canonicalize", "keep_packed"] for just these, '
+            'or "fold_lora,-extend_k"',
+            _parse_passes,
+            "QFUSE_PASSES",
+        ),
+        "qfuse.numerics": _Option(
+            '"strict" keeps the dtype of every GEMM as written, "default" may reorder and '
+            'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype',
+            _parse_numerics,
+            "QFUSE_NUMERICS",
+        ),
+        "qfuse.kernels": _Option(
+            'the provider to prefer for an op: {"dequantize": "triton"}; "auto" by default',
+            _parse_kernels,
+            "QFUSE_KERNELS",
+        ),
+        "qfuse.report": _Option(
+            "a path: the report of each compile is written there as JSON",
+            _parse_report,
+            "QFUSE_REPORT",
+        ),
+        "qfuse.strict": _Option(
+            "True: a quantized site that is not fused is an error",
+            _parse_strict,
+            "QFUSE_STRICT",
+        ),
+    }
+)
+
+
+def _with_variable(option: _Option) -> str:
+    return f"{option.help} (default from {option.variable})" if option.variable else option.help
+
+
+_PASSES = (
+    "canonicalize",
+    "fold_lora",
+    "stack_adapters",
+    "stack_projections",
+    "extend_k",
+    "stack_gradients",
+    "keep_packed",
+)
+
+
+def _pass_names() -> tuple[str, ...]:
+    from inductor_q import passes
+
+    pipeline = getattr(passes, "PIPELINE", None)
+    return _PASSES if pipeline is None else tuple(item.name for item in pipeline)
+
+
+def _providers() -> dict[str, tuple[str, ...]]:
+    """The providers of each op: inductor_q.kernels has a table an op, {device type: kernels}."""
+    from inductor_q import kernels
+
+    return {
+        name.lower(): tuple(
+            dict.fromkeys(kernel.name for choices in table.values() for kernel in choices)
+        )
+        for name, table in vars(kernels).items()
+        if name.isupper()
+    }
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+def _because(entry: Entry, preset: Preset) -> str:
+    return f"{entry.origin} {preset.name}: {entry.evidence}"
+
+
+def _mode(
+    argument: str | None, option: str | None, known: tuple[str, ...], sources: dict[str, str]
+) -> str | None:
+    if argument is not None and option is not None and argument != option:
+        raise ModeConflict(argument=argument, option=option)
+    mode = option if option is not None else argument
+    if mode is not None and mode not in known:
+        raise UnknownMode(name=str(mode), known=known)
+    if mode is not None:
+        sources["qfuse.mode"] = "user"
+    return mode
+
+
+def _passes(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> tuple[str, ...]:
+    enabled = dict.fromkeys(_pass_names(), True)
+    for name, entry in preset.passes.items():
+        source = f"{entry.origin} {preset.name}"
+        enabled |= _parse_passes("qfuse.passes", {name: entry.value}, source).values
+        sources[f"qfuse.passes.{name}"] = _because(entry, preset)
+    for layer in layers:
+        toggles: _Toggles = layer.value
+        said = (
+            {**dict.fromkeys(enabled, False), **toggles.values} if toggles.exact else toggles.values
+        )
+        for name, on in said.items():
+            enabled[name] = on
+            sources[f"qfuse.passes.{name}"] = layer.source
+    return tuple(name for name, on in enabled.items() if on)
+
+
+def _kernels(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:
+    preferred: dict[str, str] = {}
+    for op, entry in preset.kernels.items():
+        source = f"{entry.origin} {preset.name}"
+        preferred |= _parse_kernels("qfuse.kernels", {op: entry.value}, source)
+        sources[f"qfuse.kernels.{op}"] = _because(entry, preset)
+    for layer in layers:
+        preferred |= layer.value
+        sources |= {f"qfuse.kernels.{op}": layer.source for op in layer.value}
+    return FrozenMap(preferred)
+
+
+# --- conflicts: told once, never an error -------------------------------------------------------
+
+
+@functools.cache
+def _tell(message: str) -> None:
+    """Once per process and message."""
+    log.warning(message)
+
+
+def _conflicts(resolved: Resolved, device: torch.device, dynamic: bool) -> Iterator[str]:
+    def value(name: str) -> Any:
+        return resolved.inductor.get(name, inductor_config.current(name))
+
+    def who(name: str) -> str:
+        return resolved.sources.get(name, "torch's own configuration")
+
+    preset = resolved.preset
+    if device.type == "cuda":
+        skips = value("triton.cudagraph_skip_dynamic_graphs")
+        if dynamic and value("triton.cudagraphs") and not skips:
+            yield (
+                f"triton.cudagraphs ({who('triton.cudagraphs')}) with dynamic shapes records one "
+                "graph a shape and keeps each: pad to few lengths, or set "
+                "'triton.cudagraph_skip_dynamic_graphs': True, or compile without cudagraphs"
+            )
+        for name, entry in preset.losses.items():
+            if value(name) == entry.value:
+                yield f"{name}={entry.value} ({who(name)}) loses on {preset.name}: {entry.evidence}"
+                break
+        total = torch.cuda.get_device_properties(device).total_memory if preset.min_memory else 0
+        for name, entry in preset.min_memory.items():
+            if value(name) and total < entry.value:
+                yield (
+                    f"{name} ({who(name)}) may not fit in the {total / 1e9:.1f} GB of this device: "
+                    f"{entry.evidence}"
+                )
+                break
+    if "canonicalize" in resolved.passes and "keep_packed" not in resolved.passes:
+        yield (
+            "qfuse.passes: canonicalize without keep_packed saves every dequantized weight for the "
+            "backward; switch both or neither"
+        )
+
+
+def _environment_typos() -> Iterator[str]:
+    variables = [option.variable for option in OPTIONS.values() if option.variable]
+    for name in os.environ:
+        if name.startswith("QFUSE_") and name not in variables:
+            for near in get_close_matches(name, variables, n=1, cutoff=0.8):
+                yield f"environment variable {name} is not read; did you mean {near}?"
+
+
+# --- fingerprint --------------------------------------------------------------------------------
+
+
+def _stable(value: Any) -> str:
+    """A text that is equal in every process for equal values, and never equal for opaque ones."""
+    if value is None or isinstance(
+        value, (bool, int, float, str, bytes, torch.dtype, torch.device)
+    ):
+        return f"{type(value).__name__}:{value!r}"
+    if isinstance(value, Mapping):
+        items = sorted((_stable(key), _stable(item)) for key, item in value.items())
+        return f"{{{', '.join(f'{key}={item}' for key, item in items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}[{', '.join(map(_stable, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"set[{', '.join(sorted(map(_stable, value)))}]"
+    identify = getattr(value, "uuid", None)  # torch's custom passes say so of themselves
+    identity = identify() if callable(identify) and not isinstance(value, type) else None
+    if identity is not None:
+        return f"{type(value).__module__}.{type(value).__qualname__}:{_stable(identity)}"
+    return f"opaque:{uuid.uuid4()}"
