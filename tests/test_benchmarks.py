@@ -1,0 +1,172 @@
+"""The harness measures what it says, and every benchmark runs on the smallest sizes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for extra in ("bitsandbytes", "peft", "transformers"):
+    pytest.importorskip(extra)
+
+from benchmarks import bench_dequantize, bench_linear, bench_step, harness  # noqa: E402
+
+CPU = torch.device("cpu")
+FIELDS = {
+    "schema",
+    "benchmark",
+    "device",
+    "machine",
+    "versions",
+    "commit",
+    "load",
+    "created",
+    "ceilings",
+    "settings",
+    "rows",
+    "notes",
+}
+
+
+def check_file(path: Path, benchmark: str, peers: set[str]) -> list[dict[str, Any]]:
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert set(result) == FIELDS
+    assert (result["schema"], result["benchmark"]) == (harness.SCHEMA, benchmark)
+    assert result["machine"]["name"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert {row["peer"] for row in result["rows"]} == peers
+    for row in result["rows"]:
+        timing = row["timing"]
+        assert 0 < timing["low"] <= timing["median"] <= timing["high"]
+        assert row["roof"] > 0
+        assert set(row["ratio_to"]) == peers - {row["peer"]}
+    rows: list[dict[str, Any]] = result["rows"]
+    return rows
+
+
+def fixed_suite() -> harness.Suite:
+    suite = harness.Suite("bench_fixed", CPU, harness.Ceilings(copy_gbps=10, matmul_tflops=1))
+    timings = {
+        "eager": harness.Timing(4e-3, 3e-3, 5e-3, 9),
+        "qfuse": harness.Timing(1e-3, 1e-3, 1e-3, 9),
+    }
+    suite.add({"N": 1}, timings, roof=5e-4, extra={"qfuse": {"saved_bytes": 7}})
+    return suite
+
+
+def test_timing_takes_the_median_and_percentiles() -> None:
+    timing = harness.Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (timing.median, timing.low, timing.high, timing.samples) == (3.5, 2.0, 5.0, 6)
+
+
+def test_roof_is_the_larger_of_the_two_bounds() -> None:
+    ceilings = harness.Ceilings(copy_gbps=100, matmul_tflops=2)
+    assert ceilings.roof(bytes=1e11) == 1.0
+    assert ceilings.roof(flops=4e12, bytes=1e11) == 2.0
+
+
+def test_every_round_rotates_the_order() -> None:
+    assert list(harness.rotations("abc", 4)) == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+@pytest.mark.parametrize("timer", [harness.time_kernels, harness.time_steps])
+def test_timers_rank_a_slow_call_behind_a_fast_one(timer: Any) -> None:
+    calls = {"slow": lambda: time.sleep(0.02), "fast": lambda: time.sleep(0.002)}
+    timings = timer(calls, CPU, rounds=2)
+    assert 0.02 <= timings["slow"].median < 0.1
+    assert timings["fast"].median < timings["slow"].median
+
+
+def test_table_and_numbers_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    suite = fixed_suite()
+    assert suite.ratio({"N": 1}, "qfuse", "eager") == 0.25
+    assert suite.ratio({"N": 2}, "qfuse", "eager") is None
+    harness.console.print(suite.table(extras=("saved_bytes",)))
+    shown = capsys.readouterr().out
+    for text in ("1 ms (50%)", "saved_bytes 7", "0.25", "500 us"):
+        assert text in shown
+
+
+def test_saved_file_and_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    suite = fixed_suite()
+    rows = check_file(suite.save(tmp_path / "deep" / "x.json"), "bench_fixed", {"eager", "qfuse"})
+    assert rows[1]["roof_fraction"] == 0.5
+    assert rows[1]["ratio_to"] == {"eager": 0.25}
+    path = suite.plot(tmp_path / "x.png")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_units() -> None:
+    assert [harness.duration(s) for s in (3.71e-5, 0.0718, 12.34)] == [
+        "37.1 us",
+        "71.8 ms",
+        "12.3 s",
+    ]
+    assert [harness.size(b) for b in (12, 1.5e6, 7.2e9)] == ["12 B", "1.5 MB", "7.2 GB"]
+
+
+def test_peer_names_carry_options() -> None:
+    peer = "qfuse[qfuse.passes=-extend_k;max_autotune=True;qfuse.preset=none]"
+    assert harness._peer_options(peer) == {
+        "qfuse.passes": "-extend_k",
+        "max_autotune": True,
+        "qfuse.preset": "none",
+    }
+    assert harness._peer_options("qfuse") is None
+    with pytest.raises(ValueError, match="no peer 'tvm'"):
+        harness.compile_as("tvm", torch.sin)
+
+
+def test_device_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(SystemExit, match="torch sees no CUDA device"):
+        bench_dequantize.main(["--device", "cuda", "--quick"])
+
+
+def test_bench_dequantize(tmp_path: Path) -> None:
+    out = tmp_path / "dequantize.json"
+    peers = ["copy", "bitsandbytes", "op"]
+    command = ["--device", "cpu", "--shapes", "64x128", "--rounds", "1", "--out", str(out)]
+    bench_dequantize.main([*command, "--quick", "--backends", *peers])
+    rows = check_file(out, "bench_dequantize", set(peers))
+    assert all(row["extra"]["gbps"] > 0 for row in rows)
+
+
+def test_bench_linear(tmp_path: Path) -> None:
+    out = tmp_path / "linear.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    bench_linear.main([*command, "--backends", "matmul", "eager"])
+    rows = check_file(out, "bench_linear", {"matmul", "eager"})
+    passes = [(row["case"]["M"], row["case"]["pass"]) for row in rows if row["peer"] == "eager"]
+    assert passes == [(1, "fwd"), (128, "fwd"), (128, "fwd+bwd")]
+    eager = rows[-1]["extra"]
+    assert eager["error_to_eager"] == 1.0
+    assert eager["saved_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_bench_step(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--loss-steps", "3"]
+    bench_step.main([*command, "--layers", "1", "--out", str(out)])
+    rows = {row["peer"]: row for row in check_file(out, "bench_step", set(harness.PEERS))}
+    for peer in ("inductor", "qfuse"):
+        extra = rows[peer]["extra"]
+        assert extra["breaks"] == 0
+        assert extra["graphs"] <= 2
+        assert extra["loss_deviation"] < 0.02
+        assert extra["compile_s"] > 0
+    saved = {peer: rows[peer]["extra"]["saved_bytes"] for peer in harness.PEERS}
+    assert saved["qfuse"] <= saved["inductor"]
