@@ -54,8 +54,10 @@ for name in packages:
 """
 PROBE_INSTALLED = """
 import importlib.metadata, importlib.util
-import inductor_q
+import inductor_q.backend
 
+found = torch._dynamo.lookup_backend("qfuse")
+assert found is inductor_q.backend.qfuse, found
 assert importlib.metadata.version("inductor-q") == inductor_q.__version__
 for name in ("passes", "lowerings", "csrc"):
     assert importlib.util.find_spec(name) is None, f"{name} became importable globally"
