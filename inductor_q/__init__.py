@@ -1,3 +1,34 @@
-"""qfuse: a torch.compile backend for models with quantized weights and trained adapters."""
+"""inductor_q: `torch.compile(model, backend="qfuse")` for models with quantized weights and LoRA.
+
+Importing this package does nothing else: names are resolved on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inductor_q.backend import last_report as last_report
+    from inductor_q.capture.bnb_state import dequantize as dequantize
+    from inductor_q.formats import FORMATS as FORMATS
+    from inductor_q.formats import QuantFormat as QuantFormat
+    from inductor_q.options import list_options as list_options
 
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "FORMATS": "inductor_q.formats",
+    "QuantFormat": "inductor_q.formats",
+    "dequantize": "inductor_q.capture.bnb_state",
+    "last_report": "inductor_q.backend",
+    "list_options": "inductor_q.options",
+}
+
+__all__ = ["FORMATS", "QuantFormat", "__version__", "dequantize", "last_report", "list_options"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

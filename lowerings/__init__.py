@@ -1,3 +1,19 @@
-"""qfuse:: op -> Inductor IR, Triton template or extern kernel."""
+"""qfuse:: op -> Inductor IR or extern kernel. Registered when the backend is first called."""
+
+import functools
 
 assert __name__ == "inductor_q.lowerings", f"import it as inductor_q.lowerings, not {__name__}"
+
+
+@functools.cache
+def register() -> None:
+    """Register the lowerings of the `qfuse::` ops with Inductor (further calls do nothing).
+
+    Only our namespace is touched: `backend="inductor"` lowers everything else as before.
+    """
+    from inductor_q import ops
+    from inductor_q.lowerings import dequantize, extend
+
+    assert ops  # its import defines the ops
+    dequantize.register()
+    extend.register()

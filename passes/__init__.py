@@ -1,3 +1,31 @@
-"""FX graph -> FX graph, in terms of qfuse:: ops."""
+"""FX graph -> FX graph, in terms of qfuse:: ops. The pipeline, in order, a line each:
+
+canonicalize first, so that the rest knows one form; fold_lora before the stacking, since a scale or a
+cast between two products hides that they share an input; stack_adapters before extend_k, so that one
+projection serves all of a group's products; stack_projections after it, on what was not extended;
+stack_gradients last of the joint passes, when extend_k has laid the gradients side by side;
+keep_packed in the partitioner, on whatever the joint passes left.
+"""
+
+from inductor_q.passes.canonicalize import Canonicalize
+from inductor_q.passes.extend_k import ExtendK
+from inductor_q.passes.fold_lora import FoldLora
+from inductor_q.passes.keep_packed import KeepPacked
+from inductor_q.passes.runner import Pass, Site
+from inductor_q.passes.stack_adapters import StackAdapters
+from inductor_q.passes.stack_gradients import StackGradients
+from inductor_q.passes.stack_projections import StackProjections
 
 assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {__name__}"
+
+PIPELINE = (
+    Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
+    FoldLora(),  # no clone, no [M, N] scaling, no float32 detour
+    StackAdapters(),  # adapters that share an input: one projection
+    ExtendK(),  # the adapter rides in the main product
+    StackProjections(),  # weights that share an input: one product
+    StackGradients(),  # gradients of A that share an input: one product
+    KeepPacked(),  # dequantized weights are recomputed, not saved
+)
+
+__all__ = ["PIPELINE", "Pass", "Site"]

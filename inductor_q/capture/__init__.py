@@ -1,1 +1,1 @@
-"""How bitsandbytes, PEFT and other libraries appear in a graph."""
+"""How each library's quantized weights appear: as module state and as nodes of a graph."""

@@ -1,1 +1,1 @@
-"""What a compile did, as data."""
+"""What happened in a compile, and why."""

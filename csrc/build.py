@@ -1,0 +1,66 @@
+"""Compile a C++ source of this folder at first use, cached by content.
+
+The library lands in Inductor's cache folder under a name that hashes the source, the compiler and
+its flags; it appears there by an atomic rename, so that processes may race.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, else the first of g++ and clang++ on the PATH."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+@functools.cache
+def load(source: str) -> ctypes.CDLL | str:
+    """The shared library built from `csrc/<source>`, or the reason why there is none."""
+    cxx = compiler()
+    if cxx is None:
+        return "no C++ compiler: set CXX or install g++"
+    path = Path(__file__).with_name(source)
+    target = _target(path, cxx)
+    if not target.exists():
+        error = _compile(path, cxx, target)
+        if error:
+            return error
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        return f"{target.name} does not load: {error}"
+
+
+def _target(path: Path, cxx: str) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
+    # -march=native: the same cache folder may be shared by machines with other processors.
+    cpu = Path("/proc/cpuinfo")
+    flags = cpu.read_text().partition("flags")[2].partition("\n")[0] if cpu.exists() else ""
+    key = "\0".join((path.read_text(), version, *FLAGS, flags))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:20]
+    return Path(cache_dir()) / "qfuse" / f"{path.stem}-{digest}.so"
+
+
+def _compile(path: Path, cxx: str, target: Path) -> str:
+    """Build `target`; returns the error, or an empty string."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=target.parent, suffix=".so")
+    os.close(handle)
+    run = subprocess.run([cxx, *FLAGS, "-o", scratch, str(path)], capture_output=True, text=True)
+    if run.returncode:
+        os.unlink(scratch)
+        return f"{cxx} failed on {path.name}: {run.stderr.strip()[-400:]}"
+    os.replace(scratch, target)
+    return ""

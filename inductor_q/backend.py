@@ -1,0 +1,169 @@
+"""The backend: `torch.compile(model, backend="qfuse", mode=..., options=...)`.
+
+Resolves the options, installs one pass manager and one partitioner for this compile, and calls
+Inductor. Everything is handed over as `config_patches`, which Inductor applies to the forward and to
+the lazily compiled backward and takes back afterwards; no global configuration is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_q import lowerings
+from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
+from inductor_q.diagnostics.context import Context
+from inductor_q.diagnostics.report import Report
+from inductor_q.exc import NotFused
+from inductor_q.manager import JointPasses, Partitioner
+from inductor_q.options import Resolved, resolve
+
+log = logging.getLogger("inductor_q")
+
+#: What the fused pointwise dequantization needs: it has about 60 operations and five reads, and
+#: Inductor would otherwise write it out before its consumer could absorb it.
+FUSION_LIMITS = {
+    "realize_opcount_threshold": 200,
+    "realize_reads_threshold": 32,
+    "realize_acc_reads_threshold": 32,
+}
+
+_last: Report | None = None
+
+
+def last_report() -> Report | None:
+    """The report of the latest compile in this process; None before the first."""
+    return _last
+
+
+def qfuse(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph with Inductor and the passes of this library.
+
+    Args:
+        gm, example_inputs: what Dynamo captured.
+        mode: as `torch.compile` means it; or give "qfuse.mode" inside `options`.
+        options: Inductor keys and "qfuse.*" keys; `inductor_q.list_options()` lists them.
+
+    Raises:
+        QfuseError: an option is unknown or wrong, or, under "qfuse.strict", a quantized layer was
+            not fused.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+
+    global _last
+    lowerings.register()
+    dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
+    resolved = resolve(mode, options, device=_device(example_inputs), dynamic=dynamic)
+    report = _new_report(resolved, example_inputs)
+    if not _is_quantized(gm):
+        # Nothing of ours applies: this is Inductor, at no cost.
+        _last = report
+        return compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
+    context = Context(resolved, report, sources=_sources(gm))
+    patches = {
+        **FUSION_LIMITS,
+        **resolved.inductor,
+        "joint_custom_pre_pass": JointPasses(context, inductor_config.joint_custom_pre_pass),
+        "custom_partitioner_fn": Partitioner(context, inductor_config.custom_partitioner_fn),
+    }
+    _last = report
+    with functorch_config.patch(
+        autograd_cache_allow_custom_autograd_functions=bodies_are_cacheable(gm)
+        or functorch_config.autograd_cache_allow_custom_autograd_functions
+    ):
+        compiled = compile_fx(gm, example_inputs, config_patches=patches)
+    key = report_key(gm, example_inputs, context)
+    if report.passes:
+        store_report(key, report)
+    else:  # the AOTAutograd cache had it: no pass has run
+        _last = report = load_report(key, report)
+    _tell(report, resolved)
+    return compiled
+
+
+def _reset() -> None:
+    """Called by `torch.compiler.reset()`."""
+    global _last
+    _last = None
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+qfuse.reset = _reset  # type: ignore[attr-defined]
+
+
+def _is_quantized(gm: fx.GraphModule) -> bool:
+    """Whether anything in the graph could be ours: a packed weight, or a tensor subclass."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if getattr(node.target, "namespace", "") in ("bitsandbytes", "qfuse"):
+                return True
+            value = node.meta.get("example_value") if node.op == "placeholder" else None
+            if isinstance(value, torch.Tensor) and not _is_plain(value):
+                return True
+    return False
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+        return False
+    return value.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _device(example_inputs: Sequence[Any]) -> torch.device:
+    """Where the graph computes: an accelerator if any input lies on one."""
+    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _sources(gm: fx.GraphModule) -> list[str]:
+    """Dynamo's name of each input: where module paths in the report come from."""
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        name = source.name if source is not None else ""
+        names.append(name() if callable(name) else str(name))
+    return names
+
+
+def _new_report(resolved: Resolved, example_inputs: Sequence[Any]) -> Report:
+    values = {**resolved.inductor, "qfuse.numerics": resolved.numerics}
+    return Report(
+        preset=resolved.preset.name,
+        preset_reason=resolved.preset.reason,
+        torch=torch.__version__,
+        device=str(_device(example_inputs)),
+        numerics=resolved.numerics,
+        options={
+            key: {"value": str(values.get(key, "")), "source": source}
+            for key, source in resolved.sources.items()
+        },
+    )
+
+
+def _tell(report: Report, resolved: Resolved) -> None:
+    log.info(report.summary())
+    if resolved.report:
+        with open(resolved.report, "w") as file:
+            file.write(report.to_json())
+    if resolved.strict:
+        refused = [s for s in report.sites if s.rejected]
+        if refused:
+            raise NotFused(sites=tuple((s.module or s.source or s.target, s.rejected) for s in refused))

@@ -1,0 +1,105 @@
+"""What keeps torch's compile caches right with our passes in them, and our reports beside them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_q.diagnostics.context import Context
+from inductor_q.diagnostics.report import Report
+
+_SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash over every source file of this package: a changed pass, lowering or kernel misses."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(root, followlinks=True)):
+        for name in sorted(names):
+            path = Path(folder, name)
+            if path.suffix in _SOURCES:
+                digest.update(f"{path.relative_to(root)}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
+    """Whether the bodies of the graph's autograd.Functions are as cacheable as its top level.
+
+    torch checks only the top level and refuses autograd.Functions as a whole by default; their bodies
+    are part of the cache key, so with the same check on them they may be cached.
+    """
+    from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+
+    bodies = [m for name, m in gm.named_children() if isinstance(m, fx.GraphModule)]
+    if not bodies:
+        return False
+    try:
+        for body in bodies:
+            for node in body.graph.nodes:
+                if node.op == "call_function" and not _is_grad_mode(node):
+                    check_node_safe(node)
+    except Exception as error:
+        from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+        if isinstance(error, BypassAOTAutogradCache):
+            return False
+        raise
+    return True
+
+
+def _is_grad_mode(node: fx.Node) -> bool:
+    return node.target is torch._C._set_grad_enabled
+
+
+def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> str:
+    """Names the report of a compile: the graph's text, its inputs, our sources and options."""
+    digest = hashlib.sha256()
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            digest.update(module.code.encode())
+    for x in example_inputs:
+        text = f"{tuple(x.shape)} {x.dtype} {x.device}" if isinstance(x, torch.Tensor) else str(x)
+        digest.update(text.encode())
+    digest.update(f"{torch.is_grad_enabled()} {torch.__version__}".encode())
+    digest.update(f"{source_digest()} {context.resolved.fingerprint()}".encode())
+    return digest.hexdigest()
+
+
+def _report_path(key: str) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "qfuse" / "reports" / f"{key[:32]}.json"
+
+
+def store_report(key: str, report: Report) -> None:
+    """Keep the report beside Inductor's cache, for the process that hits it."""
+    path = _report_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(report.to_json())
+    os.replace(scratch, path)
+
+
+def load_report(key: str, fresh: Report) -> Report:
+    """The report of the compile that filled the cache; `fresh` marked as cached when it is gone."""
+    path = _report_path(key)
+    if path.exists():
+        report = Report.from_dict(json.loads(path.read_text()))
+        report.options = fresh.options
+    else:
+        report = fresh
+    report.cached = True
+    return report

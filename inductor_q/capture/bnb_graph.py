@@ -1,0 +1,116 @@
+"""bitsandbytes' 4-bit ops as they appear in a joint or inference graph.
+
+0.50 emits one opaque `gemm_4bit` forward; its backward, and 0.49 in both directions, emit
+`dequantize_4bit` after `dequantize_blockwise + offset` when the absmax is nested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_q.formats import BNB_QUANT_TYPES, bnb_format_name
+from inductor_q.formats.bnb import BLOCKSIZES, NESTED_BLOCKSIZE
+
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten.reshape.default})
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantized weight in a graph: the arguments of `qfuse::dequantize` but for the dtype."""
+
+    operands: tuple[fx.Node, ...]
+    format: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`x @ weight.t() + bias`; x keeps its rank."""
+
+    x: fx.Node
+    weight: Weight
+    bias: fx.Node | None
+
+
+def overload(name: str) -> Any:
+    """`torch.ops.bitsandbytes.<name>.default`, or None where this bitsandbytes has no such op."""
+    packet = getattr(torch.ops.bitsandbytes, name, None)
+    return None if packet is None else packet.default
+
+
+def match_gemm(node: fx.Node) -> Gemm | str | None:
+    """A `gemm_4bit` call; a reason when it cannot be expressed; None when it is no such call."""
+    if node.op != "call_function" or node.target is not overload("gemm_4bit"):
+        return None
+    a = _named(node, "A B shapeB absmax blocksize quant_type bias absmax_8bit absmax_code absmax_offset")
+    nested = a["absmax_8bit"] is not None
+    name = _format(a["quant_type"], a["blocksize"], nested)
+    if not name.startswith(tuple(BNB_QUANT_TYPES)):
+        return name
+    operands = [_packed(a["B"])]
+    if nested:
+        operands += [a["absmax_8bit"], a["absmax_code"], a["absmax"], a["absmax_offset"]]
+    else:
+        operands += [a["absmax"]]
+    return Gemm(a["A"], Weight(tuple(operands), name, tuple(a["shapeB"])), a["bias"])
+
+
+def match_dequantize(node: fx.Node) -> tuple[Weight, torch.dtype] | str | None:
+    """A `dequantize_4bit` call and its dtype; a reason; None when it is no such call."""
+    if node.op != "call_function" or node.target is not overload("dequantize_4bit"):
+        return None
+    a = _named(node, "A absmax blocksize quant_type shape dtype")
+    inner = _nested_absmax(a["absmax"])
+    name = _format(a["quant_type"], a["blocksize"], inner is not None)
+    if not name.startswith(tuple(BNB_QUANT_TYPES)):
+        return name
+    operands = (_packed(a["A"]), *(inner or (a["absmax"],)))
+    return Weight(operands, name, tuple(a["shape"])), a["dtype"]
+
+
+def match_gemv(node: fx.Node) -> str | None:
+    """The reason why a `gemv_4bit` call is left alone; None when it is no such call."""
+    if node.op != "call_function" or node.target is not overload("gemv_4bit"):
+        return None
+    return "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
+
+
+def _format(quant_type: str, blocksize: int, nested: bool) -> str:
+    """The format's name, or a reason that starts with no quant type's name."""
+    if quant_type not in BNB_QUANT_TYPES:
+        return f"unknown quant_type {quant_type!r}"
+    if blocksize not in BLOCKSIZES:
+        return f"unsupported blocksize {blocksize}"
+    return bnb_format_name(quant_type, blocksize, nested)
+
+
+def _nested_absmax(absmax: fx.Node) -> tuple[fx.Node, ...] | None:
+    """`dequantize_blockwise(codes, absmax2, codebook, 256) + offset` as its operands."""
+    if absmax.target is not torch.ops.aten.add.Tensor or absmax.kwargs:
+        return None
+    inner, offset = absmax.args
+    if not isinstance(inner, fx.Node) or inner.target is not overload("dequantize_blockwise"):
+        return None
+    a = _named(inner, "A absmax code blocksize dtype")
+    if a["blocksize"] != NESTED_BLOCKSIZE or a["dtype"] is not torch.float32:
+        return None
+    assert isinstance(offset, fx.Node)
+    return a["A"], a["code"], a["absmax"], offset
+
+
+def _packed(node: fx.Node) -> fx.Node:
+    """The packed bytes below views that only change their shape."""
+    while node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _named(node: fx.Node, names: str) -> dict[str, Any]:
+    values: dict[str, Any] = dict.fromkeys(names.split())
+    values.update(zip(names.split(), node.args, strict=False))
+    values.update(node.kwargs)
+    return values

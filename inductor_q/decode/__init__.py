@@ -1,0 +1,1 @@
+"""Interpreters of `QuantFormat.decode`: eager torch, Inductor loops, Triton source."""

@@ -1,0 +1,72 @@
+"""Inductor's loop-level ops: the decode becomes part of the kernel the scheduler fuses it into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor.virtualized import ops
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+Loader = Callable[[Sequence[Any]], Any]
+
+
+class Loops:
+    """Runs a decode inside an `inner_fn`; an index is a sympy expression of the loop variables."""
+
+    def __init__(self, loaders: Mapping[str, Loader]) -> None:
+        self._loaders = loaders
+
+    def load(self, name: str, i: Any) -> Any:
+        return self._loaders[name]([i])
+
+    def gather(self, name: str, code: Any, size: int) -> Any:
+        index = ops.indirect_indexing(
+            ops.to_dtype(code, torch.int32), size, check=False, wrap_neg=False
+        )
+        return self._loaders[name]([index])
+
+    def codebook(self, values: tuple[float, ...], code: Any) -> Any:
+        # A select tree over the code's bits, each tested once: no memory access, and few enough
+        # operations (59 for 16 values) to stay under Inductor's limit for one inner function.
+        bits = [1 << b for b in reversed(range((len(values) - 1).bit_length()))]
+        zero = ops.constant(0, torch.int32)
+        is_set = {
+            b: ops.ne(ops.bitwise_and(code, ops.constant(b, torch.int32)), zero) for b in bits
+        }
+
+        def tree(low: int, level: int) -> Any:
+            if level == len(bits):
+                return ops.constant(values[low], torch.float32)
+            bit = bits[level]
+            return ops.where(is_set[bit], tree(low + bit, level + 1), tree(low, level + 1))
+
+        return tree(0, 0)
+
+    def idiv(self, a: Any, n: int) -> Any:
+        return FloorDiv(a, n)
+
+    def imod(self, a: Any, n: int) -> Any:
+        return ModularIndexing(a, 1, n)
+
+    def isub(self, a: int, b: Any) -> Any:
+        return a - b
+
+    def zero(self, like: Any) -> Any:
+        return sympy.S.Zero
+
+    def bits(self, byte: Any, lane: Any, bits: int) -> Any:
+        word = ops.to_dtype(byte, torch.int32)
+        shifted = ops.bitwise_right_shift(word, ops.index_expr(lane * bits, torch.int32))
+        return ops.bitwise_and(shifted, ops.constant((1 << bits) - 1, torch.int32))
+
+    def to_float(self, a: Any) -> Any:
+        return ops.to_dtype(a, torch.float32)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        return ops.mul(a, b)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return ops.add(a, b)

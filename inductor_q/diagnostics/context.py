@@ -1,0 +1,96 @@
+"""What the passes of one compile share: the options in force, the report, and whose weight is whose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from inductor_q.diagnostics.report import Report, SiteRecord
+from inductor_q.options import Resolved
+
+_MODULE = re.compile(r"_modules\['([^']+)'\]")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+@dataclass
+class Context:
+    """Lives from the backend's call until the (lazily compiled) backward is done.
+
+    `sources` are Dynamo's names of the graph inputs, in their order: where module paths come from.
+    """
+
+    resolved: Resolved
+    report: Report
+    sources: Sequence[str] = ()
+
+    @property
+    def numerics(self) -> str:
+        return self.resolved.numerics
+
+    def threshold(self, name: str, default: int) -> int:
+        """A threshold of the preset; `default` where the preset says nothing."""
+        entry = self.resolved.preset.thresholds.get(name)
+        return default if entry is None else int(entry.value)
+
+    def kernel(self, op: str) -> str:
+        """The provider asked for `op`: the user's, else the preset's, else "auto"."""
+        return self.resolved.kernels.get(op, "auto")
+
+    def count_provider(self, op: str, provider: str) -> None:
+        self.report.count_provider(op, provider)
+
+    def describe(
+        self, pass_name: str, node: fx.Node, weight: fx.Node | None, rejected: str
+    ) -> SiteRecord:
+        """The record of a site; call it before the graph is edited."""
+        value = node.meta.get("val")
+        return SiteRecord(
+            pass_name=pass_name,
+            target=str(node.target),
+            module=self.module_path(weight) or _from_stack(node),
+            source=user_frame(node),
+            shape=tuple(_number(s) for s in getattr(value, "shape", ())),
+            rejected=rejected,
+        )
+
+    def module_path(self, weight: fx.Node | None) -> str:
+        """The path of the module that owns a packed weight, by Dynamo's name of the input."""
+        if weight is None:
+            return ""
+        index = input_index(weight)
+        if index is None or index >= len(self.sources):
+            return ""
+        names = _MODULE.findall(self.sources[index])
+        return ".".join(n for n in names if n != "base_layer")
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which of Dynamo's inputs a placeholder of the joint graph is (or was desugared from)."""
+    desc = node.meta.get("desc")
+    while hasattr(desc, "base"):  # an inner tensor of a subclass
+        desc = desc.base
+    index = getattr(desc, "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def user_frame(node: fx.Node) -> str:
+    """The innermost frame outside of installed packages, as `file:line`."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "site-packages" not in f[0] and "dist-packages" not in f[0]]
+    return ":".join((own or frames)[-1]) if frames else ""
+
+
+def _from_stack(node: fx.Node) -> str:
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0]
+    return ".".join(n for n in _MODULE.findall(path)) or path
+
+
+def _number(size: Any) -> int:
+    return size if isinstance(size, int) else -1

@@ -1,0 +1,111 @@
+"""The report of one compile: which pass did what to which quantized weight, or why not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """One site of one pass.
+
+    `module` is the module path of the quantized weight, `source` the user's file and line, `rejected`
+    the reason when nothing was done, `bytes_saved` what is no longer kept for backward.
+    """
+
+    pass_name: str
+    target: str
+    module: str = ""
+    source: str = ""
+    shape: tuple[int, ...] = ()
+    provider: str = ""
+    rejected: str = ""
+    bytes_saved: int = 0
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    name: str
+    applied: int
+    seconds: float
+
+
+@dataclass
+class Report:
+    """What one compile did. Everything in it is plain data; `to_json` is its file form."""
+
+    preset: str = ""
+    preset_reason: str = ""
+    torch: str = ""
+    device: str = ""
+    numerics: str = ""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    passes: list[PassRecord] = field(default_factory=list)
+    sites: list[SiteRecord] = field(default_factory=list)
+    providers: dict[str, dict[str, int]] = field(default_factory=dict)
+    cached: bool = False
+    created: float = field(default_factory=time.time)
+
+    def add(self, record: PassRecord, sites: Iterable[SiteRecord]) -> None:
+        self.passes.append(record)
+        self.sites.extend(sites)
+
+    def count_provider(self, op: str, provider: str) -> None:
+        """A lowering chose `provider` for one node of `op`."""
+        counts = self.providers.setdefault(op, {})
+        counts[provider] = counts.get(provider, 0) + 1
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of dequantized weights that stock autograd would keep for backward."""
+        return sum(site.bytes_saved for site in self.sites)
+
+    def applied(self) -> dict[str, int]:
+        """Pass name -> number of sites it rewrote."""
+        totals: Counter[str] = Counter()
+        for record in self.passes:
+            totals[record.name] += record.applied
+        return dict(totals)
+
+    def rejections(self) -> dict[str, Counter[str]]:
+        """Pass name -> reason -> number of sites."""
+        found: dict[str, Counter[str]] = {}
+        for site in self.sites:
+            if site.rejected:
+                found.setdefault(site.pass_name, Counter())[site.rejected] += 1
+        return found
+
+    def summary(self) -> str:
+        """One line: the preset and why, then each pass and its sites."""
+        parts = [f"preset {self.preset} ({self.preset_reason})"]
+        rejected = self.rejections()
+        for name, count in self.applied().items():
+            refused = sum(rejected.get(name, Counter()).values())
+            if count or refused:
+                parts.append(f"{name} {count}" + (f" (+{refused} rejected)" if refused else ""))
+        if self.bytes_saved:
+            parts.append(f"{self.bytes_saved / 2**20:.1f} MiB of weights not saved for backward")
+        if self.cached:
+            parts.append("from the cache")
+        return "qfuse: " + "; ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), "bytes_saved": self.bytes_saved}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        """The inverse of `to_dict`."""
+        known = {k: v for k, v in data.items() if k not in ("schema_version", "bytes_saved")}
+        known["passes"] = [PassRecord(**p) for p in known["passes"]]
+        known["sites"] = [SiteRecord(**{**s, "shape": tuple(s["shape"])}) for s in known["sites"]]
+        return cls(**known)

@@ -1,0 +1,13 @@
+"""What a quantized weight is. Every format the library knows, by name."""
+
+from inductor_q.formats.bnb import BNB_FORMATS, BNB_QUANT_TYPES, bnb_format_name
+from inductor_q.formats.quant_format import QuantFormat, lookup
+
+FORMATS: dict[str, QuantFormat] = {f.name: f for f in BNB_FORMATS}
+
+__all__ = ["BNB_QUANT_TYPES", "FORMATS", "QuantFormat", "bnb_format_name", "get_format"]
+
+
+def get_format(name: str) -> QuantFormat:
+    """The format called `name`; raises `UnknownFormat` with the known names."""
+    return lookup(FORMATS, name)

@@ -1,0 +1,74 @@
+"""One description per format; everything else interprets `QuantFormat.decode`.
+
+`decode(o, i)` is written once against a small set of operations `o` and run by the interpreters in
+`inductor_q.decode`: eager torch (the reference and the fake), Inductor's loop-level ops (the
+lowering) and a printer of Triton device code. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from inductor_q.exc import UnknownFormat
+from inductor_q.formats.codec import Codec
+from inductor_q.formats.packing import Packing
+from inductor_q.formats.scale import Scale
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """A quantized weight: `packing` (index -> code), `codec` (code -> value), `scale` (index -> scale).
+
+    Frozen, hashable and comparable. Only `name` crosses an operator schema.
+    """
+
+    name: str
+    packing: Packing
+    codec: Codec
+    scale: Scale
+
+    def decode(self, o: Any, i: Any) -> Any:
+        """Element `i` of the flattened weight in float32."""
+        return self.decode_code(o, self.packing.code(o, i), self.scale.decode(o, i))
+
+    def decode_code(self, o: Any, code: Any, scale: Any) -> Any:
+        """The value of one `code` under its `scale`: what tile decoders call once per lane."""
+        return o.mul(self.codec.decode(o, code), scale)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Operand names in first-use order, found by running `decode`, never written by hand."""
+        probe = _Probe()
+        self.decode(probe, 0)
+        return tuple(probe.seen)
+
+    def packed_numel(self, numel: int) -> int:
+        """Bytes that hold `numel` elements."""
+        return -(-numel // self.packing.per_byte)
+
+
+class _Probe:
+    """An interpreter that only notes which operands a decode reads."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, None] = {}
+
+    def load(self, name: str, *index: Any) -> int:
+        self.seen.setdefault(name)
+        return 0
+
+    gather = load
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: 0
+
+
+def lookup(formats: Mapping[str, QuantFormat], name: str) -> QuantFormat:
+    """`formats[name]`, or an error that lists what is known."""
+    try:
+        return formats[name]
+    except KeyError:
+        raise UnknownFormat(name=name, known=tuple(formats)) from None

@@ -1,0 +1,42 @@
+"""Which scale an element has: flat index -> float32 scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from inductor_q.formats.codec import Codec
+
+
+class Scale(Protocol):
+    block: int
+
+    def decode(self, o: Any, i: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class BlockScale:
+    """One float scale per `block` consecutive elements."""
+
+    operand: str
+    block: int
+
+    def decode(self, o: Any, i: Any) -> Any:
+        return o.to_float(o.load(self.operand, o.idiv(i, self.block)))
+
+
+@dataclass(frozen=True)
+class NestedScale:
+    """A scale that is quantized itself: `codec(scale code) * outer + offset` (QLoRA's double quantization,
+    https://arxiv.org/abs/2305.14314, section 3)."""
+
+    operand: str
+    block: int
+    codec: Codec
+    outer: BlockScale
+    offset: str
+
+    def decode(self, o: Any, i: Any) -> Any:
+        b = o.idiv(i, self.block)
+        value = self.codec.decode(o, o.load(self.operand, b))
+        return o.add(o.mul(value, self.outer.decode(o, b)), o.load(self.offset, o.zero(b)))

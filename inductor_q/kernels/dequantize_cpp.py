@@ -1,0 +1,99 @@
+"""Dequantize on a CPU with the C++ kernel of csrc/dequantize.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q.csrc import build
+from inductor_q.formats import QuantFormat
+from inductor_q.formats.codec import Codebook
+from inductor_q.formats.scale import BlockScale, NestedScale
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SOURCE = "dequantize.cpp"
+
+
+class Cpp:
+    name = "cpp"
+
+    def available(self) -> str:
+        """Empty when this machine can run the kernel, else the reason why not."""
+        function = _function()
+        return function if isinstance(function, str) else ""
+
+    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
+        if fmt.packing.bits != 4 or not isinstance(fmt.codec, Codebook):
+            return f"csrc/{SOURCE} decodes 4-bit codebooks, not {fmt.name}"
+        if not isinstance(fmt.scale, (BlockScale, NestedScale)):
+            return f"csrc/{SOURCE} does not know the scale of {fmt.name}"
+        if out.device.type != "cpu":
+            return f"the C++ kernel runs on a CPU, not on {out.device}"
+        if out.dtype not in DTYPES:
+            return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
+        if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
+            return "the output is not a matrix with unit column stride"
+        if isinstance(fmt.scale, NestedScale) and fmt.scale.outer.block & (fmt.scale.outer.block - 1):
+            return "the nested blocksize is not a power of two"
+        return self.available()
+
+    def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
+        function = _function()
+        assert not isinstance(function, str), function
+        named = dict(zip(fmt.operands, operands, strict=True))
+        scale = fmt.scale
+        nested = isinstance(scale, NestedScale)
+        pointers: dict[str, int | None] = {n: t.data_ptr() for n, t in named.items()}
+        absmax = named["absmax"]
+        expected = torch.uint8 if nested else torch.float32
+        if absmax.dtype != expected:  # half-precision absmax, as some checkpoints store it
+            absmax = absmax.to(expected)
+            pointers["absmax"] = absmax.data_ptr()
+        function(
+            pointers["qweight"],
+            _codebook(fmt).ctypes_pointer,
+            pointers["absmax"],
+            pointers.get("nested_codebook"),
+            pointers.get("nested_absmax"),
+            pointers.get("nested_offset"),
+            scale.outer.block if isinstance(scale, NestedScale) else 1,
+            scale.block,
+            out.shape[0],
+            out.shape[1],
+            out.stride(0),
+            int(fmt.packing.high_first),
+            DTYPES[out.dtype],
+            out.data_ptr(),
+        )
+
+
+class _CodebookArray:
+    def __init__(self, values: tuple[float, ...]) -> None:
+        self._array = (ctypes.c_float * len(values))(*values)
+        self.ctypes_pointer = ctypes.addressof(self._array)
+
+
+@functools.cache
+def _codebook(fmt: QuantFormat) -> _CodebookArray:
+    assert isinstance(fmt.codec, Codebook)
+    return _CodebookArray(fmt.codec.values)
+
+
+@functools.cache
+def _function() -> Any:
+    library = build.load(SOURCE)
+    if isinstance(library, str):
+        return library
+    function = library.qfuse_dequantize_4bit
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [pointer] * 6 + [integer] * 5 + [ctypes.c_int] * 2 + [pointer]
+    function.restype = None
+    return function
+
+
+KERNEL = Cpp()

@@ -1,0 +1,36 @@
+"""The eager reference as a provider: every format, every device, no speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inductor_q.decode.eager import Eager
+from inductor_q.formats import QuantFormat
+
+ROWS_AT_ONCE_NUMEL = 1 << 22  # elements decoded at a time: the int64 indices are 32 MiB
+
+
+class Reference:
+    name = "reference"
+
+    def available(self) -> str:
+        return ""
+
+    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
+        return ""
+
+    def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
+        interpreter = Eager(dict(zip(fmt.operands, operands, strict=True)))
+        cols = out.shape[-1]
+        step = max(1, ROWS_AT_ONCE_NUMEL // max(1, cols))
+        rows = out.reshape(-1, cols) if out.is_contiguous() else out
+        for start in range(0, rows.shape[0], step):
+            part = rows[start : start + step]
+            index = torch.arange(part.numel(), device=out.device) + start * cols
+            part.copy_(fmt.decode(interpreter, index).reshape(part.shape))
+
+
+KERNEL = Reference()

@@ -1,0 +1,189 @@
+"""Dequantize on a GPU with one Triton launch, double quantization included.
+
+A lane holds one 32-bit word (8 codes of 4 bits) where shapes and alignment allow it, else one byte:
+each word is read once, its scale found once, and 8 values leave in one 16-byte store. The device
+functions that find a scale and decode a code are printed from the format (`inductor_q.decode.triton`);
+this file never looks at a format's name. Products of scale and value are not contracted to an FMA, so
+that results equal the eager reference bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q.decode.triton import device_functions
+from inductor_q.formats import QuantFormat
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT32_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class Config:
+    """Words (or bytes) per program, and warps per program."""
+
+    block: int = 512
+    num_warps: int = 4
+
+
+DEFAULT = Config()
+
+_KERNEL = """
+@triton.jit
+def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
+               BLOCK: tl.constexpr, FLAT: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr):
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    u = program * BLOCK + tl.arange(0, BLOCK)
+    mask = u < units
+    unit = tl.load(qweight + u, mask=mask, other=0).to(tl.int32)
+    i = u * {codes}
+    scale = scale_fn(i, mask, {operands})
+{values}
+    x = {joined}
+    x = tl.reshape(x, [BLOCK, {codes}])
+    lane = tl.arange(0, {codes})[None, :]
+    if FLAT:
+        offset = i[:, None] + lane
+        keep = offset < numel
+    elif WHOLE:  # a unit never straddles two rows
+        row = i // cols
+        offset = tl.multiple_of(row * out_stride + (i - row * cols), {codes})[:, None] + lane
+        keep = mask[:, None] & (lane >= 0)
+    else:
+        element = i[:, None] + lane
+        row = element // cols
+        offset = row * out_stride + (element - row * cols)
+        keep = element < numel
+    tl.store(out + offset, x, mask=keep)
+"""
+
+
+class Triton:
+    name = "triton"
+
+    def available(self) -> str:
+        """Empty when this machine can run the kernel, else the reason why not."""
+        return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
+        if fmt.packing.bits != 4:
+            return f"the Triton kernel decodes 4-bit codes, {fmt.name} has {fmt.packing.bits}"
+        if out.dtype not in DTYPES:
+            return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
+        if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
+            return "the output is not a matrix with unit column stride"
+        if not all(t.is_contiguous() for t in operands):
+            return "an operand is not contiguous"
+        return self.available()
+
+    def launch(
+        self,
+        operands: Sequence[Tensor],
+        fmt: QuantFormat,
+        out: Tensor,
+        config: Config = DEFAULT,
+    ) -> None:
+        numel = out.numel()
+        if numel == 0:
+            return
+        rows, cols = out.shape
+        stride = out.stride(0) if rows > 1 else cols
+        flat = stride == cols
+        qweight = operands[0].reshape(-1).view(torch.uint8)
+        words = _fits_words(qweight, out, flat, cols, stride)
+        if words:
+            qweight = qweight[: numel // 2].view(torch.int32)
+        codes = 8 if words else 2
+        units = -(-numel // codes)
+        kernel = _kernel(fmt, codes)
+        named = dict(zip(fmt.operands, operands, strict=True))
+        with _on(out.device):
+            kernel.function[(-(-units // config.block),)](
+                out,
+                qweight,
+                _codebook(fmt, out.device),
+                *(named[name] for name in kernel.scale_operands),
+                units,
+                numel,
+                cols,
+                stride,
+                BLOCK=config.block,
+                FLAT=flat,
+                WHOLE=cols % codes == 0,
+                WIDE=rows * stride + config.block * codes >= INT32_LIMIT,
+                num_warps=config.num_warps,
+                enable_fp_fusion=False,
+            )
+
+
+def _fits_words(qweight: Tensor, out: Tensor, flat: bool, cols: int, stride: int) -> bool:
+    if out.numel() % 8 or qweight.data_ptr() % 4 or qweight.storage_offset() % 4:
+        return False
+    return flat or (cols % 8 == 0 and stride % 8 == 0)
+
+
+def _on(device: torch.device) -> Any:
+    """The device's context on a GPU; nothing under the CPU interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    function: Any
+    scale_operands: tuple[str, ...]
+
+
+@functools.cache
+def _kernel(fmt: QuantFormat, codes: int) -> _Kernel:
+    """Print and compile the kernel of `fmt` for `codes` codes in a lane."""
+    device = device_functions(fmt)
+    shifts = [8 * (e // 2) + fmt.packing.shift(e % 2) for e in range(codes)]
+    values = "\n".join(
+        f"    v{e} = value_fn((unit >> {s}) & 15, scale, codebook).to(out.dtype.element_ty)"
+        for e, s in enumerate(shifts)
+    )
+    source = device.source + _KERNEL.format(
+        pointers="".join(f"{name}, " for name in device.scale_operands),
+        operands=", ".join(device.scale_operands),
+        codes=codes,
+        values=values,
+        joined=_join(list(range(codes))),
+    )
+    return _Kernel(_compile(f"<qfuse {fmt.name} x{codes}>", source), device.scale_operands)
+
+
+def _join(lanes: list[int]) -> str:
+    """Nested `tl.join`s after which a reshape yields the lanes in order."""
+    if len(lanes) == 1:
+        return f"v{lanes[0]}"
+    return f"tl.join({_join(lanes[0::2])}, {_join(lanes[1::2])})"
+
+
+def _compile(filename: str, text: str) -> Any:
+    """Execute printed source; linecache keeps it readable for Triton's own parser and tracebacks."""
+    import triton
+    import triton.language as tl
+
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "inductor_q.printed"}
+    exec(compile(text, filename, "exec"), namespace)
+    return namespace["dequantize"]
+
+
+@functools.cache
+def _codebook(fmt: QuantFormat, device: torch.device) -> Tensor:
+    """The format's table on `device`, made once: a call under graph capture finds it there."""
+    return torch.tensor(getattr(fmt.codec, "values", (0.0,)), dtype=torch.float32, device=device)
+
+
+KERNEL = Triton()

@@ -1,0 +1,190 @@
+"""`qfuse::dequantize`: a packed weight's values.
+
+Traced, it is one op node; in eager mode the function calls its kernel directly, with no dispatch in
+between. The first kernel of the device's list that supports the call serves it
+(`inductor_q.kernels`), on the current stream, without a host synchronization.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inductor_q.exc import CorruptQuantState, WrongDtype, WrongShape
+from inductor_q.formats import QuantFormat, get_format
+from inductor_q.formats.scale import NestedScale
+from inductor_q.ops.library import define, define_autograd
+
+log = logging.getLogger("inductor_q")
+
+SCHEMA = "(Tensor[] operands, str format, SymInt[] shape, ScalarType dtype"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REMEDY = "The state belongs to another weight, blocksize or format: quantize the weight again."
+
+
+def dequantize(
+    operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The values of a quantized weight.
+
+    Args:
+        operands: the tensors that `FORMATS[format].operands` names, in that order; `qweight` in any
+            storage dtype (its bytes count).
+        format: a name in `inductor_q.FORMATS`, for example "nf4_b64_nested".
+        shape: the weight's logical shape, row major.
+        dtype: float32, bfloat16 or float16; values are computed in float32 and rounded once.
+
+    Returns:
+        A contiguous tensor of `shape` and `dtype`.
+
+    Raises:
+        UnknownFormat, CorruptQuantState, WrongDtype: see each message for the way out.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.qfuse.dequantize(list(operands), format, list(shape), dtype)
+    return _dequantize(operands, format, shape, dtype)
+
+
+def check_operands(
+    operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Raise unless `operands` can hold a weight of `shape` in format `fmt`."""
+    if dtype not in DTYPES:
+        raise WrongDtype(what="dequantized weight", expected=DTYPES, got=dtype)
+    if len(operands) != len(fmt.operands):
+        raise CorruptQuantState(
+            what=f"number of operands of {fmt.name}",
+            expected=f"{len(fmt.operands)} ({', '.join(fmt.operands)})",
+            got=len(operands),
+            remedy="Pass the operands in the order of FORMATS[format].operands.",
+        )
+    named = dict(zip(fmt.operands, operands, strict=True))
+    devices = {t.device for t in operands}
+    if len(devices) > 1:
+        raise CorruptQuantState(
+            what=f"device of the operands of {fmt.name}",
+            expected="one device",
+            got=", ".join(f"{n} on {t.device}" for n, t in named.items()),
+            remedy="Move the quantization state with the weight: module.to(device).",
+        )
+    numel = math.prod(shape)
+    qweight = named["qweight"]
+    packed = qweight.numel() * qweight.element_size()
+    expected = fmt.packed_numel(numel)
+    # A wider storage dtype may round the byte count up to its own size.
+    if not expected <= packed < expected + qweight.element_size():
+        raise CorruptQuantState(
+            what="packed weight",
+            expected=f"{expected} bytes for shape {tuple(shape)}",
+            got=f"{packed} bytes",
+            remedy=_REMEDY,
+        )
+    _check_count("absmax", named, -(-numel // fmt.scale.block))
+    if isinstance(fmt.scale, NestedScale):
+        if named["absmax"].dtype != torch.uint8:
+            raise CorruptQuantState(
+                what="dtype of a nested absmax",
+                expected=torch.uint8,
+                got=named["absmax"].dtype,
+                remedy=_REMEDY,
+            )
+        blocks = named["absmax"].numel()
+        _check_count("nested_absmax", named, -(-blocks // fmt.scale.outer.block))
+        _check_count("nested_codebook", named, 256)
+        _check_count("nested_offset", named, 1)
+
+
+def _check_count(name: str, named: dict[str, Tensor], expected: int) -> None:
+    if name in named and named[name].numel() != expected:
+        raise CorruptQuantState(
+            what=f"number of elements of {name}",
+            expected=expected,
+            got=named[name].numel(),
+            remedy=_REMEDY,
+        )
+
+
+def _dequantize(
+    operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    fmt = get_format(format)
+    check_operands(operands, fmt, shape, dtype)
+    out = torch.empty(tuple(shape), dtype=dtype, device=operands[0].device)
+    write(operands, fmt, out if out.dim() == 2 else out.view(-1, out.shape[-1] if shape else 1))
+    return out
+
+
+def write(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
+    """Write the values into the matrix `out` with the first kernel that supports the call."""
+    from inductor_q.kernels import DEQUANTIZE  # kernels sit above ops
+
+    if out.numel() == 0:
+        return
+    kernels = DEQUANTIZE.get(out.device.type, DEQUANTIZE["cpu"][-1:])
+    for kernel in kernels:
+        reason = kernel.supports(operands, fmt, out)
+        if not reason:
+            kernel.launch(operands, fmt, out)
+            return
+        _tell_once(kernel.name, reason)
+    raise AssertionError("the reference kernel serves every call")
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def _tell_once(kernel: str, reason: str) -> None:
+    if (kernel, reason) not in _told:
+        _told.add((kernel, reason))
+        log.warning("dequantize: kernel %r not used: %s; a slower one serves the call", kernel, reason)
+
+
+def _dequantize_out(
+    operands: Sequence[Tensor],
+    format: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    out: Tensor,
+) -> Tensor:
+    fmt = get_format(format)
+    check_operands(operands, fmt, shape, dtype)
+    if tuple(out.shape) != tuple(shape) or out.dim() != 2:
+        raise WrongShape(what="out", expected=tuple(shape), got=tuple(out.shape))
+    if out.dtype != dtype:
+        raise WrongDtype(what="out", expected=(dtype,), got=out.dtype)
+    write(operands, fmt, out)
+    return out
+
+
+def _fake(
+    operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    check_operands(operands, get_format(format), shape, dtype)
+    return operands[0].new_empty(tuple(shape), dtype=dtype)
+
+
+def _fake_out(
+    operands: Sequence[Tensor],
+    format: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    out: Tensor,
+) -> Tensor:
+    return out
+
+
+def _no_gradient(ctx: object, grad: Tensor) -> tuple[None, None, None, None]:
+    return None, None, None, None  # a quantized weight is frozen
+
+
+def define_dequantize() -> None:
+    define(f"dequantize{SCHEMA}) -> Tensor", _dequantize, _fake)
+    define_autograd("dequantize", _no_gradient, lambda ctx, inputs, output: None)
+    define(f"dequantize.out{SCHEMA}, *, Tensor(a!) out) -> Tensor(a!)", _dequantize_out, _fake_out)
+

@@ -1,0 +1,44 @@
+"""`qfuse::extend`: matrices beside their own low-rank projections, in one buffer.
+
+`extend([x], [x], [p]) = [x | x @ p]`. Both directions of a LoRA layer become one GEMM over it:
+`y = [x | x @ A'] @ [W | s*B]'` and `dX = [dY | dY @ s*B] @ [W ; A]`. An op of its own because what
+matters is the memory: the producer of `x` and the projection write straight into the wide buffer
+(`inductor_q.lowerings.extend`), which `cat` does not promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inductor_q.ops.library import define
+
+
+def extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    """`cat([*blocks, *(lefts[j] @ rights[j])], -1)`.
+
+    Args:
+        blocks: [..., K_i] with the same leading dimensions and dtype.
+        lefts: [..., L_j] with those leading dimensions, most often blocks again.
+        rights: [L_j, R_j].
+
+    Returns:
+        [..., sum K_i + sum R_j], contiguous.
+    """
+    return torch.ops.qfuse.extend(list(blocks), list(lefts), list(rights))
+
+
+def _extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    parts = [left @ right for left, right in zip(lefts, rights, strict=True)]
+    return torch.cat([*blocks, *parts], -1)
+
+
+def _fake(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    width = sum(b.shape[-1] for b in blocks) + sum(r.shape[-1] for r in rights)
+    return blocks[0].new_empty((*blocks[0].shape[:-1], width))
+
+
+def define_extend() -> None:
+    define("extend(Tensor[] blocks, Tensor[] lefts, Tensor[] rights) -> Tensor", _extend, _fake)

@@ -1,0 +1,89 @@
+"""`qfuse::linear`: a linear layer over a quantized weight that saves only packed bytes for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q.exc import WrongShape
+from inductor_q.ops.library import define, define_autograd
+
+
+def linear(
+    x: Tensor,
+    operands: Sequence[Tensor],
+    format: str,
+    shape: Sequence[int],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`x @ dequantize(operands).t() + bias`, computed in the dtype of `x`.
+
+    Args:
+        x: [..., K] in float32, bfloat16 or float16.
+        operands, format, shape: the weight [N, K], as in `dequantize`.
+        bias: [N] or None.
+
+    Returns:
+        [..., N] in the dtype of `x`. Gradients reach `x` and `bias`; the backward decodes the weight
+        again instead of saving it.
+
+    Raises:
+        WrongShape: the last dimension of `x` is not K.
+    """
+    return torch.ops.qfuse.linear(x, list(operands), format, list(shape), bias)
+
+
+def check_input(x: Tensor, shape: Sequence[int]) -> None:
+    if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
+        raise WrongShape(
+            what="input of a quantized linear layer",
+            expected=("...", shape[-1]),
+            got=tuple(x.shape),
+        )
+
+
+def _linear(
+    x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    check_input(x, shape)
+    weight = torch.ops.qfuse.dequantize(operands, format, shape, x.dtype)
+    y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    return y.contiguous()
+
+
+def _fake(
+    x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    check_input(x, shape)
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, operands, ctx.format, ctx.shape, bias = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(*operands)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        weight = torch.ops.qfuse.dequantize(
+            list(ctx.saved_tensors), ctx.format, ctx.shape, grad.dtype
+        )
+        grad_x = grad @ weight
+    if ctx.needs_input_grad[4]:
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+    return grad_x, [None] * len(ctx.saved_tensors), None, None, grad_bias
+
+
+def define_linear() -> None:
+    define(
+        "linear(Tensor x, Tensor[] operands, str format, SymInt[] shape, Tensor? bias) -> Tensor",
+        _linear,
+        _fake,
+    )
+    define_autograd("linear", _backward, _setup_context)
+

@@ -1,0 +1,17 @@
+"""Definition of every op, once a process."""
+
+from __future__ import annotations
+
+import functools
+
+from inductor_q.ops.dequantize import define_dequantize
+from inductor_q.ops.extend import define_extend
+from inductor_q.ops.linear import define_linear
+from inductor_q.ops.lora_linear import define_lora_linear
+
+
+@functools.cache
+def define_ops() -> None:
+    """Define the `qfuse::` ops (further calls do nothing)."""
+    for define in (define_dequantize, define_extend, define_linear, define_lora_linear):
+        define()

@@ -1,0 +1,110 @@
+"""`qfuse::dequantize` in Inductor: loop IR that fuses, or a kernel that writes where it is told.
+
+Provider "inductor" is `Pointwise` IR: the decode joins the kernel of its neighbours (casts,
+transposes, a concatenation), at one lane per element. The kernels of `inductor_q.kernels` read each
+packed word once, which is faster (docs/benchmarks.md), and become an `ExternKernelOut` with a flexible
+layout: inside a concatenation they write straight into its buffer, at its row stride.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V, ops
+
+from inductor_q.decode.loops import Loops
+from inductor_q.formats import QuantFormat, get_format
+from inductor_q.kernels import providers
+from inductor_q.lowerings.in_force import in_force
+
+OP = "dequantize"
+POINTWISE = "inductor"
+
+
+def register() -> None:
+    lowering.register_lowering(torch.ops.qfuse.dequantize.default, type_promotion_kind=None)(lower)
+
+
+def lower(
+    operands: Sequence[Any], format: str, shape: Sequence[int], dtype: torch.dtype
+) -> ir.TensorBox:
+    fmt = get_format(format)
+    device = operands[0].get_device()
+    provider = choose(device, len(shape))
+    in_force().count_provider(OP, provider)
+    if provider == POINTWISE:
+        return pointwise(operands, fmt, shape, dtype)
+    return extern(operands, fmt, shape, dtype)
+
+
+def choose(device: torch.device, dim: int) -> str:
+    """The provider of this compile for a device: the user's, the preset's, else the fastest there."""
+    wanted = in_force().kernel(OP)
+    if wanted != "auto":
+        return wanted
+    if V.graph.cpp_wrapper or dim != 2:
+        return POINTWISE  # the extern kernel is a Python call on a matrix
+    return next(iter(providers(OP, device.type)), POINTWISE)
+
+
+def pointwise(
+    operands: Sequence[Any], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+) -> ir.TensorBox:
+    """The decode as loop IR."""
+    loaders = {
+        name: _flat(_bytes(operand) if name == "qweight" else operand).make_loader()
+        for name, operand in zip(fmt.operands, operands, strict=True)
+    }
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+    def inner(index: Sequence[sympy.Expr]) -> Any:
+        i = sum((x * s for x, s in zip(index, strides, strict=True)), sympy.S.Zero)
+        return ops.to_dtype(fmt.decode(Loops(loaders), i), dtype)
+
+    return ir.Pointwise.create(
+        device=operands[0].get_device(), dtype=dtype, inner_fn=inner, ranges=list(shape)
+    )
+
+
+def _bytes(x: Any) -> Any:
+    """The packed bytes, whatever dtype they are stored in."""
+    if x.get_dtype() is torch.uint8:
+        return x
+    return lowering.lowerings[torch.ops.aten.view.dtype](x, torch.uint8)
+
+
+def _flat(x: Any) -> Any:
+    return x if len(x.get_size()) == 1 else lowering.view(x, [-1])
+
+
+class DequantizeOut(ir.ExternKernelOut):
+    """A call of `qfuse::dequantize.out`, whose operands are one list argument."""
+
+    def codegen_args(self) -> list[str]:
+        operands = ", ".join(x.codegen_reference() for x in self.inputs)
+        name, shape, dtype = self.constant_args
+        return [f"[{operands}]", repr(name), repr(list(shape)), str(dtype)]
+
+    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+        return []
+
+
+def extern(
+    operands: Sequence[Any], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+) -> ir.TensorBox:
+    """The decode as one kernel call into a buffer whose place is not decided yet."""
+    realized = [ir.ExternKernel.realize_input(x) for x in operands]
+    layout = ir.FlexibleLayout(device=operands[0].get_device(), dtype=dtype, size=list(shape))
+    node = DequantizeOut(
+        layout=layout,
+        inputs=realized,
+        constant_args=(fmt.name, tuple(int(s) for s in shape), dtype),
+        python_kernel_name="torch.ops.qfuse.dequantize.out",
+        op_overload=torch.ops.qfuse.dequantize.out,
+    )
+    return ir.TensorBox.create(node)

@@ -1,0 +1,32 @@
+"""The context of the compile that is running, for lowerings.
+
+Lowerings are process-wide and take no options. The joint pass hook in Inductor's own configuration
+is scoped to one compile, forward and lazy backward alike, and carries our context.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch._inductor import config
+
+
+class InForce(Protocol):
+    def kernel(self, op: str) -> str: ...
+
+    def count_provider(self, op: str, provider: str) -> None: ...
+
+
+class _Defaults:
+    """Under another backend, where somebody calls a qfuse:: op directly."""
+
+    def kernel(self, op: str) -> str:
+        return "auto"
+
+    def count_provider(self, op: str, provider: str) -> None:
+        pass
+
+
+def in_force() -> InForce:
+    hook = config.joint_custom_pre_pass
+    return getattr(hook, "context", None) or _Defaults()

@@ -1,0 +1,180 @@
+"""Bring every source of a quantized weight into one form: `qfuse.dequantize -> mm`.
+
+bitsandbytes' `gemm_4bit`, its `dequantize_4bit` chains (the backward of 0.50, both directions of 0.49)
+and our own `qfuse::linear` and `lora_linear` become `qfuse::dequantize` in the compute dtype and a
+plain matrix product. A cast from a float32 dequantization is folded into it (values are computed in
+float32 and rounded once either way).
+
+Refused for fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel reads
+packed bytes and is not beaten by a dequantization and a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from inductor_q.capture import bnb_graph
+from inductor_q.capture.bnb_graph import Weight
+from inductor_q.diagnostics.context import Context
+from inductor_q.passes.graph import (
+    ADD,
+    CAST,
+    MM,
+    MUL,
+    PERMUTE,
+    RESHAPE,
+    as_matrix,
+    emit,
+    rows,
+    tensor,
+)
+from inductor_q.passes.runner import Site
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A whole layer in one node: x, weight, bias, and adapters (A, B, scaling)."""
+
+    x: fx.Node
+    weight: Weight
+    bias: fx.Node | None
+    adapters: tuple[tuple[fx.Node, fx.Node, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Dequantize:
+    weight: Weight
+    dtype: torch.dtype
+
+
+class Canonicalize:
+    name: ClassVar[str] = "canonicalize"
+    stage: ClassVar[str] = "joint"
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        for node in graph.nodes:
+            found = _match(node)
+            if found is None:
+                continue
+            if isinstance(found, str):
+                yield Site(node, rejected=found)
+                continue
+            yield Site(
+                node, _too_few_rows(node, found, context), weight=found.weight.operands[0], plan=found
+            )
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        node, plan = site.node, site.plan
+        with graph.inserting_before(node):
+            if isinstance(plan, _Linear):
+                new = _emit_linear(graph, node, plan)
+            else:
+                new = emit_dequantize(graph, plan.weight, plan.dtype, node)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        if isinstance(plan, _Dequantize) and plan.dtype is torch.float32:
+            _fold_casts(graph, new, plan.weight)
+
+
+def _match(node: fx.Node) -> _Linear | _Dequantize | str | None:
+    if node.op != "call_function":
+        return None
+    gemm = bnb_graph.match_gemm(node)
+    if isinstance(gemm, bnb_graph.Gemm):
+        return _Linear(gemm.x, gemm.weight, gemm.bias)
+    found = gemm or bnb_graph.match_dequantize(node)
+    if isinstance(found, tuple):
+        return _Dequantize(*found)
+    return found or bnb_graph.match_gemv(node) or _match_own(node)
+
+
+def _match_own(node: fx.Node) -> _Linear | None:
+    if node.target is torch.ops.qfuse.linear.default:
+        x, operands, name, shape, bias = (*node.args, None)[:5]
+        return _Linear(x, Weight(tuple(operands), name, tuple(shape)), bias)  # type: ignore[arg-type]
+    if node.target is torch.ops.qfuse.lora_linear.default:
+        x, operands, name, shape, a, b, scaling, bias = (*node.args, None)[:8]
+        weight = Weight(tuple(operands), name, tuple(shape))  # type: ignore[arg-type]
+        return _Linear(x, weight, bias, tuple(zip(a, b, scaling, strict=True)))  # type: ignore[arg-type]
+    return None
+
+
+def _too_few_rows(node: fx.Node, found: _Linear | _Dequantize, context: Context) -> str:
+    if isinstance(found, _Dequantize) or node.target is not bnb_graph.overload("gemm_4bit"):
+        return ""
+    least, count = context.threshold("canonicalize.min_rows", 0), rows(found.x)
+    if count < least:
+        return (
+            f"{count} rows, fewer than canonicalize.min_rows={least} of the preset: "
+            "bitsandbytes' kernel reads packed weights and is faster here"
+        )
+    return ""
+
+
+def emit_dequantize(
+    graph: fx.Graph, weight: Weight, dtype: torch.dtype, like: fx.Node
+) -> fx.Node:
+    """`qfuse::dequantize` of `weight` at the insertion point."""
+    args = (list(weight.operands), weight.format, list(weight.shape), dtype)
+    return emit(graph, torch.ops.qfuse.dequantize.default, args, like)
+
+
+def _emit_linear(graph: fx.Graph, node: fx.Node, plan: _Linear) -> fx.Node:
+    dtype = tensor(node).dtype
+    x = as_matrix(graph, plan.x)
+    weight = emit_dequantize(graph, plan.weight, dtype, node)
+    y = emit(graph, MM, (x, emit(graph, PERMUTE, (weight, [1, 0]), node)), node)
+    for a, b, scaling in plan.adapters:
+        y = emit(graph, ADD, (y, _emit_adapter(graph, x, a, b, scaling, dtype, node)), node)
+    if plan.bias is not None:
+        bias = plan.bias
+        if tensor(bias).dtype != dtype:
+            bias = emit(graph, CAST, (bias, dtype), node)
+        y = emit(graph, ADD, (y, bias), node)
+    shape = tensor(node).shape
+    if len(shape) == 2:
+        return y
+    return emit(graph, RESHAPE, (y, [*_sizes(graph, plan.x, node), plan.weight.shape[0]]), node)
+
+
+def _emit_adapter(
+    graph: fx.Graph,
+    x: fx.Node,
+    a: fx.Node,
+    b: fx.Node,
+    scaling: float,
+    dtype: torch.dtype,
+    like: fx.Node,
+) -> fx.Node:
+    def cast(node: fx.Node, to: torch.dtype) -> fx.Node:
+        return node if tensor(node).dtype == to else emit(graph, CAST, (node, to), like)
+
+    own = tensor(a).dtype
+    rank = emit(graph, MM, (cast(x, own), emit(graph, PERMUTE, (a, [1, 0]), like)), like)
+    out = emit(graph, MM, (rank, emit(graph, PERMUTE, (b, [1, 0]), like)), like)
+    return cast(emit(graph, MUL, (out, scaling), like), dtype)
+
+
+def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
+    """The leading sizes of `x`, symbols as nodes."""
+    return [
+        size
+        if isinstance(size, int)
+        else emit(graph, torch.ops.aten.sym_size.int, (x, dim), like)
+        for dim, size in enumerate(tensor(x).shape[:-1])
+    ]
+
+
+def _fold_casts(graph: fx.Graph, node: fx.Node, weight: Weight) -> None:
+    """A cast of a float32 dequantization is a dequantization in the cast's dtype."""
+    for user in list(node.users):
+        if user.target is CAST and user.args[1] in (torch.bfloat16, torch.float16):
+            with graph.inserting_before(user):
+                new = emit_dequantize(graph, weight, user.args[1], user)  # type: ignore[arg-type]
+            user.replace_all_uses_with(new)
+            graph.erase_node(user)

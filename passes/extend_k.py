@@ -1,0 +1,366 @@
+"""The adapter rides in the main product: `[x | x A'] @ [W | s B]'`, `[dY | dY s B] @ [W ; A]`.
+
+A sum of products is one product over their concatenated inner dimensions. Applied to the sums of a
+LoRA layer, forward (base and adapter) and backward (every projection of one input, and their
+adapters), it removes a pass over [M, N] for each term and accumulates all of them in float32, which is
+better numerics than adding rounded 16-bit results. It costs the adapter's columns, padded to a
+multiple of 64 so that the product keeps its speed.
+
+It pays only if both wide operands are written in place: `qfuse::extend` lets the producer of x and the
+projection write into one buffer, and the weight is decoded into its columns (or rows) of another.
+Refused where that cannot be: x made by an opaque kernel (attention), unless copying it is small; for
+fewer rows than `extend_k.min_rows` of the preset; for an adapter in another dtype; under numerics
+"strict".
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from inductor_q.diagnostics.context import Context
+from inductor_q.passes.fold_lora import FLOAT32, MAX_RANK, STRICT
+from inductor_q.passes.graph import (
+    ADD,
+    CAST,
+    CAT,
+    CLONE,
+    MM,
+    PAD,
+    PERMUTE,
+    RESHAPE,
+    SLICE,
+    VIEWS,
+    as_matrix,
+    backward_nodes,
+    emit,
+    is_tensor,
+    peel_rows,
+    peel_transposes,
+    rows,
+    tensor,
+)
+from inductor_q.passes.products import Product, as_product, packed_weight
+from inductor_q.passes.runner import Site
+
+COLUMN_MULTIPLE = 64  # cuBLAS at 4096 x 12288: K=4160 costs 3.7 % over 4096, K=4112 5.8 %
+EXTEND = torch.ops.qfuse.extend.default
+
+
+@dataclass(frozen=True)
+class _Low:
+    """An adapter's second product: `projection[:, start:end] @ rhs`."""
+
+    product: Product
+    projection: Product
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """`node` = base products + adapter products + rest; `shape` as the view of its terms wrote it."""
+
+    node: fx.Node
+    bases: tuple[Product, ...]
+    lows: tuple[_Low, ...]
+    rest: tuple[fx.Node, ...]
+    shape: object
+
+    @property
+    def blocks(self) -> tuple[fx.Node, ...]:
+        return tuple(base.x for base in self.bases)
+
+    @property
+    def transposed(self) -> bool:
+        """Forward: the weight is used as `W'`."""
+        return peel_transposes(self.bases[0].rhs)[1]
+
+
+class ExtendK:
+    name: ClassVar[str] = "extend_k"
+    stage: ClassVar[str] = "joint"
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        groups: dict[tuple[fx.Node, ...], list[_Sum]] = defaultdict(list)
+        for found in _sums(graph):
+            weight = packed_weight(found.bases[0].weight)
+            reason = _rejected(found, context)
+            if reason:
+                yield Site(found.node, reason, weight)
+            else:
+                groups[found.blocks].append(found)
+        backward = backward_nodes(graph) if groups else set()
+        for members in groups.values():
+            reason = _group_rejected(members)
+            for i, member in enumerate(members):
+                weight = packed_weight(member.bases[0].weight)
+                plan = (members, backward) if i == 0 else None
+                yield Site(member.node, reason, weight, plan)
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        if site.plan is not None:
+            _extend_group(graph, *site.plan)
+
+
+# --- finding sums -------------------------------------------------------------------------------
+
+
+def _sums(graph: fx.Graph) -> Iterator[_Sum]:
+    """Every maximal sum with a quantized product and an adapter's product among its terms."""
+    inside: set[fx.Node] = set()
+    for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
+        if node in inside or not is_tensor(node):
+            continue
+        leaves = _leaves(node, inside)
+        bases: list[Product] = []
+        lows: list[_Low] = []
+        rest: list[fx.Node] = []
+        shape: object = None
+        for leaf in leaves:
+            product = _term(leaf)
+            low = _as_low(product) if product is not None and product.weight is None else None
+            if product is not None and product.weight is not None:
+                bases.append(product)
+            elif low is not None:
+                lows.append(low)
+            else:
+                rest.append(leaf)
+                continue
+            if leaf.target in VIEWS:
+                shape = leaf.args[1]
+        if bases and (lows or any(_is_float32_adapter(leaf) for leaf in rest)):
+            yield _Sum(node, tuple(bases), tuple(lows), tuple(rest), shape)
+
+
+def _leaves(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    """The terms of a tree of additions, left to right; inner additions join `inside`."""
+    inside.add(node)
+    found: list[fx.Node] = []
+    for arg in node.args:
+        if (
+            is_tensor(arg)
+            and arg.target is ADD  # type: ignore[union-attr]
+            and not arg.kwargs  # type: ignore[union-attr]
+            and len(arg.users) == 1  # type: ignore[union-attr]
+            and tensor(arg).shape == tensor(node).shape  # type: ignore[arg-type]
+            and tensor(arg).dtype == tensor(node).dtype  # type: ignore[arg-type]
+        ):
+            found += _leaves(arg, inside)  # type: ignore[arg-type]
+        else:
+            found.append(arg)  # type: ignore[arg-type]
+    return found
+
+
+def _term(leaf: object) -> Product | None:
+    """The product that a term is, through views and with no other user."""
+    node = leaf
+    while isinstance(node, fx.Node):
+        if len(node.users) != 1:
+            return None
+        if node.target is MM:
+            return as_product(node)
+        if node.target not in VIEWS or peel_rows(node) is node:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _as_low(product: Product) -> _Low | None:
+    """`projection @ rhs`, the projection possibly one of a stack's slices."""
+    if product.inner > MAX_RANK:
+        return None
+    node = peel_rows(product.lhs)
+    start, end = 0, product.inner
+    if node.target is SLICE and node.args[1] == 1:
+        start, end = int(node.args[2]), int(node.args[3])  # type: ignore[arg-type]
+        node = peel_rows(node.args[0])  # type: ignore[arg-type]
+    projection = as_product(node)
+    if projection is None or projection.cols > MAX_RANK or projection.weight is not None:
+        return None
+    return _Low(product, projection, start, end)
+
+
+def _is_float32_adapter(leaf: object) -> bool:
+    if not isinstance(leaf, fx.Node) or leaf.target is not CAST:
+        return False
+    product = _term_below_cast(leaf)
+    return product is not None and _as_low(product) is not None
+
+
+def _term_below_cast(leaf: fx.Node) -> Product | None:
+    node = leaf.args[0]
+    while isinstance(node, fx.Node) and node.target in VIEWS:
+        node = node.args[0]
+    return as_product(node)
+
+
+# --- refusing -----------------------------------------------------------------------------------
+
+
+def _rejected(found: _Sum, context: Context) -> str:
+    if context.numerics == "strict":
+        return STRICT
+    if not found.lows:
+        return FLOAT32
+    dtypes = {tensor(low.projection.node).dtype for low in found.lows}
+    if dtypes != {tensor(found.node).dtype}:
+        return f"the adapter computes in {dtypes}, the layer in {tensor(found.node).dtype}"
+    if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
+        return "one term uses its weight transposed, another does not"
+    spans = [(low.projection.node, low.start) for low in found.lows]
+    if len(set(spans)) < len(spans):
+        return "one projection feeds two adapters of the same layer"
+    if len(set(found.blocks)) < len(found.blocks):
+        return "two quantized layers of the sum share an input"
+    least, count = context.threshold("extend_k.min_rows", 1024), rows(found.node)
+    if count < least:
+        return f"{count} rows, fewer than extend_k.min_rows={least} of the preset"
+    return ""
+
+
+def _group_rejected(members: Sequence[_Sum]) -> str:
+    """Copying what an opaque kernel wrote must cost less than the passes over [M, N] it saves."""
+    blocks = members[0].blocks
+    copied = sum(tensor(x).shape[-1] for x in blocks if not _writes_anywhere(x))
+    saved = sum(
+        base.cols * (len(m.bases) + len(m.lows) - 1) for m in members for base in m.bases[:1]
+    )
+    if 2 * copied > saved:
+        opaque = ", ".join(sorted({_producer(x).name for x in blocks if not _writes_anywhere(x)}))
+        return f"the input comes from {opaque}, which cannot write into a wider buffer"
+    return ""
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """What computes a tensor, below layout changes."""
+    layout = {*VIEWS, PERMUTE, CLONE, torch.ops.aten.expand.default, torch.ops.aten.unsqueeze.default}
+    while node.target in layout:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _writes_anywhere(node: fx.Node) -> bool:
+    """Whether Inductor can make the producer write into a slice of a wider buffer."""
+    producer = _producer(node)
+    return (
+        producer.op == "call_function"
+        and producer.target is not operator.getitem
+        and getattr(producer.target, "namespace", "") in ("aten", "prims")
+    )
+
+
+# --- rewriting ----------------------------------------------------------------------------------
+
+
+def _extend_group(graph: fx.Graph, members: Sequence[_Sum], backward: set[fx.Node]) -> None:
+    """One wide left operand for sums over the same inputs, one wide weight for each sum."""
+    offsets: dict[fx.Node, int] = {}  # projection -> its first column among the adapters' columns
+    projections: list[Product] = []
+    width = 0
+    for member in members:
+        for low in member.lows:
+            if low.projection.node not in offsets:
+                offsets[low.projection.node] = width
+                projections.append(low.projection)
+                width += low.projection.cols
+    padded = -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    first = members[0].node
+    blocks = list(members[0].blocks)
+    with graph.inserting_before(first):
+        wide = _emit_extend(graph, blocks, members[0].bases, projections, padded - width, first)
+        for member in members:
+            _emit_sum(graph, member, wide, offsets, padded)
+        base_width = sum(tensor(x).shape[-1] for x in blocks)
+        for projection in projections:
+            start = base_width + offsets[projection.node]
+            part = emit(graph, SLICE, (wide, 1, start, start + projection.cols), projection.node)
+            if projection.node not in backward:
+                # What backward reads of it is a copy of r columns: a slice would keep the whole
+                # buffer alive until then.
+                part = emit(graph, CLONE, (part,), projection.node)
+            projection.node.replace_all_uses_with(part)
+        _read_blocks_from(graph, wide, members[0], backward)
+
+
+def _emit_extend(
+    graph: fx.Graph,
+    blocks: list[fx.Node],
+    bases: Sequence[Product],
+    projections: Sequence[Product],
+    padding: int,
+    like: fx.Node,
+) -> fx.Node:
+    """`qfuse::extend` as a matrix; over the unflattened inputs where they agree, so that their
+    producers, which know no flattening, can write in place."""
+    lefts = [p.x for p in projections]
+    leading = tensor(blocks[0]).shape[:-1]
+    if any(tensor(n).shape[:-1] != leading for n in (*blocks, *lefts)):
+        blocks = [base.lhs for base in bases]
+        lefts = [p.lhs for p in projections]
+    rights = [p.rhs for p in projections]
+    if padding:
+        rights[-1] = emit(graph, PAD, (rights[-1], [0, padding]), like)
+    wide = emit(graph, EXTEND, (blocks, lefts, rights), like)
+    return as_matrix(graph, wide)
+
+
+def _emit_sum(
+    graph: fx.Graph, member: _Sum, wide: fx.Node, offsets: dict[fx.Node, int], width: int
+) -> None:
+    like = member.node
+    weights = [base.weight for base in member.bases]
+    tail = _emit_tail(graph, member, offsets, width)
+    if member.transposed:
+        stacked = emit(graph, CAT, ([*weights, *tail], 1), like)
+        rhs = emit(graph, PERMUTE, (stacked, [1, 0]), like)
+    else:
+        rhs = emit(graph, CAT, ([*weights, *tail], 0), like)
+    result = emit(graph, MM, (wide, rhs), member.bases[0].node)
+    if tensor(like).dim() != 2:
+        result = emit(graph, RESHAPE, (result, member.shape), like)
+    for term in member.rest:
+        result = emit(graph, ADD, (result, term), like)
+    like.replace_all_uses_with(result)
+
+
+def _emit_tail(
+    graph: fx.Graph, member: _Sum, offsets: dict[fx.Node, int], width: int
+) -> list[fx.Node]:
+    """The adapters' rows or columns beside the weight, zeros in between."""
+    spans = sorted(
+        ((offsets[low.projection.node] + low.start, low) for low in member.lows),
+        key=lambda span: span[0],
+    )
+    pieces = []
+    for i, (start, low) in enumerate(spans):
+        before = start if i == 0 else 0
+        end = start + low.end - low.start
+        after = (spans[i + 1][0] if i + 1 < len(spans) else width) - end
+        below, seen_transposed = peel_transposes(low.product.rhs)
+        if seen_transposed != member.transposed:
+            below = emit(graph, PERMUTE, (below, [1, 0]), low.product.node)
+        padding = [before, after] if member.transposed else [0, 0, before, after]
+        pieces.append(emit(graph, PAD, (below, padding), low.product.node) if any(padding) else below)
+    return pieces
+
+
+def _read_blocks_from(
+    graph: fx.Graph, wide: fx.Node, member: _Sum, backward: set[fx.Node]
+) -> None:
+    """In backward, other products of a block (dB = dY' @ xA) read it from the wide buffer."""
+    start = 0
+    for base in member.bases:
+        end = start + tensor(base.x).shape[-1]
+        if base.x in backward:
+            part = emit(graph, SLICE, (wide, 1, start, end), base.node)
+            for user in list(base.lhs.users):
+                if user.target is PERMUTE and base.lhs is not base.x:
+                    user.replace_input_with(base.lhs, part)
+        start = end

@@ -1,0 +1,258 @@
+"""Clean up what PEFT puts around an adapter: the clone, the [M, N] scaling, the float32 detour.
+
+- `clone` of a product that has just been computed: dropped.
+- `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the smallest of P, Q and the product, which is
+  an [N, r] or [r, K] adapter instead of an [M, N] activation. A factor of 1 vanishes. The result is
+  rounded once less; bitwise equal when s is a power of two, as PEFT's alpha / r mostly is.
+- float32 products of an upcast 16-bit activation with a small adapter: computed in the 16-bit dtype,
+  under `qfuse.numerics="relaxed"` only, since the gradients of A and B lose float32 precision.
+
+Numerics "strict" keeps every product as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from inductor_q.diagnostics.context import Context
+from inductor_q.passes.graph import (
+    CAST,
+    CLONE,
+    MM,
+    MUL,
+    PERMUTE,
+    VIEWS,
+    emit,
+    hint,
+    is_tensor,
+    tensor,
+)
+from inductor_q.passes.runner import Site
+
+MAX_RANK = 512
+LAYOUT = VIEWS | {PERMUTE}
+STRICT = "qfuse.numerics='strict' keeps every product as written"
+FLOAT32 = (
+    "float32 adapter on a 16-bit activation: its products stay float32 "
+    "(autocast, 16-bit adapters or qfuse.numerics='relaxed' let them join the main product)"
+)
+
+
+@dataclass(frozen=True)
+class _DropClone:
+    source: fx.Node
+
+
+@dataclass(frozen=True)
+class _MoveScale:
+    """`scaled` (= `plain` * `factor`) is an input or the output of the product `mm`."""
+
+    scaled: fx.Node
+    plain: fx.Node
+    factor: float
+    mm: fx.Node
+
+
+@dataclass(frozen=True)
+class _Demote:
+    mm: fx.Node
+    dtype: torch.dtype
+
+
+class FoldLora:
+    name: ClassVar[str] = "fold_lora"
+    stage: ClassVar[str] = "joint"
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is CLONE and _is_product(node.args[0]) and not node.kwargs:
+                yield Site(node, plan=_DropClone(node.args[0]))
+            elif node.target is MUL and is_tensor(node) and isinstance(node.args[1], (int, float)):
+                yield from _scale_sites(node, context)
+            elif node.target is MM and is_low_rank(node):
+                dtype = _upcast_from(node)
+                if dtype is not None:
+                    rejected = "" if context.numerics == "relaxed" else FLOAT32
+                    yield Site(node, rejected, plan=_Demote(node, dtype))
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        plan = site.plan
+        if isinstance(plan, _DropClone):
+            site.node.replace_all_uses_with(plan.source)
+            graph.erase_node(site.node)
+        elif isinstance(plan, _MoveScale):
+            _move_scale(graph, plan)
+        else:
+            _demote(graph, plan)
+
+
+def is_low_rank(mm: fx.Node) -> bool:
+    """One of the product's three sizes is a LoRA rank."""
+    a, b = tensor(mm.args[0]), tensor(mm.args[1])
+    return any(isinstance(s, int) and s <= MAX_RANK for s in (a.shape[0], a.shape[1], b.shape[1]))
+
+
+def _is_product(node: object) -> bool:
+    """A matrix product seen through views."""
+    while isinstance(node, fx.Node) and node.target in VIEWS:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.target is MM
+
+
+def _scale_sites(node: fx.Node, context: Context) -> Iterator[Site]:
+    """Where the factor of `node` = plain * factor may go: below to a product, or above to products."""
+    plain, factor = node.args
+    assert isinstance(plain, fx.Node) and isinstance(factor, (int, float))
+    found = []
+    below = _peel_layout(plain)
+    if below.target is MM and is_low_rank(below) and _single_use_chain(plain, below):
+        found.append(_MoveScale(node, plain, float(factor), below))
+    else:
+        products = _products_above(node)
+        if products and all(is_low_rank(p) for p in products):
+            found += [_MoveScale(node, plain, float(factor), p) for p in products]
+    for plan in found:
+        yield Site(plan.mm, STRICT if context.numerics == "strict" else "", plan=plan)
+
+
+def _peel_layout(node: fx.Node) -> fx.Node:
+    while node.target in LAYOUT:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _single_use_chain(top: fx.Node, bottom: fx.Node) -> bool:
+    node = top
+    while True:
+        if len(node.users) != 1:
+            return False
+        if node is bottom:
+            return True
+        node = node.args[0]  # type: ignore[assignment]
+
+
+def _products_above(node: fx.Node) -> list[fx.Node]:
+    """The products that use `node` through views and permutes only; empty if anything else does."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        if user.target in LAYOUT:
+            above = _products_above(user)
+            if not above:
+                return []
+            found += above
+        elif user.target is MM:
+            found.append(user)
+        else:
+            return []
+    return found
+
+
+def _upcast_from(mm: fx.Node) -> torch.dtype | None:
+    """The 16-bit dtype that an operand of a float32 product was cast from."""
+    if tensor(mm).dtype is not torch.float32:
+        return None
+    for arg in mm.args:
+        node = _peel_layout(arg)  # type: ignore[arg-type]
+        if node.target is CAST:
+            dtype = tensor(node.args[0]).dtype
+            if dtype in (torch.bfloat16, torch.float16):
+                return dtype
+    return None
+
+
+def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
+    mm = plan.mm
+    scaled_is_output = _peel_layout(plan.plain) is mm
+    lhs, rhs = mm.args
+    assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
+    if scaled_is_output:
+        plan.scaled.replace_all_uses_with(plan.plain)
+        graph.erase_node(plan.scaled)
+    else:
+        # Views of the scaled tensor become views of the plain one, for this product alone.
+        lhs = _replay(graph, lhs, plan.scaled, plan.plain, mm)
+        rhs = _replay(graph, rhs, plan.scaled, plan.plain, mm)
+        mm.args = (lhs, rhs)
+    if plan.factor == 1.0:
+        return
+    sizes = {side: _numel(node) for side, node in (("lhs", lhs), ("rhs", rhs), ("out", mm))}
+    smallest = min(sizes, key=sizes.__getitem__)
+    if smallest == "out":
+        with graph.inserting_after(mm):
+            new = graph.call_function(MUL, (mm, plan.factor))
+        new.meta = dict(mm.meta)
+        mm.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    else:
+        operand = lhs if smallest == "lhs" else rhs
+        with graph.inserting_before(mm):
+            new = _scaled(graph, operand, plan.factor, mm)
+        mm.args = (new, rhs) if smallest == "lhs" else (lhs, new)
+
+
+def _scaled(graph: fx.Graph, node: fx.Node, factor: float, like: fx.Node) -> fx.Node:
+    """`node * factor`, with the product below layout changes so that equal ones are one node."""
+    if node.target in LAYOUT:
+        inner = _scaled(graph, node.args[0], factor, like)  # type: ignore[arg-type]
+        return emit(graph, node.target, (inner, *node.args[1:]), like)  # type: ignore[arg-type]
+    for user in node.users:
+        if user.target is MUL and user.args == (node, factor):
+            return user
+    return emit(graph, MUL, (node, factor), like)
+
+
+def _replay(graph: fx.Graph, node: fx.Node, old: fx.Node, new: fx.Node, before: fx.Node) -> fx.Node:
+    if node is old:
+        return new
+    if node.target in LAYOUT:
+        inner = _replay(graph, node.args[0], old, new, before)  # type: ignore[arg-type]
+        if inner is not node.args[0]:
+            with graph.inserting_before(before):
+                return emit(graph, node.target, (inner, *node.args[1:]), node)  # type: ignore[arg-type]
+    return node
+
+
+def _demote(graph: fx.Graph, plan: _Demote) -> None:
+    mm, dtype = plan.mm, plan.dtype
+    with graph.inserting_before(mm):
+        args = [_demoted(graph, arg, dtype, mm) for arg in mm.args]  # type: ignore[arg-type]
+        new = emit(graph, MM, args, mm)
+        back = emit(graph, CAST, (new, torch.float32), mm)
+    mm.replace_all_uses_with(back)
+    graph.erase_node(mm)
+    _cancel_casts(graph, back, new, dtype)
+
+
+def _demoted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    """`node` in `dtype`: the tensor it was cast from where there is one."""
+    if node.target in LAYOUT:
+        inner = _demoted(graph, node.args[0], dtype, like)  # type: ignore[arg-type]
+        return emit(graph, node.target, (inner, *node.args[1:]), like)  # type: ignore[arg-type]
+    if node.target is CAST and tensor(node.args[0]).dtype is dtype:
+        return node.args[0]  # type: ignore[return-value]
+    return emit(graph, CAST, (node, dtype), like)
+
+
+def _cancel_casts(graph: fx.Graph, wide: fx.Node, narrow: fx.Node, dtype: torch.dtype) -> None:
+    """Casts of `wide` (= `narrow` in float32) back to `dtype`, also above views, read `narrow`."""
+    for user in list(wide.users):
+        if user.target is CAST and user.args[1] is dtype:
+            user.replace_all_uses_with(narrow)
+            graph.erase_node(user)
+        elif user.target in LAYOUT:
+            with graph.inserting_before(user):
+                view = emit(graph, user.target, (narrow, *user.args[1:]), user)  # type: ignore[arg-type]
+            _cancel_casts(graph, user, view, dtype)
+
+
+def _numel(node: fx.Node) -> int:
+    total = 1
+    for size in tensor(node).shape:
+        total *= hint(size)
+    return total

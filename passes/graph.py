@@ -1,0 +1,127 @@
+"""Reading and editing FX graphs: the few verbs that every pass uses.
+
+Passes insert where it reads naturally; the runner restores a topological order after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.virtualized import V
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+MM = aten.mm.default
+ADD = aten.add.Tensor
+MUL = aten.mul.Tensor
+CAT = aten.cat.default
+PERMUTE = aten.permute.default
+RESHAPE = aten.reshape.default
+SLICE = aten.slice.Tensor
+CLONE = aten.clone.default
+PAD = aten.constant_pad_nd.default
+CAST = prims.convert_element_type.default
+VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+
+# What a new node inherits from the node it stands for.
+_INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "seq_nr",
+    "partitioner_tag",
+    "ac_graph_id",
+    "recompute",
+)
+
+
+def tensor(node: Any) -> torch.Tensor:
+    """The fake tensor of a node."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node=} is no tensor"
+    return value
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def emit(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any], like: fx.Node) -> fx.Node:
+    """A new call at the graph's insertion point, with fake value and the origin of `like`."""
+    node = graph.call_function(target, tuple(args))
+    with V.fake_mode:
+        node.meta["val"] = target(*fx.node.map_arg(tuple(args), lambda a: a.meta["val"]))
+    for key in _INHERITED:
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    return node
+
+
+def hint(size: Any) -> int:
+    """A concrete number for a size: itself, or the example value behind a symbol (adds no guard)."""
+    if isinstance(size, int):
+        return size
+    value = size.node.hint
+    return int(value) if value is not None else 1 << 12  # unbacked: assume many rows
+
+
+def rows(node: fx.Node) -> int:
+    """How many rows the tensor has as a matrix of its last dimension."""
+    total = 1
+    for size in tensor(node).shape[:-1]:
+        total *= hint(size)
+    return total
+
+
+def peel_rows(node: fx.Node) -> fx.Node:
+    """Through views that only regroup rows: the tensor below whose last dimension is the same."""
+    while node.target in VIEWS:
+        source = node.args[0]
+        if not is_tensor(source) or last_size(source) != last_size(node):  # type: ignore[arg-type]
+            break
+        node = source  # type: ignore[assignment]
+    return node
+
+
+def last_size(node: fx.Node) -> int:
+    """The last dimension where it is a number, else -1 for a scalar and -2 for a symbol."""
+    shape = tensor(node).shape
+    if not shape:
+        return -1
+    return shape[-1] if isinstance(shape[-1], int) else -2
+
+
+def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Through 2-D permutes: the tensor below and whether it is seen transposed."""
+    transposed = False
+    while node.target is PERMUTE and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
+        transposed = not transposed
+        node = node.args[0]  # type: ignore[assignment]
+    return node, transposed
+
+
+def as_matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`node` as [rows, last dimension], at the insertion point."""
+    value = tensor(node)
+    if value.dim() == 2:
+        return node
+    return emit(graph, RESHAPE, (node, [-1, value.shape[-1]]), node)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on a tangent. (Tags of autograd are no help: the bodies of a user's
+    autograd.Function carry none.)"""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,72 @@
+"""How passes recognize the products of a LoRA layer, forward or backward, PEFT's or hand-written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from inductor_q import ops
+from inductor_q.passes.fold_lora import MAX_RANK
+from inductor_q.passes.graph import MM, is_tensor, peel_rows, peel_transposes, tensor
+
+assert ops  # its import defines the qfuse:: vocabulary
+DEQUANTIZE = torch.ops.qfuse.dequantize.default
+
+
+@dataclass(frozen=True)
+class Product:
+    """A 2-D product `lhs @ rhs`; `x` is `lhs` below views that only regroup rows."""
+
+    node: fx.Node
+    lhs: fx.Node
+    rhs: fx.Node
+    x: fx.Node
+
+    @property
+    def inner(self) -> int:
+        """The contracted size, -1 where it is symbolic."""
+        size = tensor(self.rhs).shape[0]
+        return size if isinstance(size, int) else -1
+
+    @property
+    def cols(self) -> int:
+        """The columns of the product, -1 where symbolic."""
+        size = tensor(self.rhs).shape[1]
+        return size if isinstance(size, int) else -1
+
+    @property
+    def weight(self) -> fx.Node | None:
+        """The dequantized weight that `rhs` is (transposed or not), if it is one."""
+        below, _ = peel_transposes(self.rhs)
+        return below if below.target is DEQUANTIZE else None
+
+
+def as_product(node: object) -> Product | None:
+    """`node` as a product with static inner size and columns."""
+    if not is_tensor(node) or node.target is not MM:  # type: ignore[union-attr]
+        return None
+    lhs, rhs = node.args  # type: ignore[union-attr]
+    product = Product(node, lhs, rhs, peel_rows(lhs))  # type: ignore[arg-type]
+    return product if product.inner > 0 and product.cols > 0 else None
+
+
+def is_projection(product: Product) -> bool:
+    """`x @ A'`: onto a rank, from something larger."""
+    return (
+        product.weight is None
+        and product.cols <= MAX_RANK < product.inner
+        and tensor(product.node).dtype.is_floating_point
+    )
+
+
+def packed_weight(dequantize: fx.Node | None) -> fx.Node | None:
+    """The packed operand of a `qfuse::dequantize` node."""
+    if dequantize is None:
+        return None
+    operand = dequantize.args[0][0]  # type: ignore[index]
+    assert isinstance(operand, fx.Node)
+    while operand.op != "placeholder" and operand.all_input_nodes:
+        operand = operand.all_input_nodes[0]
+    return operand

@@ -1,0 +1,56 @@
+"""The pass protocol, and the one object that runs a stage's passes.
+
+`match` only looks; a site carries what to do, or the reason why it was rejected; `apply` only edits.
+The runner counts, times, sorts, lints and reports, so "why did it not fuse" is data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from inductor_q.diagnostics.context import Context
+from inductor_q.diagnostics.report import PassRecord
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a pass applies, or is refused for a reason a user can act on.
+
+    `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
+    `plan` is what `apply` needs.
+    """
+
+    node: fx.Node
+    rejected: str = ""
+    weight: fx.Node | None = None
+    plan: Any = field(default=None, compare=False, repr=False)
+
+
+class Pass(Protocol):
+    name: ClassVar[str]
+    stage: ClassVar[str]
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]: ...
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None: ...
+
+
+def run(step: Pass, graph: fx.Graph, context: Context) -> None:
+    """Run one pass over `graph` and record what it did."""
+    start = time.perf_counter()
+    sites = list(step.match(graph, context))
+    records = [context.describe(step.name, s.node, s.weight, s.rejected) for s in sites]
+    applied = [site for site in sites if not site.rejected]
+    for site in applied:
+        step.apply(graph, site, context)
+    if applied:
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+    context.report.add(PassRecord(step.name, len(applied), time.perf_counter() - start), records)

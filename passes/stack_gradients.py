@@ -1,0 +1,102 @@
+"""Gradients of adapters that share an input become one product: `[dXA_q | dXA_k | dXA_v]' @ x`.
+
+The mirror of `stack_adapters`: each dA = dXA' @ x reads all of x. Where the dXA lie side by side in the
+buffer of `extend_k`, the stacked left operand is a slice of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from inductor_q.diagnostics.context import Context
+from inductor_q.passes.fold_lora import MAX_RANK
+from inductor_q.passes.graph import (
+    CAT,
+    MM,
+    PERMUTE,
+    SLICE,
+    as_matrix,
+    backward_nodes,
+    emit,
+    peel_rows,
+    peel_transposes,
+    tensor,
+)
+from inductor_q.passes.runner import Site
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """`left' @ x` with `left` [M, r]."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    rank: int
+
+
+class StackGradients:
+    name: ClassVar[str] = "stack_gradients"
+    stage: ClassVar[str] = "joint"
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        backward = backward_nodes(graph)
+        groups: dict[tuple[fx.Node, torch.dtype], list[_Gradient]] = defaultdict(list)
+        for node in graph.find_nodes(op="call_function", target=MM):
+            gradient = _as_gradient(node)
+            if gradient is not None and node in backward and gradient.left in backward:
+                groups[peel_rows(gradient.right), tensor(node).dtype].append(gradient)
+        for members in groups.values():
+            if len(members) > 1:
+                yield Site(members[0].node, plan=members)
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        members: list[_Gradient] = sorted(site.plan, key=_position)
+        first = members[0]
+        with graph.inserting_before(site.node):
+            left = _side_by_side(graph, members)
+            lhs = emit(graph, PERMUTE, (left, [1, 0]), first.node)
+            product = emit(graph, MM, (lhs, first.right), first.node)
+            start = 0
+            for member in members:
+                end = start + member.rank
+                part = emit(graph, SLICE, (product, 0, start, end), member.node)
+                member.node.replace_all_uses_with(part)
+                start = end
+
+
+def _as_gradient(node: fx.Node) -> _Gradient | None:
+    lhs, right = node.args
+    left, transposed = peel_transposes(lhs)  # type: ignore[arg-type]
+    rank, cols = tensor(node).shape
+    if not transposed or not isinstance(rank, int) or not isinstance(cols, int):
+        return None
+    return _Gradient(node, left, right, rank) if rank <= MAX_RANK < cols else None  # type: ignore[arg-type]
+
+
+def _position(gradient: _Gradient) -> tuple[str, int]:
+    """Slices of one buffer in the order of their columns, others in place."""
+    node = peel_rows(gradient.left)
+    if node.target is SLICE and node.args[1] == 1:
+        return str(node.args[0]), int(node.args[2])  # type: ignore[arg-type]
+    return "", 0
+
+
+def _side_by_side(graph: fx.Graph, members: Sequence[_Gradient]) -> fx.Node:
+    lefts = [peel_rows(m.left) for m in members]
+    buffers = {n.args[0] for n in lefts if n.target is SLICE and n.args[1] == 1}
+    adjacent = all(
+        a.target is SLICE and b.target is SLICE and a.args[3] == b.args[2]
+        for a, b in zip(lefts, lefts[1:], strict=False)
+    )
+    if len(buffers) == 1 and adjacent and lefts[0].target is SLICE:
+        return emit(
+            graph, SLICE, (lefts[0].args[0], 1, lefts[0].args[2], lefts[-1].args[3]), members[0].node
+        )
+    return emit(graph, CAT, ([as_matrix(graph, m.left) for m in members], 1), members[0].node)
