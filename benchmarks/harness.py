@@ -18,6 +18,7 @@ import argparse
 import ast
 import contextlib
 import datetime
+import gc
 import importlib.metadata
 import json
 import os
@@ -238,12 +239,16 @@ def _cell(row: Row, extras: Sequence[str]) -> str:
         text += f" ({100 * row.roof / row.timing.median:.0f}%)"
     for key in extras:
         if row.extra.get(key) is not None:
-            text += f"\n{key} {_number(row.extra[key])}"
+            text += f"\n{_labelled(key, row.extra[key])}"
     return text
 
 
-def _number(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _labelled(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return f"{key.removesuffix('_bytes')} {size(value)}"
+    if key.endswith("_s"):
+        return f"{key.removesuffix('_s')} {duration(value)}"
+    return f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
 
 
 def duration(seconds: float) -> str:
@@ -458,10 +463,16 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
         return None
     call()
     torch.cuda.synchronize(device)
+    gc.collect()  # modules and compiler leave cycles behind that hold tensors
     torch.cuda.reset_peak_memory_stats(device)
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """Device memory allocated between calls; None on CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def measure_ceilings(device: torch.device, *, quick: bool = False) -> Ceilings:

@@ -405,15 +405,14 @@ def count_saved_bytes(fn: Callable[[], Any], *modules: nn.Module) -> SavedBytes:
     saved = SavedBytes()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_sparse or tensor.layout != torch.strided:
-            return tensor
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         if pointer not in owned and pointer not in seen:
             seen[pointer] = storage
             saved.total += storage.nbytes()
             saved.tensors.append((tuple(tensor.shape), tensor.dtype))
-        return tensor
+        # Never the tensor itself: a node that saves its own output would own itself, for ever.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = fn()

@@ -92,7 +92,7 @@ def test_table_and_numbers_of_a_suite(capsys: pytest.CaptureFixture[str]) -> Non
     assert suite.ratio({"N": 2}, "qfuse", "eager") is None
     harness.console.print(suite.table(extras=("saved_bytes",)))
     shown = capsys.readouterr().out
-    for text in ("1 ms (50%)", "saved_bytes 7", "0.25", "500 us"):
+    for text in ("1 ms (50%)", "saved 7 B", "0.25", "500 us"):
         assert text in shown
 
 

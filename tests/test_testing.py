@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -102,12 +104,27 @@ def test_count_saved_bytes_counts_each_storage_once_and_not_the_model() -> None:
 
     def twice() -> torch.Tensor:
         y = x * 2  # saved by both products, one storage
-        return linear(y) + linear(y)
+        out: torch.Tensor = linear(y) + linear(y)
+        return out
 
     saved = testing.count_saved_bytes(twice, linear)
     assert saved.total == 4 * 8 * 4
     assert saved.tensors == [((4, 8), torch.float32)]
     assert testing.count_saved_bytes(twice).total == 4 * 8 * 4 + 8 * 8 * 4
+
+
+def test_count_saved_bytes_keeps_nothing_alive() -> None:
+    # exp saves its own output: handed back as it is, the node would own itself.
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def forward() -> torch.Tensor:
+        y = torch.ones(3, requires_grad=True).exp()
+        outputs.append(weakref.ref(y))
+        return y
+
+    assert testing.count_saved_bytes(forward).total == 12
+    gc.collect()
+    assert outputs[0]() is None
 
 
 def test_count_saved_bytes_of_a_quantized_linear_is_the_activation_only() -> None:
