@@ -17,7 +17,7 @@ import os
 import reprlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
@@ -98,6 +98,9 @@ def resolve(
     preset = presets.select(
         device, chosen("qfuse.preset", "auto"), source=_variable(sources, "qfuse.preset")
     )
+    for layer in layers["qfuse.thresholds"]:
+        preset = _with_thresholds(preset, layer)
+        sources |= {f"qfuse.thresholds.{item}": layer.source for item in layer.value}
     modes = inductor_config.modes(dynamic)
     mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
 
@@ -125,6 +128,14 @@ def resolve(
     for message in (*_conflicts(resolved, device, dynamic), *_environment_typos()):
         _tell(message)
     return resolved
+
+
+def _with_thresholds(preset: Preset, layer: _Layer) -> Preset:
+    entries = {
+        name: Entry(value=value, evidence=f"set by the {layer.source}", origin=layer.source)
+        for name, value in layer.value.items()
+    }
+    return replace(preset, thresholds={**preset.thresholds, **entries})
 
 
 def list_options() -> dict[str, str]:
@@ -333,6 +344,21 @@ def _parse_kernels(name: str, value: Any, source: str) -> dict[str, str]:
     return dict(value)
 
 
+def _parse_thresholds(name: str, value: Any, source: str) -> dict[str, int]:
+    """{"extend_k.min_rows": 512} or "extend_k.min_rows=512"."""
+    original = value
+    if isinstance(value, str):
+        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        value = {k.strip(): int(v) if v.strip().isdigit() else None for k, _, v in pairs}
+    if not isinstance(value, Mapping) or not all(type(x) is int for x in value.values()):
+        expected = "a dict of threshold names to integers, or 'extend_k.min_rows=512'"
+        raise InvalidOptionValue(name=name, value=original, expected=expected, source=source)
+    for item in value:
+        if item not in presets.THRESHOLDS:
+            raise UnknownOption(name=f"{name}[{item}]", known=(*presets.THRESHOLDS,), source=source)
+    return dict(value)
+
+
 @dataclass(frozen=True)
 class _Option:
     help: str
@@ -368,6 +394,11 @@ OPTIONS: Mapping[str, _Option] = FrozenMap(
             _parse_kernels,
             "QFUSE_KERNELS",
         ),
+        "qfuse.thresholds": _Option(
+            'sizes from which plans pay, over the preset: {"extend_k.min_rows": 512}',
+            _parse_thresholds,
+            "QFUSE_THRESHOLDS",
+        ),
         "qfuse.report": _Option(
             "a path: the report of each compile is written there as JSON",
             _parse_report,
@@ -386,35 +417,16 @@ def _with_variable(option: _Option) -> str:
     return f"{option.help} (default from {option.variable})" if option.variable else option.help
 
 
-_PASSES = (
-    "canonicalize",
-    "fold_lora",
-    "stack_adapters",
-    "stack_projections",
-    "extend_k",
-    "stack_gradients",
-    "keep_packed",
-)
-
-
 def _pass_names() -> tuple[str, ...]:
-    from inductor_q import passes
+    from inductor_q.passes import PIPELINE
 
-    pipeline = getattr(passes, "PIPELINE", None)
-    return _PASSES if pipeline is None else tuple(item.name for item in pipeline)
+    return tuple(item.name for item in PIPELINE)
 
 
 def _providers() -> dict[str, tuple[str, ...]]:
-    """The providers of each op: inductor_q.kernels has a table an op, {device type: kernels}."""
-    from inductor_q import kernels
+    from inductor_q.kernels import provider_names
 
-    return {
-        name.lower(): tuple(
-            dict.fromkeys(kernel.name for choices in table.values() for kernel in choices)
-        )
-        for name, table in vars(kernels).items()
-        if name.isupper()
-    }
+    return provider_names()
 
 
 # --- merging ------------------------------------------------------------------------------------

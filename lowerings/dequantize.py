@@ -19,11 +19,10 @@ from torch._inductor.virtualized import V, ops
 
 from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
-from inductor_q.kernels import providers
+from inductor_q.kernels import POINTWISE, providers
 from inductor_q.lowerings.in_force import in_force
 
 OP = "dequantize"
-POINTWISE = "inductor"
 
 
 def register() -> None:

@@ -40,8 +40,10 @@ def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) ->
     start = 0
     for block, width in zip(blocks, widths, strict=False):
         place = ir.SliceView.create(storage, len(lead), start, start + width, clamp=False)
-        parts.append(ir.ConcatKernel.realize_into(block, place))
-        in_place[id(block)] = _matrix(storage, start, width, total, lead)
+        part = ir.ConcatKernel.realize_into(block, place)
+        parts.append(part)
+        # Read through the part's own buffer: through the wide one, the product would wait for itself.
+        in_place[id(block)] = _matrix(ir.StorageBox(part), 0, width, total, lead)
         start += width
     rows = math.prod(lead)
     for left, right in zip(lefts, rights, strict=True):

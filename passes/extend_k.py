@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from inductor_q.diagnostics.context import Context
-from inductor_q.passes.fold_lora import FLOAT32, MAX_RANK, STRICT
+from inductor_q.passes.fold_lora import FLOAT32, STRICT
 from inductor_q.passes.graph import (
     ADD,
     CAST,
@@ -46,7 +46,7 @@ from inductor_q.passes.graph import (
     rows,
     tensor,
 )
-from inductor_q.passes.products import Product, as_product, packed_weight
+from inductor_q.passes.products import MAX_RANK, Product, as_product, is_rank, packed_weight
 from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS at 4096 x 12288: K=4160 costs 3.7 % over 4096, K=4112 5.8 %
@@ -174,7 +174,7 @@ def _term(leaf: object) -> Product | None:
 
 def _as_low(product: Product) -> _Low | None:
     """`projection @ rhs`, the projection possibly one of a stack's slices."""
-    if product.inner > MAX_RANK:
+    if not is_rank(product.inner, product.cols):
         return None
     node = peel_rows(product.lhs)
     start, end = 0, product.inner
@@ -182,7 +182,7 @@ def _as_low(product: Product) -> _Low | None:
         start, end = int(node.args[2]), int(node.args[3])  # type: ignore[arg-type]
         node = peel_rows(node.args[0])  # type: ignore[arg-type]
     projection = as_product(node)
-    if projection is None or projection.cols > MAX_RANK or projection.weight is not None:
+    if projection is None or projection.weight is not None or projection.cols > MAX_RANK:
         return None
     return _Low(product, projection, start, end)
 

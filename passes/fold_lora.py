@@ -1,8 +1,8 @@
 """Clean up what PEFT puts around an adapter: the clone, the [M, N] scaling, the float32 detour.
 
 - `clone` of a product that has just been computed: dropped.
-- `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the smallest of P, Q and the product, which is
-  an [N, r] or [r, K] adapter instead of an [M, N] activation. A factor of 1 vanishes. The result is
+- `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the adapter's parameter, or to the smallest of P,
+  Q and the product: [N, r] or [M, r] instead of an [M, N] activation. A factor of 1 vanishes. The result is
   rounded once less; bitwise equal when s is a power of two, as PEFT's alpha / r mostly is.
 - float32 products of an upcast 16-bit activation with a small adapter: computed in the 16-bit dtype,
   under `qfuse.numerics="relaxed"` only, since the gradients of A and B lose float32 precision.
@@ -182,18 +182,30 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
         mm.args = (lhs, rhs)
     if plan.factor == 1.0:
         return
-    sizes = {side: _numel(node) for side, node in (("lhs", lhs), ("rhs", rhs), ("out", mm))}
-    smallest = min(sizes, key=sizes.__getitem__)
-    if smallest == "out":
+    place = _place(lhs, rhs, mm)
+    if place == "out":
         with graph.inserting_after(mm):
             new = graph.call_function(MUL, (mm, plan.factor))
         new.meta = dict(mm.meta)
         mm.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     else:
-        operand = lhs if smallest == "lhs" else rhs
+        operand = lhs if place == "lhs" else rhs
         with graph.inserting_before(mm):
             new = _scaled(graph, operand, plan.factor, mm)
-        mm.args = (new, rhs) if smallest == "lhs" else (lhs, new)
+        mm.args = (new, rhs) if place == "lhs" else (lhs, new)
+
+
+def _place(lhs: fx.Node, rhs: fx.Node, mm: fx.Node) -> str:
+    """Where a factor costs least: on a parameter (small, and shared by forward and backward), else on
+    the smallest of the three."""
+    for side, node in (("lhs", lhs), ("rhs", rhs)):
+        below = _peel_layout(node)
+        while below.target is CAST:
+            below = _peel_layout(below.args[0])  # type: ignore[arg-type]
+        if below.op == "placeholder" and _numel(below) <= max(_numel(mm), 1):
+            return side
+    sizes = {"out": _numel(mm), "lhs": _numel(lhs), "rhs": _numel(rhs)}
+    return min(sizes, key=sizes.__getitem__)
 
 
 def _scaled(graph: fx.Graph, node: fx.Node, factor: float, like: fx.Node) -> fx.Node:

@@ -52,11 +52,16 @@ def as_product(node: object) -> Product | None:
     return product if product.inner > 0 and product.cols > 0 else None
 
 
+def is_rank(size: int, of: int) -> bool:
+    """Whether `size` may be the rank of an adapter of a dimension `of`."""
+    return size <= MAX_RANK and 2 * size <= of
+
+
 def is_projection(product: Product) -> bool:
     """`x @ A'`: onto a rank, from something larger."""
     return (
         product.weight is None
-        and product.cols <= MAX_RANK < product.inner
+        and is_rank(product.cols, product.inner)
         and tensor(product.node).dtype.is_floating_point
     )
 

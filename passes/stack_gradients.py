@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from inductor_q.diagnostics.context import Context
-from inductor_q.passes.fold_lora import MAX_RANK
 from inductor_q.passes.graph import (
     CAT,
     MM,
@@ -28,6 +27,7 @@ from inductor_q.passes.graph import (
     peel_transposes,
     tensor,
 )
+from inductor_q.passes.products import is_rank
 from inductor_q.passes.runner import Site
 
 
@@ -77,7 +77,7 @@ def _as_gradient(node: fx.Node) -> _Gradient | None:
     rank, cols = tensor(node).shape
     if not transposed or not isinstance(rank, int) or not isinstance(cols, int):
         return None
-    return _Gradient(node, left, right, rank) if rank <= MAX_RANK < cols else None  # type: ignore[arg-type]
+    return _Gradient(node, left, right, rank) if is_rank(rank, cols) else None  # type: ignore[arg-type]
 
 
 def _position(gradient: _Gradient) -> tuple[str, int]:

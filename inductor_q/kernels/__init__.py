@@ -13,10 +13,22 @@ DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
     "cuda": (dequantize_triton.KERNEL, dequantize_reference.KERNEL),
 }
 
-__all__ = ["DEQUANTIZE", "DequantizeKernel", "providers"]
+OPS: dict[str, dict[str, tuple[DequantizeKernel, ...]]] = {"dequantize": DEQUANTIZE}
+
+#: The provider that is no kernel: Inductor's own loops, fused with their neighbours.
+POINTWISE = "inductor"
+
+__all__ = ["DEQUANTIZE", "OPS", "POINTWISE", "DequantizeKernel", "provider_names", "providers"]
 
 
 def providers(op: str, device_type: str) -> list[str]:
     """Names of the kernels of `op` that can run on this machine, without the reference."""
-    table = {"dequantize": DEQUANTIZE}[op]
-    return [k.name for k in table.get(device_type, ())[:-1] if not k.available()]
+    return [k.name for k in OPS[op].get(device_type, ())[:-1] if not k.available()]
+
+
+def provider_names() -> dict[str, tuple[str, ...]]:
+    """Every provider of every op, on whatever device."""
+    return {
+        op: (POINTWISE, *dict.fromkeys(k.name for kernels in table.values() for k in kernels))
+        for op, table in OPS.items()
+    }
