@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import logging
+import re
 import statistics
 import sys
 import time
@@ -411,7 +412,9 @@ def _print_report() -> dict[str, Any] | None:
     counts: Counter[tuple[str, str]] = Counter()
     saved: Counter[tuple[str, str]] = Counter()
     for site in report.sites:
-        outcome = f"not applied: {site.rejected}" if site.rejected else str(site.provider or "done")
+        # Reasons name graph nodes; without their numbers, equal reasons count as one.
+        reason = re.sub(r"\b([a-z_]+?)_\d+\b", r"\1", site.rejected or "")
+        outcome = f"not applied: {reason}" if reason else str(site.provider or "done")
         counts[site.pass_name, outcome] += 1
         saved[site.pass_name, outcome] += site.bytes_saved or 0
     for key, count in counts.items():
