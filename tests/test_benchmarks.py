@@ -169,4 +169,5 @@ def test_bench_step(tmp_path: Path) -> None:
         assert extra["loss_deviation"] < 0.02
         assert extra["compile_s"] > 0
     saved = {peer: rows[peer]["extra"]["saved_bytes"] for peer in harness.PEERS}
-    assert saved["qfuse"] <= saved["inductor"]
+    # Of rank 16 beside 64 channels, a low-rank tensor saved or recomputed is a visible share.
+    assert saved["qfuse"] <= 1.05 * saved["inductor"] < saved["eager"]
