@@ -1,14 +1,14 @@
 """The backend: `torch.compile(model, backend="qfuse", mode=..., options=...)`.
 
 Resolves the options, installs one pass manager and one partitioner for this compile, and calls
-Inductor. Everything is handed over as `config_patches`, which Inductor applies to the forward and to
-the lazily compiled backward and takes back afterwards; no global configuration is written.
+Inductor. Everything is handed over as `config_patches`, which Inductor applies to the forward and
+to the lazily compiled backward and takes back afterwards; no global configuration is written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def qfuse(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """Compile one graph with Inductor and the passes of this library.
 
     Args:
@@ -166,4 +166,6 @@ def _tell(report: Report, resolved: Resolved) -> None:
     if resolved.strict:
         refused = [s for s in report.sites if s.rejected]
         if refused:
-            raise NotFused(sites=tuple((s.module or s.source or s.target, s.rejected) for s in refused))
+            raise NotFused(
+                sites=tuple((s.module or s.source or s.target, s.rejected) for s in refused)
+            )

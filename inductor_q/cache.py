@@ -37,8 +37,8 @@ def source_digest() -> str:
 def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
     """Whether the bodies of the graph's autograd.Functions are as cacheable as its top level.
 
-    torch checks only the top level and refuses autograd.Functions as a whole by default; their bodies
-    are part of the cache key, so with the same check on them they may be cached.
+    torch checks only the top level and refuses autograd.Functions as a whole by default; their
+    bodies are part of the cache key, so with the same check on them they may be cached.
     """
     from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 

@@ -1,8 +1,8 @@
 """The hooks handed to Inductor: one object a stage, each part of the cache key.
 
-`uuid()` covers all of our sources, the resolved options and whatever pass the user already had in the
-hook, so the FX-graph cache and the AOTAutograd cache stay on and stay right: lowerings are in no key of
-torch's.
+`uuid()` covers all of our sources, the resolved options and whatever pass the user already had in
+the hook, so the FX-graph cache and the AOTAutograd cache stay on and stay right: lowerings are in
+no key of torch's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from inductor_q.cache import source_digest
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes import PIPELINE
-from inductor_q.passes.keep_packed import KeepPacked, tag_frozen
 from inductor_q.passes.runner import run
 
 
@@ -34,6 +33,12 @@ class _Hook:
         if previous is None:
             return None  # an uncacheable pass of the user's: torch bypasses its caches
         return ("qfuse", source_digest(), self.context.resolved.fingerprint(), *previous)
+
+    def run_stage(self, stage: str, graph: fx.Graph) -> None:
+        """Run the enabled passes of `stage` in the order of the pipeline."""
+        for step in PIPELINE:
+            if step.stage == stage and step.name in self.context.resolved.passes:
+                run(step, graph, self.context)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.copy(self)  # Inductor copies its configuration; the context is shared
@@ -52,20 +57,18 @@ def _uuids(previous: Any) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-class JointPasses(_Hook, CustomGraphPass):  # type: ignore[misc]
+class JointPasses(_Hook, CustomGraphPass):
     """The joint stage: forward and backward in one graph, or an inference graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        for step in PIPELINE:
-            if step.stage == "joint" and step.name in self.context.resolved.passes:
-                run(step, graph, self.context)
+        self.run_stage("joint", graph)
         hooks = self.previous if isinstance(self.previous, (list, tuple)) else [self.previous]
         for hook in hooks:
             if hook is not None:
                 hook(graph)
 
 
-class Partitioner(_Hook, CustomPartitionerFn):  # type: ignore[misc]
+class Partitioner(_Hook, CustomPartitionerFn):
     """The partition stage: tag what must not be saved, then partition as functorch does."""
 
     def __call__(
@@ -76,9 +79,8 @@ class Partitioner(_Hook, CustomPartitionerFn):  # type: ignore[misc]
         static_lifetime_input_indices: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if KeepPacked.name in self.context.resolved.passes:
-            record, sites = tag_frozen(gm, static_lifetime_input_indices or (), self.context)
-            self.context.report.add(record, sites)
+        self.context.static_inputs = frozenset(static_lifetime_input_indices or ())
+        self.run_stage("partition", gm.graph)
         partition: Callable[..., Any] = self.previous or min_cut_rematerialization_partition
         result: tuple[fx.GraphModule, fx.GraphModule] = partition(
             gm, joint_inputs, static_lifetime_input_indices=static_lifetime_input_indices, **kwargs
@@ -87,4 +89,3 @@ class Partitioner(_Hook, CustomPartitionerFn):  # type: ignore[misc]
 
 
 __all__ = ["JointPasses", "Partitioner"]
-

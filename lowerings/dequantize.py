@@ -2,15 +2,15 @@
 
 Provider "inductor" is `Pointwise` IR: the decode joins the kernel of its neighbours (casts,
 transposes, a concatenation), at one lane per element. The kernels of `inductor_q.kernels` read each
-packed word once, which is faster (docs/benchmarks.md), and become an `ExternKernelOut` with a flexible
-layout: inside a concatenation they write straight into its buffer, at its row stride.
+packed word once, which is faster (docs/benchmarks.md), and become an `ExternKernelOut` with a
+flexible layout: inside a concatenation they write straight into its buffer, at its row stride.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -42,7 +42,7 @@ def lower(
 
 
 def choose(device: torch.device, dim: int) -> str:
-    """The provider of this compile for a device: the user's, the preset's, else the fastest there."""
+    """The provider of this compile for a device: the user's, the preset's, else the fastest."""
     wanted = in_force().kernel(OP)
     if wanted != "auto":
         return wanted
@@ -85,7 +85,8 @@ class DequantizeOut(ir.ExternKernelOut):
     """A call of `qfuse::dequantize.out`, whose operands are one list argument."""
 
     def codegen_args(self) -> list[str]:
-        operands = ", ".join(x.codegen_reference() for x in self.inputs)
+        inputs = cast(Sequence[ir.IRNode], self.inputs)
+        operands = ", ".join(x.codegen_reference() for x in inputs)
         name, shape, dtype = self.constant_args
         return [f"[{operands}]", repr(name), repr(list(shape)), str(dtype)]
 

@@ -1,8 +1,8 @@
 """`qfuse::extend` in Inductor: one wide buffer that its parts are written into.
 
-What a `ConcatKernel` does for `cat`, with two differences that extend_k needs: the blocks move into the
-buffer before anything else has fixed their layout, and a product may read a block from there while
-it writes beside it.
+What a `ConcatKernel` does for `cat`, with two differences that extend_k needs: the blocks move into
+the buffer before anything else has fixed their layout, and a product may read a block from there
+while it writes beside it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) ->
         place = ir.SliceView.create(storage, len(lead), start, start + width, clamp=False)
         part = ir.ConcatKernel.realize_into(block, place)
         parts.append(part)
-        # Read through the part's own buffer: through the wide one, the product would wait for itself.
+        # Read through the part's own buffer: through the wide one, the product would wait for
+        # itself.
         in_place[id(block)] = _matrix(ir.StorageBox(part), 0, width, total, lead)
         start += width
     rows = math.prod(lead)

@@ -1,11 +1,14 @@
 """FX graph -> FX graph, in terms of qfuse:: ops. The pipeline, in order, a line each:
 
-canonicalize first, so that the rest knows one form; fold_lora before the stacking, since a scale or a
-cast between two products hides that they share an input; stack_adapters before extend_k, so that one
-projection serves all of a group's products; stack_projections after it, on what was not extended;
-stack_gradients last of the joint passes, when extend_k has laid the gradients side by side;
-keep_packed in the partitioner, on whatever the joint passes left.
+canonicalize first, so that the rest knows one form; fold_lora before the stacking, since a scale or
+a cast between two products hides that they share an input; stack_adapters before extend_k, so that
+one projection serves all of a group's products; stack_projections after it, on what was not
+extended; stack_gradients last of the joint passes, when extend_k has laid the gradients side by
+side; keep_packed in the partitioner, on whatever the joint passes left.
 """
+
+# ruff: noqa: E402 - the name is checked before any submodule loads
+assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {__name__}"
 
 from inductor_q.passes.canonicalize import Canonicalize
 from inductor_q.passes.extend_k import ExtendK
@@ -16,9 +19,7 @@ from inductor_q.passes.stack_adapters import StackAdapters
 from inductor_q.passes.stack_gradients import StackGradients
 from inductor_q.passes.stack_projections import StackProjections
 
-assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {__name__}"
-
-PIPELINE = (
+PIPELINE: tuple[Pass, ...] = (
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour
     StackAdapters(),  # adapters that share an input: one projection

@@ -1,19 +1,19 @@
 """Bring every source of a quantized weight into one form: `qfuse.dequantize -> mm`.
 
-bitsandbytes' `gemm_4bit`, its `dequantize_4bit` chains (the backward of 0.50, both directions of 0.49)
-and our own `qfuse::linear` and `lora_linear` become `qfuse::dequantize` in the compute dtype and a
-plain matrix product. A cast from a float32 dequantization is folded into it (values are computed in
-float32 and rounded once either way).
+bitsandbytes' `gemm_4bit`, its `dequantize_4bit` chains (the backward of 0.50, both directions of
+0.49) and our own `qfuse::linear` and `lora_linear` become `qfuse::dequantize` in the compute dtype
+and a plain matrix product. A cast from a float32 dequantization is folded into it (values are
+computed in float32 and rounded once either way).
 
-Refused for fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel reads
-packed bytes and is not beaten by a dequantization and a product.
+Refused for fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel
+reads packed bytes and is not beaten by a dequantization and a product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx
@@ -65,7 +65,10 @@ class Canonicalize:
                 yield Site(node, rejected=found)
                 continue
             yield Site(
-                node, _too_few_rows(node, found, context), weight=found.weight.operands[0], plan=found
+                node,
+                _too_few_rows(node, found, context),
+                weight=found.weight.operands[0],
+                plan=found,
             )
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
@@ -95,12 +98,12 @@ def _match(node: fx.Node) -> _Linear | _Dequantize | str | None:
 
 def _match_own(node: fx.Node) -> _Linear | None:
     if node.target is torch.ops.qfuse.linear.default:
-        x, operands, name, shape, bias = (*node.args, None)[:5]
-        return _Linear(x, Weight(tuple(operands), name, tuple(shape)), bias)  # type: ignore[arg-type]
+        x, operands, name, shape, bias = cast(Any, (*node.args, None))[:5]
+        return _Linear(x, Weight(tuple(operands), name, tuple(shape)), bias)
     if node.target is torch.ops.qfuse.lora_linear.default:
-        x, operands, name, shape, a, b, scaling, bias = (*node.args, None)[:8]
-        weight = Weight(tuple(operands), name, tuple(shape))  # type: ignore[arg-type]
-        return _Linear(x, weight, bias, tuple(zip(a, b, scaling, strict=True)))  # type: ignore[arg-type]
+        x, operands, name, shape, a, b, scaling, bias = cast(Any, (*node.args, None))[:8]
+        weight = Weight(tuple(operands), name, tuple(shape))
+        return _Linear(x, weight, bias, tuple(zip(a, b, scaling, strict=True)))
     return None
 
 
@@ -116,9 +119,7 @@ def _too_few_rows(node: fx.Node, found: _Linear | _Dequantize, context: Context)
     return ""
 
 
-def emit_dequantize(
-    graph: fx.Graph, weight: Weight, dtype: torch.dtype, like: fx.Node
-) -> fx.Node:
+def emit_dequantize(graph: fx.Graph, weight: Weight, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     """`qfuse::dequantize` of `weight` at the insertion point."""
     args = (list(weight.operands), weight.format, list(weight.shape), dtype)
     return emit(graph, torch.ops.qfuse.dequantize.default, args, like)
@@ -151,21 +152,19 @@ def _emit_adapter(
     dtype: torch.dtype,
     like: fx.Node,
 ) -> fx.Node:
-    def cast(node: fx.Node, to: torch.dtype) -> fx.Node:
+    def to_dtype(node: fx.Node, to: torch.dtype) -> fx.Node:
         return node if tensor(node).dtype == to else emit(graph, CAST, (node, to), like)
 
     own = tensor(a).dtype
-    rank = emit(graph, MM, (cast(x, own), emit(graph, PERMUTE, (a, [1, 0]), like)), like)
+    rank = emit(graph, MM, (to_dtype(x, own), emit(graph, PERMUTE, (a, [1, 0]), like)), like)
     out = emit(graph, MM, (rank, emit(graph, PERMUTE, (b, [1, 0]), like)), like)
-    return cast(emit(graph, MUL, (out, scaling), like), dtype)
+    return to_dtype(emit(graph, MUL, (out, scaling), like), dtype)
 
 
 def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
     """The leading sizes of `x`, symbols as nodes."""
     return [
-        size
-        if isinstance(size, int)
-        else emit(graph, torch.ops.aten.sym_size.int, (x, dim), like)
+        size if isinstance(size, int) else emit(graph, torch.ops.aten.sym_size.int, (x, dim), like)
         for dim, size in enumerate(tensor(x).shape[:-1])
     ]
 
@@ -173,8 +172,9 @@ def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
 def _fold_casts(graph: fx.Graph, node: fx.Node, weight: Weight) -> None:
     """A cast of a float32 dequantization is a dequantization in the cast's dtype."""
     for user in list(node.users):
-        if user.target is CAST and user.args[1] in (torch.bfloat16, torch.float16):
+        dtype = user.args[1] if user.target is CAST else None
+        if isinstance(dtype, torch.dtype) and dtype.itemsize == 2:
             with graph.inserting_before(user):
-                new = emit_dequantize(graph, weight, user.args[1], user)  # type: ignore[arg-type]
+                new = emit_dequantize(graph, weight, dtype, user)
             user.replace_all_uses_with(new)
             graph.erase_node(user)

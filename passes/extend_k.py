@@ -2,15 +2,15 @@
 
 A sum of products is one product over their concatenated inner dimensions. Applied to the sums of a
 LoRA layer, forward (base and adapter) and backward (every projection of one input, and their
-adapters), it removes a pass over [M, N] for each term and accumulates all of them in float32, which is
-better numerics than adding rounded 16-bit results. It costs the adapter's columns, padded to a
+adapters), it removes a pass over [M, N] for each term and accumulates all of them in float32, which
+is better numerics than adding rounded 16-bit results. It costs the adapter's columns, padded to a
 multiple of 64 so that the product keeps its speed.
 
-It pays only if both wide operands are written in place: `qfuse::extend` lets the producer of x and the
-projection write into one buffer, and the weight is decoded into its columns (or rows) of another.
-Refused where that cannot be: x made by an opaque kernel (attention), unless copying it is small; for
-fewer rows than `extend_k.min_rows` of the preset; for an adapter in another dtype; under numerics
-"strict".
+It pays only if both wide operands are written in place: `qfuse::extend` lets the producer of x and
+the projection write into one buffer, and the weight is decoded into its columns (or rows) of
+another. Refused where that cannot be: x made by an opaque kernel (attention), unless copying it is
+small; for fewer rows than `extend_k.min_rows` of the preset; for an adapter in another dtype; under
+numerics "strict".
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from inductor_q.passes.graph import (
     RESHAPE,
     SLICE,
     VIEWS,
+    arg,
     as_matrix,
     backward_nodes,
+    columns,
     emit,
     is_tensor,
     peel_rows,
@@ -65,7 +67,7 @@ class _Low:
 
 @dataclass(frozen=True)
 class _Sum:
-    """`node` = base products + adapter products + rest; `shape` as the view of its terms wrote it."""
+    """`node` = base products + adapter products + rest; `shape` as a view of its terms wrote it."""
 
     node: fx.Node
     bases: tuple[Product, ...]
@@ -143,18 +145,18 @@ def _leaves(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     """The terms of a tree of additions, left to right; inner additions join `inside`."""
     inside.add(node)
     found: list[fx.Node] = []
-    for arg in node.args:
+    for term in (arg(node, 0), arg(node, 1)) if len(node.all_input_nodes) == 2 else ():
         if (
-            is_tensor(arg)
-            and arg.target is ADD  # type: ignore[union-attr]
-            and not arg.kwargs  # type: ignore[union-attr]
-            and len(arg.users) == 1  # type: ignore[union-attr]
-            and tensor(arg).shape == tensor(node).shape  # type: ignore[arg-type]
-            and tensor(arg).dtype == tensor(node).dtype  # type: ignore[arg-type]
+            is_tensor(term)
+            and term.target is ADD
+            and not term.kwargs
+            and len(term.users) == 1
+            and tensor(term).shape == tensor(node).shape
+            and tensor(term).dtype == tensor(node).dtype
         ):
-            found += _leaves(arg, inside)  # type: ignore[arg-type]
+            found += _leaves(term, inside)
         else:
-            found.append(arg)  # type: ignore[arg-type]
+            found.append(term)
     return found
 
 
@@ -178,9 +180,9 @@ def _as_low(product: Product) -> _Low | None:
         return None
     node = peel_rows(product.lhs)
     start, end = 0, product.inner
-    if node.target is SLICE and node.args[1] == 1:
-        start, end = int(node.args[2]), int(node.args[3])  # type: ignore[arg-type]
-        node = peel_rows(node.args[0])  # type: ignore[arg-type]
+    span = columns(node)
+    if span is not None:
+        node, start, end = peel_rows(span[0]), span[1], span[2]
     projection = as_product(node)
     if projection is None or projection.weight is not None or projection.cols > MAX_RANK:
         return None
@@ -240,9 +242,15 @@ def _group_rejected(members: Sequence[_Sum]) -> str:
 
 def _producer(node: fx.Node) -> fx.Node:
     """What computes a tensor, below layout changes."""
-    layout = {*VIEWS, PERMUTE, CLONE, torch.ops.aten.expand.default, torch.ops.aten.unsqueeze.default}
+    layout = {
+        *VIEWS,
+        PERMUTE,
+        CLONE,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.unsqueeze.default,
+    }
     while node.target in layout:
-        node = node.args[0]  # type: ignore[assignment]
+        node = arg(node, 0)
     return node
 
 
@@ -347,13 +355,13 @@ def _emit_tail(
         if seen_transposed != member.transposed:
             below = emit(graph, PERMUTE, (below, [1, 0]), low.product.node)
         padding = [before, after] if member.transposed else [0, 0, before, after]
-        pieces.append(emit(graph, PAD, (below, padding), low.product.node) if any(padding) else below)
+        pieces.append(
+            emit(graph, PAD, (below, padding), low.product.node) if any(padding) else below
+        )
     return pieces
 
 
-def _read_blocks_from(
-    graph: fx.Graph, wide: fx.Node, member: _Sum, backward: set[fx.Node]
-) -> None:
+def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: set[fx.Node]) -> None:
     """In backward, other products of a block (dB = dY' @ xA) read it from the wide buffer."""
     start = 0
     for base in member.bases:

@@ -1,11 +1,13 @@
 """Clean up what PEFT puts around an adapter: the clone, the [M, N] scaling, the float32 detour.
 
 - `clone` of a product that has just been computed: dropped.
-- `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the adapter's parameter, or to the smallest of P,
-  Q and the product: [N, r] or [M, r] instead of an [M, N] activation. A factor of 1 vanishes. The result is
-  rounded once less; bitwise equal when s is a power of two, as PEFT's alpha / r mostly is.
-- float32 products of an upcast 16-bit activation with a small adapter: computed in the 16-bit dtype,
-  under `qfuse.numerics="relaxed"` only, since the gradients of A and B lose float32 precision.
+- `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the adapter's parameter, or to the smallest
+  of P, Q and the product: [N, r] or [M, r] instead of an [M, N] activation. A factor of 1 vanishes.
+  The result is rounded once less; bitwise equal when s is a power of two, as PEFT's alpha / r
+  mostly is.
+- float32 products of an upcast 16-bit activation with a small adapter: computed in the 16-bit
+  dtype, under `qfuse.numerics="relaxed"` only, since the gradients of A and B lose float32
+  precision.
 
 Numerics "strict" keeps every product as written.
 """
@@ -27,14 +29,16 @@ from inductor_q.passes.graph import (
     MUL,
     PERMUTE,
     VIEWS,
+    arg,
     emit,
     hint,
     is_tensor,
+    replay,
     tensor,
 )
+from inductor_q.passes.products import MAX_RANK
 from inductor_q.passes.runner import Site
 
-MAX_RANK = 512
 LAYOUT = VIEWS | {PERMUTE}
 STRICT = "qfuse.numerics='strict' keeps every product as written"
 FLOAT32 = (
@@ -107,7 +111,7 @@ def _is_product(node: object) -> bool:
 
 
 def _scale_sites(node: fx.Node, context: Context) -> Iterator[Site]:
-    """Where the factor of `node` = plain * factor may go: below to a product, or above to products."""
+    """Where the factor of `node` = plain * factor may go: to a product below, or those above."""
     plain, factor = node.args
     assert isinstance(plain, fx.Node) and isinstance(factor, (int, float))
     found = []
@@ -124,7 +128,7 @@ def _scale_sites(node: fx.Node, context: Context) -> Iterator[Site]:
 
 def _peel_layout(node: fx.Node) -> fx.Node:
     while node.target in LAYOUT:
-        node = node.args[0]  # type: ignore[assignment]
+        node = arg(node, 0)
     return node
 
 
@@ -135,7 +139,7 @@ def _single_use_chain(top: fx.Node, bottom: fx.Node) -> bool:
             return False
         if node is bottom:
             return True
-        node = node.args[0]  # type: ignore[assignment]
+        node = arg(node, 0)
 
 
 def _products_above(node: fx.Node) -> list[fx.Node]:
@@ -158,8 +162,8 @@ def _upcast_from(mm: fx.Node) -> torch.dtype | None:
     """The 16-bit dtype that an operand of a float32 product was cast from."""
     if tensor(mm).dtype is not torch.float32:
         return None
-    for arg in mm.args:
-        node = _peel_layout(arg)  # type: ignore[arg-type]
+    for operand in (arg(mm, 0), arg(mm, 1)):
+        node = _peel_layout(operand)
         if node.target is CAST:
             dtype = tensor(node.args[0]).dtype
             if dtype in (torch.bfloat16, torch.float16):
@@ -196,12 +200,14 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
 
 
 def _place(lhs: fx.Node, rhs: fx.Node, mm: fx.Node) -> str:
-    """Where a factor costs least: on a parameter (small, and shared by forward and backward), else on
-    the smallest of the three."""
+    """Where a factor costs least: on a parameter, else on the smallest of the three.
+
+    A parameter is small, and scaled once for forward and backward.
+    """
     for side, node in (("lhs", lhs), ("rhs", rhs)):
         below = _peel_layout(node)
         while below.target is CAST:
-            below = _peel_layout(below.args[0])  # type: ignore[arg-type]
+            below = _peel_layout(arg(below, 0))
         if below.op == "placeholder" and _numel(below) <= max(_numel(mm), 1):
             return side
     sizes = {"out": _numel(mm), "lhs": _numel(lhs), "rhs": _numel(rhs)}
@@ -211,8 +217,8 @@ def _place(lhs: fx.Node, rhs: fx.Node, mm: fx.Node) -> str:
 def _scaled(graph: fx.Graph, node: fx.Node, factor: float, like: fx.Node) -> fx.Node:
     """`node * factor`, with the product below layout changes so that equal ones are one node."""
     if node.target in LAYOUT:
-        inner = _scaled(graph, node.args[0], factor, like)  # type: ignore[arg-type]
-        return emit(graph, node.target, (inner, *node.args[1:]), like)  # type: ignore[arg-type]
+        inner = _scaled(graph, arg(node, 0), factor, like)
+        return replay(graph, node, inner, like)
     for user in node.users:
         if user.target is MUL and user.args == (node, factor):
             return user
@@ -223,17 +229,17 @@ def _replay(graph: fx.Graph, node: fx.Node, old: fx.Node, new: fx.Node, before: 
     if node is old:
         return new
     if node.target in LAYOUT:
-        inner = _replay(graph, node.args[0], old, new, before)  # type: ignore[arg-type]
+        inner = _replay(graph, arg(node, 0), old, new, before)
         if inner is not node.args[0]:
             with graph.inserting_before(before):
-                return emit(graph, node.target, (inner, *node.args[1:]), node)  # type: ignore[arg-type]
+                return replay(graph, node, inner, node)
     return node
 
 
 def _demote(graph: fx.Graph, plan: _Demote) -> None:
     mm, dtype = plan.mm, plan.dtype
     with graph.inserting_before(mm):
-        args = [_demoted(graph, arg, dtype, mm) for arg in mm.args]  # type: ignore[arg-type]
+        args = [_demoted(graph, arg(mm, i), dtype, mm) for i in range(2)]
         new = emit(graph, MM, args, mm)
         back = emit(graph, CAST, (new, torch.float32), mm)
     mm.replace_all_uses_with(back)
@@ -244,10 +250,10 @@ def _demote(graph: fx.Graph, plan: _Demote) -> None:
 def _demoted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     """`node` in `dtype`: the tensor it was cast from where there is one."""
     if node.target in LAYOUT:
-        inner = _demoted(graph, node.args[0], dtype, like)  # type: ignore[arg-type]
-        return emit(graph, node.target, (inner, *node.args[1:]), like)  # type: ignore[arg-type]
+        inner = _demoted(graph, arg(node, 0), dtype, like)
+        return replay(graph, node, inner, like)
     if node.target is CAST and tensor(node.args[0]).dtype is dtype:
-        return node.args[0]  # type: ignore[return-value]
+        return arg(node, 0)
     return emit(graph, CAST, (node, dtype), like)
 
 
@@ -259,7 +265,7 @@ def _cancel_casts(graph: fx.Graph, wide: fx.Node, narrow: fx.Node, dtype: torch.
             graph.erase_node(user)
         elif user.target in LAYOUT:
             with graph.inserting_before(user):
-                view = emit(graph, user.target, (narrow, *user.args[1:]), user)  # type: ignore[arg-type]
+                view = replay(graph, user, narrow, user)
             _cancel_casts(graph, user, view, dtype)
 
 

@@ -5,8 +5,8 @@ Passes insert where it reads naturally; the runner restores a topological order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -47,11 +47,18 @@ def tensor(node: Any) -> torch.Tensor:
     return value
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def emit(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any], like: fx.Node) -> fx.Node:
+def arg(node: fx.Node, index: int) -> fx.Node:
+    """An argument that is a node."""
+    value = node.args[index]
+    assert isinstance(value, fx.Node), f"argument {index} of {node=} is {value!r}"
+    return value
+
+
+def emit(graph: fx.Graph, target: Any, args: Sequence[Any], like: fx.Node) -> fx.Node:
     """A new call at the graph's insertion point, with fake value and the origin of `like`."""
     node = graph.call_function(target, tuple(args))
     with V.fake_mode:
@@ -62,8 +69,13 @@ def emit(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any], like:
     return node
 
 
+def replay(graph: fx.Graph, view: fx.Node, source: fx.Node, like: fx.Node) -> fx.Node:
+    """The layout change `view`, of `source` instead of its own input."""
+    return emit(graph, view.target, (source, *view.args[1:]), like)
+
+
 def hint(size: Any) -> int:
-    """A concrete number for a size: itself, or the example value behind a symbol (adds no guard)."""
+    """A concrete number for a size: itself, or the example behind a symbol (adds no guard)."""
     if isinstance(size, int):
         return size
     value = size.node.hint
@@ -81,10 +93,10 @@ def rows(node: fx.Node) -> int:
 def peel_rows(node: fx.Node) -> fx.Node:
     """Through views that only regroup rows: the tensor below whose last dimension is the same."""
     while node.target in VIEWS:
-        source = node.args[0]
-        if not is_tensor(source) or last_size(source) != last_size(node):  # type: ignore[arg-type]
+        source = arg(node, 0)
+        if last_size(source) != last_size(node):
             break
-        node = source  # type: ignore[assignment]
+        node = source
     return node
 
 
@@ -96,12 +108,22 @@ def last_size(node: fx.Node) -> int:
     return shape[-1] if isinstance(shape[-1], int) else -2
 
 
+def columns(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """The matrix and span that a slice of columns reads, where both ends are numbers."""
+    if node.target is not SLICE or len(node.args) != 4 or node.args[1] != 1:
+        return None
+    start, end = node.args[2], node.args[3]
+    if not isinstance(start, int) or not isinstance(end, int):
+        return None
+    return arg(node, 0), start, end
+
+
 def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     """Through 2-D permutes: the tensor below and whether it is seen transposed."""
     transposed = False
     while node.target is PERMUTE and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
         transposed = not transposed
-        node = node.args[0]  # type: ignore[assignment]
+        node = arg(node, 0)
     return node, transposed
 
 

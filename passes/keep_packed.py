@@ -1,16 +1,17 @@
 """Never save a dequantized weight for backward.
 
-Not per format but in general: whatever is computed only from frozen inputs (packed weights, scales,
-code tables) is recomputed in backward from those inputs, which live anyway. It holds for every
-library whose dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning saves the
-16-bit weight as soon as forward and backward share it.
+Not per format but in general: whatever is computed from frozen inputs alone, packed ones among
+them, is recomputed in backward from those inputs, which live anyway. It holds for every library
+whose dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning saves the 16-bit
+weight as soon as forward and backward share it, and tagging only part of a chain makes it save the
+rest.
 
-Runs as Inductor's partitioner, after the joint passes; the partitioning itself is functorch's.
+Runs in Inductor's partitioner, after the joint passes; the partitioning itself is functorch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +20,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.diagnostics.context import Context, input_index
-from inductor_q.diagnostics.report import PassRecord, SiteRecord
-from inductor_q.passes.graph import is_tangent, is_tensor, tensor
-from inductor_q.passes.products import DEQUANTIZE, packed_weight
+from inductor_q.passes.graph import (
+    PERMUTE,
+    SLICE,
+    VIEWS,
+    backward_nodes,
+    hint,
+    is_tangent,
+    is_tensor,
+    tensor,
+)
+from inductor_q.passes.runner import Site
 
-#: Constants count as frozen: a chain over frozen inputs may use them.
+_LAYOUT = {*VIEWS, PERMUTE, SLICE, torch.ops.aten.t.default, torch.ops.aten.transpose.int}
+
+# Constants may be part of a frozen chain.
 _CONSTANTS = frozenset({torch.ops.aten.full.default, torch.ops.prims.iota.default})
 
 
@@ -31,53 +42,47 @@ class KeepPacked:
     name: ClassVar[str] = "keep_packed"
     stage: ClassVar[str] = "partition"
 
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        """One site for each value that backward reads and stock partitioning may save.
 
-def tag_frozen(
-    gm: fx.GraphModule, static_indices: Sequence[int], context: Context
-) -> tuple[PassRecord, list[SiteRecord]]:
-    """Tag everything computed from frozen inputs alone as MUST_RECOMPUTE; say what that saves."""
-    graph = gm.graph
-    frozen = _frozen_inputs(graph, set(static_indices))
-    used_by_backward = _inputs_of_backward(graph)
-    records = []
-    for node in graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and node.target in _CONSTANTS):
-            frozen.add(node)
-            continue
-        if node.op != "call_function" or not is_tensor(node) or not node.all_input_nodes:
-            continue
-        if not all(arg in frozen for arg in node.all_input_nodes):
-            continue
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            continue
-        frozen.add(node)
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        if node.target is DEQUANTIZE and node in used_by_backward:
-            records.append(_record(node, context))
-    return PassRecord(KeepPacked.name, len(records), 0.0), records
+        Its plan is every tensor of such chains: tagging a part only moves what is saved.
+        """
+        static = {n for n in graph.find_nodes(op="placeholder") if _is_static(n, context)}
+        chain = _packed_chains(graph, static - _trainable(graph))
+        weights = _computed_from(graph, static)
+        backward = backward_nodes(graph)
+        for node, source in chain.items():
+            readers = _readers(node, weights)
+            if node.target not in _LAYOUT and any(r in backward for r in readers):
+                value = tensor(node)
+                size = hint(value.numel()) * value.element_size()
+                yield Site(node, weight=source, plan=chain, bytes_saved=size)
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        for node in site.plan:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _frozen_inputs(graph: fx.Graph, static: set[int]) -> set[fx.Node]:
-    """Inputs that live across steps and take no gradient.
+def _is_static(node: fx.Node, context: Context) -> bool:
+    """Whether an input lives across steps.
 
-    `static` counts Dynamo's inputs, not the desugared ones (tensor subclasses become several), so
-    both sides are compared by descriptor.
+    Torch counts static inputs as Dynamo's, not as the desugared ones (a tensor subclass becomes
+    several), so both sides are compared by descriptor.
     """
+    return not is_tangent(node) and input_index(node) in context.static_inputs
+
+
+def _trainable(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs that take a gradient."""
     output = next(iter(graph.find_nodes(op="output")))
-    trainable = set()
-    for value, desc in zip(
-        tree_leaves(output.args), tree_leaves(output.meta.get("desc", [])), strict=False
-    ):
-        of = getattr(desc, "grad_of", None)
-        if of is not None and value is not None:
-            trainable.add(_base(of))
-    return {
-        node
-        for node in graph.find_nodes(op="placeholder")
-        if not is_tangent(node)
-        and input_index(node) in static
-        and _base(node.meta.get("desc")) not in trainable
+    of = {
+        _base(desc.grad_of)
+        for value, desc in zip(
+            tree_leaves(output.args), tree_leaves(output.meta.get("desc", [])), strict=False
+        )
+        if value is not None and getattr(desc, "grad_of", None) is not None
     }
+    return {n for n in graph.find_nodes(op="placeholder") if _base(n.meta.get("desc")) in of}
 
 
 def _base(desc: Any) -> Any:
@@ -86,25 +91,44 @@ def _base(desc: Any) -> Any:
     return desc
 
 
-def _inputs_of_backward(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that something downstream of a tangent reads, directly or through frozen nodes."""
-    from inductor_q.passes.graph import backward_nodes
+def _computed_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
+    """`inputs` and every tensor computed from them and constants alone."""
+    known = set(inputs)
+    for node in graph.nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and node.target in _CONSTANTS) or (
+            node.op == "call_function"
+            and is_tensor(node)
+            and node.all_input_nodes
+            and all(a in known for a in node.all_input_nodes)
+            and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+        ):
+            known.add(node)
+    return known
 
-    backward = backward_nodes(graph)
+
+def _packed_chains(graph: fx.Graph, frozen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Tensors computed from frozen inputs alone -> the packed input they come from."""
+    known = _computed_from(graph, frozen)
+    source = {node: node for node in frozen if _is_packed(node)}
+    for node in graph.nodes:
+        packed = [source[a] for a in node.all_input_nodes if a in source]
+        if node in known and packed:
+            source[node] = packed[0]
+    return {node: packed for node, packed in source.items() if node.op == "call_function"}
+
+
+def _is_packed(node: fx.Node) -> bool:
+    """An input that no arithmetic of a model reads as it is: integers, or 8 bits and fewer."""
+    if not is_tensor(node) or tensor(node).dim() == 0:
+        return False
+    dtype = tensor(node).dtype
+    return dtype is not torch.bool and (not dtype.is_floating_point or dtype.itemsize < 2)
+
+
+def _readers(node: fx.Node, weights: set[fx.Node]) -> set[fx.Node]:
+    """The users of a weight that read activations, through what is computed from weights alone
+    (a layout change, the concatenation with an adapter)."""
     found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node in backward or node in found:
-            found.update(a for a in node.all_input_nodes if a not in backward)
+    for user in node.users:
+        found |= _readers(user, weights) if user in weights else {user}
     return found
-
-
-def _record(node: fx.Node, context: Context) -> SiteRecord:
-    weight = packed_weight(node)
-    value = tensor(node)
-    return SiteRecord(
-        pass_name=KeepPacked.name,
-        target=str(node.target),
-        module=context.module_path(weight),
-        shape=tuple(int(s) for s in value.shape),
-        bytes_saved=value.numel() * value.element_size(),
-    )

@@ -1,4 +1,4 @@
-"""How passes recognize the products of a LoRA layer, forward or backward, PEFT's or hand-written."""
+"""The products of a LoRA layer, forward or backward, PEFT's or hand-written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import fx
 
 from inductor_q import ops
-from inductor_q.passes.fold_lora import MAX_RANK
-from inductor_q.passes.graph import MM, is_tensor, peel_rows, peel_transposes, tensor
+from inductor_q.passes.graph import MM, arg, is_tensor, peel_rows, peel_transposes, tensor
 
 assert ops  # its import defines the qfuse:: vocabulary
+
+MAX_RANK = 512
 DEQUANTIZE = torch.ops.qfuse.dequantize.default
 
 
@@ -45,10 +46,10 @@ class Product:
 
 def as_product(node: object) -> Product | None:
     """`node` as a product with static inner size and columns."""
-    if not is_tensor(node) or node.target is not MM:  # type: ignore[union-attr]
+    if not is_tensor(node) or node.target is not MM:
         return None
-    lhs, rhs = node.args  # type: ignore[union-attr]
-    product = Product(node, lhs, rhs, peel_rows(lhs))  # type: ignore[arg-type]
+    lhs, rhs = arg(node, 0), arg(node, 1)
+    product = Product(node, lhs, rhs, peel_rows(lhs))
     return product if product.inner > 0 and product.cols > 0 else None
 
 

@@ -1,7 +1,7 @@
 """The pass protocol, and the one object that runs a stage's passes.
 
-`match` only looks; a site carries what to do, or the reason why it was rejected; `apply` only edits.
-The runner counts, times, sorts, lints and reports, so "why did it not fuse" is data.
+`match` only looks; a site carries what to do, or the reason why it was rejected; `apply` only
+edits. The runner counts, times, sorts, lints and reports, so "why did it not fuse" is data.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class Site:
     """One place where a pass applies, or is refused for a reason a user can act on.
 
     `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
-    `plan` is what `apply` needs.
+    `plan` is what `apply` needs, `bytes_saved` what backward no longer keeps.
     """
 
     node: fx.Node
     rejected: str = ""
     weight: fx.Node | None = None
     plan: Any = field(default=None, compare=False, repr=False)
+    bytes_saved: int = 0
 
 
 class Pass(Protocol):
@@ -45,7 +46,12 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
     """Run one pass over `graph` and record what it did."""
     start = time.perf_counter()
     sites = list(step.match(graph, context))
-    records = [context.describe(step.name, s.node, s.weight, s.rejected) for s in sites]
+    records = [
+        context.describe(
+            step.name, s.node, weight=s.weight, rejected=s.rejected, bytes_saved=s.bytes_saved
+        )
+        for s in sites
+    ]
     applied = [site for site in sites if not site.rejected]
     for site in applied:
         step.apply(graph, site, context)

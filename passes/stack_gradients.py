@@ -1,7 +1,7 @@
 """Gradients of adapters that share an input become one product: `[dXA_q | dXA_k | dXA_v]' @ x`.
 
-The mirror of `stack_adapters`: each dA = dXA' @ x reads all of x. Where the dXA lie side by side in the
-buffer of `extend_k`, the stacked left operand is a slice of it.
+The mirror of `stack_adapters`: each dA = dXA' @ x reads all of x. Where the dXA lie side by side in
+the buffer of `extend_k`, the stacked left operand is a slice of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -20,8 +21,10 @@ from inductor_q.passes.graph import (
     MM,
     PERMUTE,
     SLICE,
+    arg,
     as_matrix,
     backward_nodes,
+    columns,
     emit,
     peel_rows,
     peel_transposes,
@@ -72,31 +75,23 @@ class StackGradients:
 
 
 def _as_gradient(node: fx.Node) -> _Gradient | None:
-    lhs, right = node.args
-    left, transposed = peel_transposes(lhs)  # type: ignore[arg-type]
+    left, transposed = peel_transposes(arg(node, 0))
     rank, cols = tensor(node).shape
     if not transposed or not isinstance(rank, int) or not isinstance(cols, int):
         return None
-    return _Gradient(node, left, right, rank) if is_rank(rank, cols) else None  # type: ignore[arg-type]
+    return _Gradient(node, left, arg(node, 1), rank) if is_rank(rank, cols) else None
 
 
 def _position(gradient: _Gradient) -> tuple[str, int]:
     """Slices of one buffer in the order of their columns, others in place."""
-    node = peel_rows(gradient.left)
-    if node.target is SLICE and node.args[1] == 1:
-        return str(node.args[0]), int(node.args[2])  # type: ignore[arg-type]
-    return "", 0
+    span = columns(peel_rows(gradient.left))
+    return (span[0].name, span[1]) if span else ("", 0)
 
 
 def _side_by_side(graph: fx.Graph, members: Sequence[_Gradient]) -> fx.Node:
-    lefts = [peel_rows(m.left) for m in members]
-    buffers = {n.args[0] for n in lefts if n.target is SLICE and n.args[1] == 1}
-    adjacent = all(
-        a.target is SLICE and b.target is SLICE and a.args[3] == b.args[2]
-        for a, b in zip(lefts, lefts[1:], strict=False)
-    )
-    if len(buffers) == 1 and adjacent and lefts[0].target is SLICE:
-        return emit(
-            graph, SLICE, (lefts[0].args[0], 1, lefts[0].args[2], lefts[-1].args[3]), members[0].node
-        )
+    spans = [columns(peel_rows(m.left)) for m in members]
+    first, last = spans[0], spans[-1]
+    adjacent = all(a and b and a[0] is b[0] and a[2] == b[1] for a, b in pairwise(spans))
+    if adjacent and first and last:
+        return emit(graph, SLICE, (first[0], 1, first[1], last[2]), members[0].node)
     return emit(graph, CAT, ([as_matrix(graph, m.left) for m in members], 1), members[0].node)

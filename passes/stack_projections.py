@@ -1,7 +1,7 @@
 """Quantized projections that share an input become one product: `x @ [W_q; W_k; W_v]'`.
 
-Each weight is dequantized straight into its rows of one buffer. Fewer launches and fuller waves for a
-few rows; the split outputs are strided, which costs their consumers at many rows, so the preset's
+Each weight is dequantized straight into its rows of one buffer. Fewer launches and fuller waves for
+a few rows; the split outputs are strided, which costs their consumers at many rows, so the preset's
 `stack_projections.max_rows` bounds it.
 """
 

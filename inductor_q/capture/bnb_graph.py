@@ -46,7 +46,9 @@ def match_gemm(node: fx.Node) -> Gemm | str | None:
     """A `gemm_4bit` call; a reason when it cannot be expressed; None when it is no such call."""
     if node.op != "call_function" or node.target is not overload("gemm_4bit"):
         return None
-    a = _named(node, "A B shapeB absmax blocksize quant_type bias absmax_8bit absmax_code absmax_offset")
+    a = _named(
+        node, "A B shapeB absmax blocksize quant_type bias absmax_8bit absmax_code absmax_offset"
+    )
     nested = a["absmax_8bit"] is not None
     name = _format(a["quant_type"], a["blocksize"], nested)
     if not name.startswith(tuple(BNB_QUANT_TYPES)):
@@ -76,7 +78,9 @@ def match_gemv(node: fx.Node) -> str | None:
     """The reason why a `gemv_4bit` call is left alone; None when it is no such call."""
     if node.op != "call_function" or node.target is not overload("gemv_4bit"):
         return None
-    return "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
+    return (
+        "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
+    )
 
 
 def _format(quant_type: str, blocksize: int, nested: bool) -> str:
@@ -105,7 +109,9 @@ def _nested_absmax(absmax: fx.Node) -> tuple[fx.Node, ...] | None:
 def _packed(node: fx.Node) -> fx.Node:
     """The packed bytes below views that only change their shape."""
     while node.target in _VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
+        below = node.args[0]
+        assert isinstance(below, fx.Node), f"{node=}"
+        node = below
     return node
 
 

@@ -17,7 +17,8 @@ def bnb_operands(weight: Tensor, quant_state: Any) -> tuple[list[Tensor], str, l
     """`(operands, format name, shape)` of a packed weight and its bitsandbytes `QuantState`.
 
     Raises:
-        UnknownFormat, UnsupportedBlocksize, CorruptQuantState: the state is not one of bitsandbytes'
+        UnknownFormat, UnsupportedBlocksize, CorruptQuantState: the state is not one of
+        bitsandbytes'
             4-bit formats, or does not fit itself.
     """
     if quant_state.quant_type not in BNB_QUANT_TYPES:

@@ -73,7 +73,7 @@ class DeviceFunctions:
 
 
 def device_functions(fmt: QuantFormat) -> DeviceFunctions:
-    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, scale, codebook)` for `fmt`."""
+    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, scale, codebook)`."""
     scale = Printer(mask="mask")
     scale_result = fmt.scale.decode(scale, "i")
     value = Printer(mask=None)

@@ -1,4 +1,4 @@
-"""What the passes of one compile share: the options in force, the report, and whose weight is whose."""
+"""What the passes of one compile share: the options in force, the report, the weights' names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 class Context:
     """Lives from the backend's call until the (lazily compiled) backward is done.
 
-    `sources` are Dynamo's names of the graph inputs, in their order: where module paths come from.
+    `sources` are Dynamo's names of the graph inputs, in their order: where module paths come from;
+    `static_inputs` those of them that live across steps, known once partitioning starts.
     """
 
     resolved: Resolved
     report: Report
     sources: Sequence[str] = ()
+    static_inputs: frozenset[int] = frozenset()
 
     @property
     def numerics(self) -> str:
@@ -44,7 +46,13 @@ class Context:
         self.report.count_provider(op, provider)
 
     def describe(
-        self, pass_name: str, node: fx.Node, weight: fx.Node | None, rejected: str
+        self,
+        pass_name: str,
+        node: fx.Node,
+        *,
+        weight: fx.Node | None = None,
+        rejected: str = "",
+        bytes_saved: int = 0,
     ) -> SiteRecord:
         """The record of a site; call it before the graph is edited."""
         value = node.meta.get("val")
@@ -55,6 +63,7 @@ class Context:
             source=user_frame(node),
             shape=tuple(_number(s) for s in getattr(value, "shape", ())),
             rejected=rejected,
+            bytes_saved=bytes_saved,
         )
 
     def module_path(self, weight: fx.Node | None) -> str:
@@ -70,7 +79,7 @@ class Context:
 
 def input_index(node: fx.Node) -> int | None:
     """Which of Dynamo's inputs a placeholder of the joint graph is (or was desugared from)."""
-    desc = node.meta.get("desc")
+    desc: Any = node.meta.get("desc")
     while hasattr(desc, "base"):  # an inner tensor of a subclass
         desc = desc.base
     index = getattr(desc, "idx", None)

@@ -16,8 +16,8 @@ SCHEMA_VERSION = 1
 class SiteRecord:
     """One site of one pass.
 
-    `module` is the module path of the quantized weight, `source` the user's file and line, `rejected`
-    the reason when nothing was done, `bytes_saved` what is no longer kept for backward.
+    `module` is the module path of the quantized weight, `source` the user's file and line,
+    `rejected` the reason when nothing was done, `bytes_saved` what is no longer kept for backward.
     """
 
     pass_name: str

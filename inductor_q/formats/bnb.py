@@ -57,7 +57,7 @@ BNB_QUANT_TYPES: dict[str, Codebook] = {"nf4": NF4, "fp4": FP4}
 
 
 def bnb_format_name(quant_type: str, blocksize: int, nested: bool) -> str:
-    """The name of bitsandbytes' `quant_type` at `blocksize`; raises on a blocksize it does not have."""
+    """The name of bitsandbytes' `quant_type` at `blocksize`, one of BLOCKSIZES."""
     if blocksize not in BLOCKSIZES:
         raise UnsupportedBlocksize(blocksize=blocksize, supported=BLOCKSIZES)
     return f"{quant_type}_b{blocksize}" + ("_nested" if nested else "")

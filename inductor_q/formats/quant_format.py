@@ -20,7 +20,7 @@ from inductor_q.formats.scale import Scale
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """A quantized weight: `packing` (index -> code), `codec` (code -> value), `scale` (index -> scale).
+    """A quantized weight: packing (index -> code), codec (code -> value), scale (index -> scale).
 
     Frozen, hashable and comparable. Only `name` crosses an operator schema.
     """

@@ -9,7 +9,8 @@ from inductor_q.formats.codec import Codec
 
 
 class Scale(Protocol):
-    block: int
+    @property
+    def block(self) -> int: ...
 
     def decode(self, o: Any, i: Any) -> Any: ...
 
@@ -27,8 +28,9 @@ class BlockScale:
 
 @dataclass(frozen=True)
 class NestedScale:
-    """A scale that is quantized itself: `codec(scale code) * outer + offset` (QLoRA's double quantization,
-    https://arxiv.org/abs/2305.14314, section 3)."""
+    """A scale that is quantized itself: `codec(scale code) * outer + offset`.
+
+    QLoRA's double quantization, https://arxiv.org/abs/2305.14314, section 3."""
 
     operand: str
     block: int

@@ -38,7 +38,9 @@ class Cpp:
             return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
         if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
             return "the output is not a matrix with unit column stride"
-        if isinstance(fmt.scale, NestedScale) and fmt.scale.outer.block & (fmt.scale.outer.block - 1):
+        if isinstance(fmt.scale, NestedScale) and fmt.scale.outer.block & (
+            fmt.scale.outer.block - 1
+        ):
             return "the nested blocksize is not a power of two"
         return self.available()
 

@@ -2,9 +2,9 @@
 
 A lane holds one 32-bit word (8 codes of 4 bits) where shapes and alignment allow it, else one byte:
 each word is read once, its scale found once, and 8 values leave in one 16-byte store. The device
-functions that find a scale and decode a code are printed from the format (`inductor_q.decode.triton`);
-this file never looks at a format's name. Products of scale and value are not contracted to an FMA, so
-that results equal the eager reference bit for bit.
+functions that find a scale and decode a code are printed from the format
+(`inductor_q.decode.triton`); this file never looks at a format's name. Products of scale and value
+are not contracted to an FMA, so that results equal the eager reference bit for bit.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ INT32_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Config:
-    """Words (or bytes) per program, and warps per program."""
+    """Words (or bytes) per program, and warps per program.
 
-    block: int = 512
-    num_warps: int = 4
+    One warp with four words a lane was at or within 1 % of the best of 16 configurations at 4096^2,
+    12288 x 4096 and 16384^2, contiguous and into rows 64 columns longer (H200, torch 2.11).
+    """
+
+    block: int = 128
+    num_warps: int = 1
 
 
 DEFAULT = Config()
@@ -170,7 +174,7 @@ def _join(lanes: list[int]) -> str:
 
 
 def _compile(filename: str, text: str) -> Any:
-    """Execute printed source; linecache keeps it readable for Triton's own parser and tracebacks."""
+    """Execute printed source; linecache keeps it readable for Triton's parser and tracebacks."""
     import triton
     import triton.language as tl
 

@@ -45,7 +45,8 @@ def dequantize(
         UnknownFormat, CorruptQuantState, WrongDtype: see each message for the way out.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.qfuse.dequantize(list(operands), format, list(shape), dtype)
+        result: Tensor = torch.ops.qfuse.dequantize(list(operands), format, list(shape), dtype)
+        return result
     return _dequantize(operands, format, shape, dtype)
 
 
@@ -140,7 +141,9 @@ _told: set[tuple[str, str]] = set()
 def _tell_once(kernel: str, reason: str) -> None:
     if (kernel, reason) not in _told:
         _told.add((kernel, reason))
-        log.warning("dequantize: kernel %r not used: %s; a slower one serves the call", kernel, reason)
+        log.warning(
+            "dequantize: kernel %r not used: %s; a slower one serves the call", kernel, reason
+        )
 
 
 def _dequantize_out(
@@ -187,4 +190,3 @@ def define_dequantize() -> None:
     define(f"dequantize{SCHEMA}) -> Tensor", _dequantize, _fake)
     define_autograd("dequantize", _no_gradient, lambda ctx, inputs, output: None)
     define(f"dequantize.out{SCHEMA}, *, Tensor(a!) out) -> Tensor(a!)", _dequantize_out, _fake_out)
-

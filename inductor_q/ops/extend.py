@@ -27,7 +27,8 @@ def extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[T
     Returns:
         [..., sum K_i + sum R_j], contiguous.
     """
-    return torch.ops.qfuse.extend(list(blocks), list(lefts), list(rights))
+    result: Tensor = torch.ops.qfuse.extend(list(blocks), list(lefts), list(rights))
+    return result
 
 
 def _extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""`qfuse::linear`: a linear layer over a quantized weight that saves only packed bytes for backward."""
+"""`qfuse::linear`: a quantized linear layer that saves only packed bytes for backward."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def linear(
         bias: [N] or None.
 
     Returns:
-        [..., N] in the dtype of `x`. Gradients reach `x` and `bias`; the backward decodes the weight
-        again instead of saving it.
+        [..., N] in the dtype of `x`. Gradients reach `x` and `bias`; the backward decodes the
+        weight again instead of saving it.
 
     Raises:
         WrongShape: the last dimension of `x` is not K.
     """
-    return torch.ops.qfuse.linear(x, list(operands), format, list(shape), bias)
+    result: Tensor = torch.ops.qfuse.linear(x, list(operands), format, list(shape), bias)
+    return result
 
 
 def check_input(x: Tensor, shape: Sequence[int]) -> None:
@@ -86,4 +87,3 @@ def define_linear() -> None:
         _fake,
     )
     define_autograd("linear", _backward, _setup_context)
-

@@ -1,4 +1,4 @@
-"""`qfuse::lora_linear`: a quantized linear layer with LoRA adapters that train (arXiv 2106.09685)."""
+"""`qfuse::lora_linear`: a quantized linear layer with LoRA adapters (arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ def lora_linear(
     Raises:
         WrongShape: `x` or an adapter does not fit the weight.
     """
-    return torch.ops.qfuse.lora_linear(
+    result: Tensor = torch.ops.qfuse.lora_linear(
         x, list(operands), format, list(shape), list(lora_a), list(lora_b), list(scaling), bias
     )
+    return result
 
 
-def _check(x: Tensor, shape: Sequence[int], lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]) -> None:
+def _check(
+    x: Tensor, shape: Sequence[int], lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]
+) -> None:
     check_input(x, shape)
     for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
         expected = ((a.shape[0], shape[1]), (shape[0], a.shape[0]))
