@@ -55,9 +55,11 @@ class Size:
     num_key_value_heads: int
     batch_size: int
     seq_len: int
+    base_learning_rate: float = 2e-3
 
     def config(self) -> Any:
-        shape = {k: v for k, v in asdict(self).items() if k not in ("batch_size", "seq_len")}
+        training = ("batch_size", "seq_len", "base_learning_rate")
+        shape = {key: value for key, value in asdict(self).items() if key not in training}
         return testing.tiny_qwen3_config(
             **shape,
             head_dim=64,
@@ -69,7 +71,7 @@ class Size:
 SIZES = {
     "tiny": Size(64, 128, 1, 4, 2, 2, 32),
     "cpu": Size(256, 768, 4, 4, 2, 8, 128),
-    "cuda": Size(1024, 3072, 8, 16, 8, 8, 512),
+    "cuda": Size(1024, 3072, 8, 16, 8, 8, 512, base_learning_rate=5e-4),
 }
 
 
@@ -226,7 +228,7 @@ def _train_base(
     from_config: Any = AutoModelForCausalLM.from_config
     with torch.device(device):
         model = from_config(size.config(), dtype=torch.float32, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.base_learning_rate)
     task = progress.add_task("training a base model", total=arguments.base_steps, status="")
     for ids in testing.batches(
         text,
