@@ -109,7 +109,7 @@ def _run_shape(
     if "bitsandbytes" in timings:
         for peer in ("op", "qfuse"):
             if peer in timings:
-                ratio = timings["bitsandbytes"].median / timings[peer].median
+                ratio = suite.ratio(case, "bitsandbytes", peer)
                 suite.notes.append(f"{n}x{k}: {peer} is {ratio:.2f}x as fast as bitsandbytes")
 
 

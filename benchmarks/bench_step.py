@@ -2,7 +2,7 @@
 
 On a GPU: the shapes of Qwen3-8B, 8 layers, NF4 with double quantization, LoRA r = 16 on the seven
 projections with bf16 adapters, 2 x 2048 tokens, sdpa. The vocabulary is 32,000: with Qwen3's own
-(``--vocab-size 151936``) the frozen bf16 head takes 13 ms of every peer's step on an H200, a share
+(``--vocab-size 151936``) the frozen head adds 13 ms at 790 TFLOP/s to every peer's step, a share
 that only a shortened model has. On CPU a small model of the same architecture.
 
 All peers train the same module, so they hold the same static memory. The phases:

@@ -4,7 +4,7 @@ Rules that the functions here enforce:
 
 - Peers are timed in the same process in interleaved rounds, in an order that rotates: what drifts
   (clocks, neighbours) hits all of them. A number is the median; the 20th and 80th percentile say
-  how far to trust it.
+  how far to trust it, and the shortest sample is kept for machines that are shared.
 - Kernels: device events around each call, the cache flushed before it, and the device kept busy
   until the host has queued everything, so launch gaps of Python code are not counted as GPU time.
 - Steps: the host clock around whole blocks of steps, synchronized at both ends.
@@ -53,11 +53,12 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: the median of all samples and the 20th and 80th percentile."""
+    """Seconds a call: the median of all samples, the 20th and 80th percentile, the shortest."""
 
     median: float
     low: float
     high: float
+    best: float
     samples: int
 
     @classmethod
@@ -68,6 +69,7 @@ class Timing:
             median=statistics.median(ordered),
             low=ordered[round(0.2 * last)],
             high=ordered[round(0.8 * last)],
+            best=ordered[0],
             samples=len(ordered),
         )
 
@@ -105,6 +107,7 @@ class Suite:
     device: torch.device
     ceilings: Ceilings
     settings: dict[str, Any] = field(default_factory=dict)
+    statistic: str = "median"  # what tables and ratios show: a field of Timing
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -134,13 +137,17 @@ class Suite:
         one, other = self.find(case, peer), self.find(case, to)
         if one is None or other is None:
             return None
-        return one.timing.median / other.timing.median
+        return self.seconds(one) / self.seconds(other)
+
+    def seconds(self, row: Row) -> float:
+        value: float = getattr(row.timing, self.statistic)
+        return value
 
     def as_dict(self) -> dict[str, Any]:
         rows = []
         for row in self.rows:
             entry = asdict(row)
-            entry["roof_fraction"] = row.roof / row.timing.median if row.roof else None
+            entry["roof_fraction"] = row.roof / self.seconds(row) if row.roof else None
             entry["ratio_to"] = {
                 peer: self.ratio(row.case, row.peer, peer)
                 for peer in self.peers()
@@ -157,7 +164,7 @@ class Suite:
             "load": load(),
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "ceilings": asdict(self.ceilings),
-            "settings": self.settings,
+            "settings": {**self.settings, "statistic": self.statistic},
             "rows": rows,
             "notes": self.notes,
         }
@@ -187,12 +194,21 @@ class Suite:
             if roofed:
                 roof = next((row.roof for row in found.values() if row and row.roof), None)
                 cells.append(duration(roof) if roof else "")
-            cells += [_cell(row, extras) if row else "" for row in found.values()]
+            cells += [self._cell(row, extras) if row else "" for row in found.values()]
             for peer in against:
                 ratio = self.ratio(case, "qfuse", peer)
                 cells.append("" if ratio is None else f"{ratio:.2f}")
             table.add_row(*cells)
         return table
+
+    def _cell(self, row: Row, extras: Sequence[str]) -> str:
+        text = duration(self.seconds(row))
+        if row.roof:
+            text += f" ({100 * row.roof / self.seconds(row):.0f}%)"
+        for key in extras:
+            if row.extra.get(key) is not None:
+                text += f"\n{_labelled(key, row.extra[key])}"
+        return text
 
     def plot(self, path: Path) -> Path | None:
         """Bars of time relative to the first peer; None where matplotlib is missing."""
@@ -217,7 +233,7 @@ class Suite:
             for position, case in enumerate(cases):
                 first = self.find(case, peers[0])
                 if first is not None and first.roof:
-                    roof = first.roof / first.timing.median
+                    roof = first.roof / self.seconds(first)
                     axes.hlines(
                         roof, position - 0.45, position + 0.45, color="black", linestyle=":"
                     )
@@ -231,16 +247,6 @@ class Suite:
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
         return path
-
-
-def _cell(row: Row, extras: Sequence[str]) -> str:
-    text = duration(row.timing.median)
-    if row.roof:
-        text += f" ({100 * row.roof / row.timing.median:.0f}%)"
-    for key in extras:
-        if row.extra.get(key) is not None:
-            text += f"\n{_labelled(key, row.extra[key])}"
-    return text
 
 
 def _labelled(key: str, value: Any) -> str:
@@ -563,6 +569,13 @@ def parser(doc: str | None, *, peers: Sequence[str] = PEERS) -> argparse.Argumen
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases; not saved")
     parser.add_argument("--backends", nargs="+", default=list(peers), metavar="PEER")
     parser.add_argument("--rounds", type=int, default=None, help="interleaved rounds")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--statistic",
+        choices=("median", "best"),
+        default="median",
+        help="what to show and compare; best is for a machine shared with others",
+    )
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/)")
     parser.add_argument("--plot", type=Path, nargs="?", const=Path("auto"), help="write a PNG")
     parser.add_argument("--seed", type=int, default=0)
@@ -577,6 +590,8 @@ def start(name: str, arguments: argparse.Namespace) -> Suite:
             sys.exit("--device cuda: torch sees no CUDA device")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     ceilings = measure_ceilings(device, quick=arguments.quick)
     console.print(
@@ -591,7 +606,7 @@ def start(name: str, arguments: argparse.Namespace) -> Suite:
         "backends": arguments.backends,
         "seed": arguments.seed,
     }
-    return Suite(name, device, ceilings, settings)
+    return Suite(name, device, ceilings, settings, arguments.statistic)
 
 
 def finish(suite: Suite, arguments: argparse.Namespace, *, extras: Sequence[str] = ()) -> None:
