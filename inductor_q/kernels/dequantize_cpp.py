@@ -50,12 +50,11 @@ class Cpp:
         named = dict(zip(fmt.operands, operands, strict=True))
         scale = fmt.scale
         nested = isinstance(scale, NestedScale)
-        pointers: dict[str, int | None] = {n: t.data_ptr() for n, t in named.items()}
-        absmax = named["absmax"]
-        expected = torch.uint8 if nested else torch.float32
-        if absmax.dtype != expected:  # half-precision absmax, as some checkpoints store it
-            absmax = absmax.to(expected)
-            pointers["absmax"] = absmax.data_ptr()
+        for name, tensor in named.items():
+            if name != "qweight" and not (nested and name == "absmax"):
+                tensor = tensor.to(torch.float32)  # half-precision scales, as some checkpoints have
+            named[name] = tensor.contiguous()  # held until the call returns; most often itself
+        pointers = {name: tensor.data_ptr() for name, tensor in named.items()}
         function(
             pointers["qweight"],
             _codebook(fmt).ctypes_pointer,

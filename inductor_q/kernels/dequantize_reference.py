@@ -23,7 +23,9 @@ class Reference:
         return ""
 
     def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
-        interpreter = Eager(dict(zip(fmt.operands, operands, strict=True)))
+        named = dict(zip(fmt.operands, operands, strict=True))
+        named["qweight"] = named["qweight"].reshape(-1).view(torch.uint8)  # any storage dtype
+        interpreter = Eager(named)
         cols = out.shape[-1]
         step = max(1, ROWS_AT_ONCE_NUMEL // max(1, cols))
         rows = out.reshape(-1, cols) if out.is_contiguous() else out
