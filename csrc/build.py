@@ -10,41 +10,41 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, else the first of g++ and clang++ on the PATH."""
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+def compiler() -> list[str]:
+    """The command of the C++ compiler: $CXX ("ccache g++" too), else g++ or clang++; [] if none."""
+    command = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    return shlex.split(command or "")
 
 
 @functools.cache
 def load(source: str) -> ctypes.CDLL | str:
     """The shared library built from `csrc/<source>`, or the reason why there is none."""
     cxx = compiler()
-    if cxx is None:
+    if not cxx:
         return "no C++ compiler: set CXX or install g++"
     path = Path(__file__).with_name(source)
-    target = _target(path, cxx)
-    if not target.exists():
-        error = _compile(path, cxx, target)
-        if error:
-            return error
-    try:
-        return ctypes.CDLL(str(target))
+    try:  # a compiler that does not run, a cache folder that cannot be written, a broken library
+        target = _target(path, cxx)
+        failed = "" if target.exists() else _compile(path, cxx, target)
+        return failed or ctypes.CDLL(str(target))
     except OSError as error:
-        return f"{target.name} does not load: {error}"
+        return f"csrc/{source} was not built with {shlex.join(cxx)}: {error}"
 
 
-def _target(path: Path, cxx: str) -> Path:
+def _target(path: Path, cxx: Sequence[str]) -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     # -march=native: the same cache folder may be shared by machines with other processors.
     cpu = Path("/proc/cpuinfo")
     flags = cpu.read_text().partition("flags")[2].partition("\n")[0] if cpu.exists() else ""
@@ -53,14 +53,14 @@ def _target(path: Path, cxx: str) -> Path:
     return Path(cache_dir()) / "qfuse" / f"{path.stem}-{digest}.so"
 
 
-def _compile(path: Path, cxx: str, target: Path) -> str:
+def _compile(path: Path, cxx: Sequence[str], target: Path) -> str:
     """Build `target`; returns the error, or an empty string."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
-    run = subprocess.run([cxx, *FLAGS, "-o", scratch, str(path)], capture_output=True, text=True)
+    run = subprocess.run([*cxx, *FLAGS, "-o", scratch, str(path)], capture_output=True, text=True)
     if run.returncode:
         os.unlink(scratch)
-        return f"{cxx} failed on {path.name}: {run.stderr.strip()[-400:]}"
+        return f"{shlex.join(cxx)} failed on {path.name}: {run.stderr.strip()[-400:]}"
     os.replace(scratch, target)
     return ""
