@@ -9,11 +9,12 @@ matters is the memory: the producer of `x` and the projection write straight int
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from inductor_q.ops.library import define
+from inductor_q.ops.library import define, define_autograd
 
 
 def extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
@@ -41,5 +42,27 @@ def _fake(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Te
     return blocks[0].new_empty((*blocks[0].shape[:-1], width))
 
 
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    blocks, lefts, rights = inputs
+    ctx.widths = [t.shape[-1] for t in (*blocks, *rights)]
+    ctx.save_for_backward(*lefts, *rights)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    saved = ctx.saved_tensors
+    lefts, rights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+    grads = grad.split(ctx.widths, -1)
+    blocks, parts = grads[: len(grads) - len(rights)], grads[len(grads) - len(rights) :]
+    return (
+        list(blocks),
+        [g @ right.t() for g, right in zip(parts, rights, strict=True)],
+        [
+            left.reshape(-1, left.shape[-1]).t() @ g.reshape(-1, g.shape[-1])
+            for g, left in zip(parts, lefts, strict=True)
+        ],
+    )
+
+
 def define_extend() -> None:
     define("extend(Tensor[] blocks, Tensor[] lefts, Tensor[] rights) -> Tensor", _extend, _fake)
+    define_autograd("extend", _backward, _setup_context)
