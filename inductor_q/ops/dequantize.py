@@ -85,6 +85,10 @@ def check_operands(
             remedy=_REMEDY,
         )
     _check_count("absmax", named, -(-numel // fmt.scale.block))
+    nested = isinstance(fmt.scale, NestedScale)
+    for name, tensor in named.items():
+        if name != "qweight" and not (nested and name == "absmax") and tensor.dtype not in DTYPES:
+            raise WrongDtype(what=name, expected=DTYPES, got=tensor.dtype)
     if isinstance(fmt.scale, NestedScale):
         if named["absmax"].dtype != torch.uint8:
             raise CorruptQuantState(
@@ -115,18 +119,24 @@ def _dequantize(
     fmt = get_format(format)
     check_operands(operands, fmt, shape, dtype)
     out = torch.empty(tuple(shape), dtype=dtype, device=operands[0].device)
-    write(operands, fmt, out if out.dim() == 2 else out.view(-1, out.shape[-1] if shape else 1))
+    if numel := out.numel():
+        cols = out.shape[-1] if shape else 1
+        write(operands, fmt, out.view(numel // cols, cols))
     return out
 
 
-def write(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
-    """Write the values into the matrix `out` with the first kernel that supports the call."""
-    from inductor_q.kernels import DEQUANTIZE  # kernels sit above ops
+def write(
+    operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, provider: str = "auto"
+) -> None:
+    """Write the values into the matrix `out` with the first kernel that supports the call.
+
+    A kernel named by `provider` is asked before the others.
+    """
+    from inductor_q.kernels import candidates  # kernels sit above ops
 
     if out.numel() == 0:
         return
-    kernels = DEQUANTIZE.get(out.device.type, DEQUANTIZE["cpu"][-1:])
-    for kernel in kernels:
+    for kernel in candidates("dequantize", out.device.type, provider):
         reason = kernel.supports(operands, fmt, out)
         if not reason:
             kernel.launch(operands, fmt, out)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.exc import WrongShape
+from inductor_q.exc import WrongDevice, WrongShape
 from inductor_q.ops.library import define, define_autograd
 
 
@@ -31,25 +31,27 @@ def linear(
         weight again instead of saving it.
 
     Raises:
-        WrongShape: the last dimension of `x` is not K.
+        WrongShape, WrongDevice: the last dimension of `x` is not K, or `x` lies elsewhere.
     """
     result: Tensor = torch.ops.qfuse.linear(x, list(operands), format, list(shape), bias)
     return result
 
 
-def check_input(x: Tensor, shape: Sequence[int]) -> None:
+def check_input(x: Tensor, operands: Sequence[Tensor], shape: Sequence[int]) -> None:
     if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         raise WrongShape(
             what="input of a quantized linear layer",
             expected=("...", shape[-1]),
             got=tuple(x.shape),
         )
+    if operands and operands[0].device != x.device:
+        raise WrongDevice(what="quantized weight", expected=x.device, got=operands[0].device)
 
 
 def _linear(
     x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
 ) -> Tensor:
-    check_input(x, shape)
+    check_input(x, operands, shape)
     weight = torch.ops.qfuse.dequantize(operands, format, shape, x.dtype)
     y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     return y.contiguous()
@@ -58,7 +60,7 @@ def _linear(
 def _fake(
     x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
 ) -> Tensor:
-    check_input(x, shape)
+    check_input(x, operands, shape)
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 

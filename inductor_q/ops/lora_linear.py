@@ -38,7 +38,7 @@ def lora_linear(
         backward are `x`, the projections `x @ A_i.t()` ([..., r_i]) and packed bytes.
 
     Raises:
-        WrongShape: `x` or an adapter does not fit the weight.
+        WrongShape, WrongDevice: `x` or an adapter does not fit the weight, or `x` lies elsewhere.
     """
     result: Tensor = torch.ops.qfuse.lora_linear(
         x, list(operands), format, list(shape), list(lora_a), list(lora_b), list(scaling), bias
@@ -47,9 +47,13 @@ def lora_linear(
 
 
 def _check(
-    x: Tensor, shape: Sequence[int], lora_a: Sequence[Tensor], lora_b: Sequence[Tensor]
+    x: Tensor,
+    operands: Sequence[Tensor],
+    shape: Sequence[int],
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
 ) -> None:
-    check_input(x, shape)
+    check_input(x, operands, shape)
     for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
         expected = ((a.shape[0], shape[1]), (shape[0], a.shape[0]))
         if (tuple(a.shape), tuple(b.shape)) != expected:
@@ -70,7 +74,7 @@ def _lora_linear(
     scaling: Sequence[float],
     bias: Tensor | None,
 ) -> Tensor:
-    _check(x, shape, lora_a, lora_b)
+    _check(x, operands, shape, lora_a, lora_b)
     weight = torch.ops.qfuse.dequantize(operands, format, shape, x.dtype)
     y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     for a, b, s in zip(lora_a, lora_b, scaling, strict=True):
@@ -88,7 +92,7 @@ def _fake(
     scaling: Sequence[float],
     bias: Tensor | None,
 ) -> Tensor:
-    _check(x, shape, lora_a, lora_b)
+    _check(x, operands, shape, lora_a, lora_b)
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
