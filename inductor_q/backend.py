@@ -7,6 +7,7 @@ to the lazily compiled backward and takes back afterwards; no global configurati
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,18 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_q import lowerings
+from inductor_q import kernels, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
 from inductor_q.diagnostics.context import Context
-from inductor_q.diagnostics.report import Report
+from inductor_q.diagnostics.report import SCHEMA_VERSION, Report
 from inductor_q.exc import NotFused
 from inductor_q.manager import JointPasses, Partitioner
 from inductor_q.options import Resolved, resolve
 
 log = logging.getLogger("inductor_q")
 
-#: What the fused pointwise dequantization needs: it has about 60 operations and five reads, and
-#: Inductor would otherwise write it out before its consumer could absorb it.
+# What the fused pointwise dequantization needs: it has about 60 operations and five reads, and
+# Inductor would otherwise write it out before its consumer could absorb it.
 FUSION_LIMITS = {
     "realize_opcount_threshold": 200,
     "realize_reads_threshold": 32,
@@ -33,6 +34,7 @@ FUSION_LIMITS = {
 }
 
 _last: Report | None = None
+_written: dict[str, list[Report]] = {}  # what this process has put into each report file
 
 
 def last_report() -> Report | None:
@@ -65,15 +67,17 @@ def qfuse(
     global _last
     lowerings.register()
     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
-    resolved = resolve(mode, options, device=_device(example_inputs), dynamic=dynamic)
-    report = _new_report(resolved, example_inputs)
+    device = _device(example_inputs)
+    resolved = resolve(mode, options, device=device, dynamic=dynamic)
+    report = _new_report(resolved, device)
     if not _is_quantized(gm):
         # Nothing of ours applies: this is Inductor, at no cost.
         _last = report
         return compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
     context = Context(resolved, report, sources=_sources(gm))
+    provider = kernels.choose("dequantize", device.type, context.kernel("dequantize"))
     patches = {
-        **FUSION_LIMITS,
+        **(FUSION_LIMITS if provider == kernels.POINTWISE else {}),
         **resolved.inductor,
         "joint_custom_pre_pass": JointPasses(context, inductor_config.joint_custom_pre_pass),
         "custom_partitioner_fn": Partitioner(context, inductor_config.custom_partitioner_fn),
@@ -143,13 +147,13 @@ def _sources(gm: fx.GraphModule) -> list[str]:
     return names
 
 
-def _new_report(resolved: Resolved, example_inputs: Sequence[Any]) -> Report:
+def _new_report(resolved: Resolved, device: torch.device) -> Report:
     values = {**resolved.inductor, "qfuse.numerics": resolved.numerics}
     return Report(
         preset=resolved.preset.name,
         preset_reason=resolved.preset.reason,
         torch=torch.__version__,
-        device=str(_device(example_inputs)),
+        device=str(device),
         numerics=resolved.numerics,
         options={
             key: {"value": str(values.get(key, "")), "source": source}
@@ -161,11 +165,11 @@ def _new_report(resolved: Resolved, example_inputs: Sequence[Any]) -> Report:
 def _tell(report: Report, resolved: Resolved) -> None:
     log.info(report.summary())
     if resolved.report:
+        _written.setdefault(resolved.report, []).append(report)
+        documents = [r.to_dict() for r in _written[resolved.report]]
         with open(resolved.report, "w") as file:
-            file.write(report.to_json())
-    if resolved.strict:
-        refused = [s for s in report.sites if s.rejected]
-        if refused:
-            raise NotFused(
-                sites=tuple((s.module or s.source or s.target, s.rejected) for s in refused)
-            )
+            json.dump({"schema_version": SCHEMA_VERSION, "compiles": documents}, file, indent=1)
+    unwanted = [s for s in report.sites if s.rejected and not s.by_choice]
+    if resolved.strict and unwanted:
+        sites = ((s.module or s.source or s.target, s.rejected) for s in unwanted)
+        raise NotFused(sites=tuple(sites))

@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V, ops
 
 from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
-from inductor_q.kernels import POINTWISE, providers
+from inductor_q.kernels import POINTWISE, choose
 from inductor_q.lowerings.in_force import in_force
 
 OP = "dequantize"
@@ -34,21 +34,13 @@ def lower(
 ) -> ir.TensorBox:
     fmt = get_format(format)
     device = operands[0].get_device()
-    provider = choose(device, len(shape))
+    provider = choose(OP, device.type, in_force().kernel(OP))
+    if V.graph.cpp_wrapper or len(shape) != 2:
+        provider = POINTWISE  # the kernels are Python calls on a matrix
     in_force().count_provider(OP, provider)
     if provider == POINTWISE:
         return pointwise(operands, fmt, shape, dtype)
-    return extern(operands, fmt, shape, dtype)
-
-
-def choose(device: torch.device, dim: int) -> str:
-    """The provider of this compile for a device: the user's, the preset's, else the fastest."""
-    wanted = in_force().kernel(OP)
-    if wanted != "auto":
-        return wanted
-    if V.graph.cpp_wrapper or dim != 2:
-        return POINTWISE  # the extern kernel is a Python call on a matrix
-    return next(iter(providers(OP, device.type)), POINTWISE)
+    return extern(operands, fmt, shape, dtype, provider)
 
 
 def pointwise(
@@ -82,20 +74,31 @@ def _flat(x: Any) -> Any:
 
 
 class DequantizeOut(ir.ExternKernelOut):
-    """A call of `qfuse::dequantize.out`, whose operands are one list argument."""
+    """A call of `inductor_q.ops.dequantize.write` from the generated code.
+
+    Called as the Python function it is: the dispatcher would cost more than the launch, and the
+    operands were checked when the op was traced.
+    """
+
+    def codegen(self, wrapper: Any) -> None:
+        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_dequantize")
+        super().codegen(wrapper)
 
     def codegen_args(self) -> list[str]:
         inputs = cast(Sequence[ir.IRNode], self.inputs)
         operands = ", ".join(x.codegen_reference() for x in inputs)
-        name, shape, dtype = self.constant_args
-        return [f"[{operands}]", repr(name), repr(list(shape)), str(dtype)]
+        return [f"[{operands}]", *(repr(value) for value in self.constant_args)]
 
     def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
         return []
 
 
 def extern(
-    operands: Sequence[Any], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+    operands: Sequence[Any],
+    fmt: QuantFormat,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    provider: str,
 ) -> ir.TensorBox:
     """The decode as one kernel call into a buffer whose place is not decided yet."""
     realized = [ir.ExternKernel.realize_input(x) for x in operands]
@@ -103,8 +106,8 @@ def extern(
     node = DequantizeOut(
         layout=layout,
         inputs=realized,
-        constant_args=(fmt.name, tuple(int(s) for s in shape), dtype),
-        python_kernel_name="torch.ops.qfuse.dequantize.out",
+        constant_args=(fmt.name, provider),
+        python_kernel_name="qfuse_dequantize",
         op_overload=torch.ops.qfuse.dequantize.out,
     )
     return ir.TensorBox.create(node)

@@ -64,12 +64,8 @@ class Canonicalize:
             if isinstance(found, str):
                 yield Site(node, rejected=found)
                 continue
-            yield Site(
-                node,
-                _too_few_rows(node, found, context),
-                weight=found.weight.operands[0],
-                plan=found,
-            )
+            reason = _too_few_rows(node, found, context)
+            yield Site(node, reason, found.weight.operands[0], found, by_choice=True)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node, plan = site.node, site.plan
@@ -132,15 +128,16 @@ def _emit_linear(graph: fx.Graph, node: fx.Node, plan: _Linear) -> fx.Node:
     y = emit(graph, MM, (x, emit(graph, PERMUTE, (weight, [1, 0]), node)), node)
     for a, b, scaling in plan.adapters:
         y = emit(graph, ADD, (y, _emit_adapter(graph, x, a, b, scaling, dtype, node)), node)
-    if plan.bias is not None:
-        bias = plan.bias
-        if tensor(bias).dtype != dtype:
-            bias = emit(graph, CAST, (bias, dtype), node)
-        y = emit(graph, ADD, (y, bias), node)
-    shape = tensor(node).shape
-    if len(shape) == 2:
+    if len(tensor(node).shape) != 2:
+        shape = [*_sizes(graph, plan.x, node), plan.weight.shape[0]]
+        y = emit(graph, RESHAPE, (y, shape), node)
+    if plan.bias is None:
         return y
-    return emit(graph, RESHAPE, (y, [*_sizes(graph, plan.x, node), plan.weight.shape[0]]), node)
+    # Last, so that PEFT's sum with an adapter and this one are one tree of additions.
+    bias = plan.bias
+    if tensor(bias).dtype != dtype:
+        bias = emit(graph, CAST, (bias, dtype), node)
+    return emit(graph, ADD, (y, bias), node)
 
 
 def _emit_adapter(

@@ -93,9 +93,11 @@ class ExtendK:
         groups: dict[tuple[fx.Node, ...], list[_Sum]] = defaultdict(list)
         for found in _sums(graph):
             weight = packed_weight(found.bases[0].weight)
-            reason = _rejected(found, context)
+            reason = _impossible(found)
             if reason:
                 yield Site(found.node, reason, weight)
+            elif reason := _unwanted(found, context):
+                yield Site(found.node, reason, weight, by_choice=True)
             else:
                 groups[found.blocks].append(found)
         backward = backward_nodes(graph) if groups else set()
@@ -104,7 +106,7 @@ class ExtendK:
             for i, member in enumerate(members):
                 weight = packed_weight(member.bases[0].weight)
                 plan = (members, backward) if i == 0 else None
-                yield Site(member.node, reason, weight, plan)
+                yield Site(member.node, reason, weight, plan, by_choice=True)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         if site.plan is not None:
@@ -206,9 +208,7 @@ def _term_below_cast(leaf: fx.Node) -> Product | None:
 # --- refusing -----------------------------------------------------------------------------------
 
 
-def _rejected(found: _Sum, context: Context) -> str:
-    if context.numerics == "strict":
-        return STRICT
+def _impossible(found: _Sum) -> str:
     if not found.lows:
         return FLOAT32
     dtypes = {tensor(low.projection.node).dtype for low in found.lows}
@@ -221,6 +221,12 @@ def _rejected(found: _Sum, context: Context) -> str:
         return "one projection feeds two adapters of the same layer"
     if len(set(found.blocks)) < len(found.blocks):
         return "two quantized layers of the sum share an input"
+    return ""
+
+
+def _unwanted(found: _Sum, context: Context) -> str:
+    if context.numerics == "strict":
+        return STRICT
     least, count = context.threshold("extend_k.min_rows", 1024), rows(found.node)
     if count < least:
         return f"{count} rows, fewer than extend_k.min_rows={least} of the preset"

@@ -14,7 +14,7 @@ Numerics "strict" keeps every product as written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from torch import fx
 
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.graph import (
+    ADD,
     CAST,
     CLONE,
     MM,
@@ -73,6 +74,7 @@ class FoldLora:
     stage: ClassVar[str] = "joint"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        demoted: dict[fx.Node, torch.dtype] = {}
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
@@ -81,10 +83,13 @@ class FoldLora:
             elif node.target is MUL and is_tensor(node) and isinstance(node.args[1], (int, float)):
                 yield from _scale_sites(node, context)
             elif node.target is MM and is_low_rank(node):
-                dtype = _upcast_from(node)
+                dtype = _upcast_from(node, demoted)
                 if dtype is not None:
-                    rejected = "" if context.numerics == "relaxed" else FLOAT32
-                    yield Site(node, rejected, plan=_Demote(node, dtype))
+                    demoted[node] = dtype
+        # Last: what moves a factor still knows the products by their nodes.
+        for node, dtype in demoted.items():
+            rejected = "" if context.numerics == "relaxed" else FLOAT32
+            yield Site(node, rejected, plan=_Demote(node, dtype))
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         plan = site.plan
@@ -104,8 +109,8 @@ def is_low_rank(mm: fx.Node) -> bool:
 
 
 def _is_product(node: object) -> bool:
-    """A matrix product seen through views."""
-    while isinstance(node, fx.Node) and node.target in VIEWS:
+    """A matrix product seen through views and the addition of a bias."""
+    while isinstance(node, fx.Node) and (node.target in VIEWS or node.target is ADD):
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is MM
 
@@ -123,7 +128,8 @@ def _scale_sites(node: fx.Node, context: Context) -> Iterator[Site]:
         if products and all(is_low_rank(p) for p in products):
             found += [_MoveScale(node, plain, float(factor), p) for p in products]
     for plan in found:
-        yield Site(plan.mm, STRICT if context.numerics == "strict" else "", plan=plan)
+        reason = STRICT if context.numerics == "strict" else ""
+        yield Site(plan.mm, reason, plan=plan, by_choice=True)
 
 
 def _peel_layout(node: fx.Node) -> fx.Node:
@@ -158,12 +164,17 @@ def _products_above(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _upcast_from(mm: fx.Node) -> torch.dtype | None:
-    """The 16-bit dtype that an operand of a float32 product was cast from."""
+def _upcast_from(mm: fx.Node, demoted: Mapping[fx.Node, torch.dtype]) -> torch.dtype | None:
+    """The 16-bit dtype that an operand of a float32 product was cast from, or will be, when it is
+    one of the products that are `demoted`."""
     if tensor(mm).dtype is not torch.float32:
         return None
     for operand in (arg(mm, 0), arg(mm, 1)):
         node = _peel_layout(operand)
+        while node.target is MUL and isinstance(node.args[1], (int, float)):
+            node = _peel_layout(arg(node, 0))
+        if node in demoted:
+            return demoted[node]
         if node.target is CAST:
             dtype = tensor(node.args[0]).dtype
             if dtype in (torch.bfloat16, torch.float16):
@@ -186,7 +197,7 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
         mm.args = (lhs, rhs)
     if plan.factor == 1.0:
         return
-    place = _place(lhs, rhs, mm)
+    place = _place(lhs, rhs, mm, plan.factor)
     if place == "out":
         with graph.inserting_after(mm):
             new = graph.call_function(MUL, (mm, plan.factor))
@@ -199,16 +210,19 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
         mm.args = (new, rhs) if place == "lhs" else (lhs, new)
 
 
-def _place(lhs: fx.Node, rhs: fx.Node, mm: fx.Node) -> str:
+def _place(lhs: fx.Node, rhs: fx.Node, mm: fx.Node, factor: float) -> str:
     """Where a factor costs least: on a parameter, else on the smallest of the three.
 
-    A parameter is small, and scaled once for forward and backward.
+    A parameter is small, and scaled once for forward and backward: where forward has scaled it,
+    backward reads that, and nothing stands between the products of its sum.
     """
     for side, node in (("lhs", lhs), ("rhs", rhs)):
-        below = _peel_layout(node)
+        inner = below = _peel_layout(node)
         while below.target is CAST:
             below = _peel_layout(arg(below, 0))
-        if below.op == "placeholder" and _numel(below) <= max(_numel(mm), 1):
+        if below.op == "placeholder" and (
+            _numel(below) <= max(_numel(mm), 1) or _times(inner, factor) is not None
+        ):
             return side
     sizes = {"out": _numel(mm), "lhs": _numel(lhs), "rhs": _numel(rhs)}
     return min(sizes, key=sizes.__getitem__)
@@ -219,10 +233,12 @@ def _scaled(graph: fx.Graph, node: fx.Node, factor: float, like: fx.Node) -> fx.
     if node.target in LAYOUT:
         inner = _scaled(graph, arg(node, 0), factor, like)
         return replay(graph, node, inner, like)
-    for user in node.users:
-        if user.target is MUL and user.args == (node, factor):
-            return user
-    return emit(graph, MUL, (node, factor), like)
+    return _times(node, factor) or emit(graph, MUL, (node, factor), like)
+
+
+def _times(node: fx.Node, factor: float) -> fx.Node | None:
+    """`node * factor`, where the graph has it."""
+    return next((u for u in node.users if u.target is MUL and u.args == (node, factor)), None)
 
 
 def _replay(graph: fx.Graph, node: fx.Node, old: fx.Node, new: fx.Node, before: fx.Node) -> fx.Node:

@@ -95,12 +95,16 @@ def _computed_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
     """`inputs` and every tensor computed from them and constants alone."""
     known = set(inputs)
     for node in graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and node.target in _CONSTANTS) or (
-            node.op == "call_function"
-            and is_tensor(node)
-            and node.all_input_nodes
-            and all(a in known for a in node.all_input_nodes)
-            and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+        if (
+            node.op == "get_attr"
+            or (node.op == "call_function" and node.target in _CONSTANTS)
+            or (
+                node.op == "call_function"
+                and is_tensor(node)
+                and node.all_input_nodes
+                and all(a in known for a in node.all_input_nodes)
+                and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+            )
         ):
             known.add(node)
     return known

@@ -23,13 +23,16 @@ class Site:
     """One place where a pass applies, or is refused for a reason a user can act on.
 
     `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
-    `plan` is what `apply` needs, `bytes_saved` what backward no longer keeps.
+    `plan` is what `apply` needs, `bytes_saved` what
+    backward no longer keeps. A rejection is `by_choice` where another plan is preferred: under
+    `qfuse.strict` only the others are errors.
     """
 
     node: fx.Node
     rejected: str = ""
     weight: fx.Node | None = None
     plan: Any = field(default=None, compare=False, repr=False)
+    by_choice: bool = False
     bytes_saved: int = 0
 
 
@@ -48,7 +51,12 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
     sites = list(step.match(graph, context))
     records = [
         context.describe(
-            step.name, s.node, weight=s.weight, rejected=s.rejected, bytes_saved=s.bytes_saved
+            step.name,
+            s.node,
+            weight=s.weight,
+            rejected=s.rejected,
+            by_choice=s.by_choice,
+            bytes_saved=s.bytes_saved,
         )
         for s in sites
     ]

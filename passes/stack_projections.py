@@ -44,7 +44,8 @@ class StackProjections:
                     "separate products are not slower and their outputs stay contiguous"
                 )
             anchor = members[0]
-            yield Site(anchor.node, reason, packed_weight(anchor.weight), members)
+            weight = packed_weight(anchor.weight)
+            yield Site(anchor.node, reason, weight, members, by_choice=True)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         members: list[Product] = site.plan

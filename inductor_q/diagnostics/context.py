@@ -52,6 +52,7 @@ class Context:
         *,
         weight: fx.Node | None = None,
         rejected: str = "",
+        by_choice: bool = False,
         bytes_saved: int = 0,
     ) -> SiteRecord:
         """The record of a site; call it before the graph is edited."""
@@ -63,6 +64,7 @@ class Context:
             source=user_frame(node),
             shape=tuple(_number(s) for s in getattr(value, "shape", ())),
             rejected=rejected,
+            by_choice=by_choice,
             bytes_saved=bytes_saved,
         )
 

@@ -17,7 +17,8 @@ class SiteRecord:
     """One site of one pass.
 
     `module` is the module path of the quantized weight, `source` the user's file and line,
-    `rejected` the reason when nothing was done, `bytes_saved` what is no longer kept for backward.
+    `rejected` the reason when nothing was done, `by_choice` whether another plan was preferred
+    (rather than this one impossible), `bytes_saved` what is no longer kept for backward.
     """
 
     pass_name: str
@@ -27,6 +28,7 @@ class SiteRecord:
     shape: tuple[int, ...] = ()
     provider: str = ""
     rejected: str = ""
+    by_choice: bool = False
     bytes_saved: int = 0
 
 
@@ -97,7 +99,7 @@ class Report:
         return "qfuse: " + "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION, **asdict(self), "bytes_saved": self.bytes_saved}
+        return {**asdict(self), "bytes_saved": self.bytes_saved}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -105,7 +107,7 @@ class Report:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
         """The inverse of `to_dict`."""
-        known = {k: v for k, v in data.items() if k not in ("schema_version", "bytes_saved")}
+        known = {k: v for k, v in data.items() if k != "bytes_saved"}
         known["passes"] = [PassRecord(**p) for p in known["passes"]]
         known["sites"] = [SiteRecord(**{**s, "shape": tuple(s["shape"])}) for s in known["sites"]]
         return cls(**known)

@@ -18,7 +18,30 @@ OPS: dict[str, dict[str, tuple[DequantizeKernel, ...]]] = {"dequantize": DEQUANT
 #: The provider that is no kernel: Inductor's own loops, fused with their neighbours.
 POINTWISE = "inductor"
 
-__all__ = ["DEQUANTIZE", "OPS", "POINTWISE", "DequantizeKernel", "provider_names", "providers"]
+__all__ = [
+    "DEQUANTIZE",
+    "OPS",
+    "POINTWISE",
+    "DequantizeKernel",
+    "candidates",
+    "choose",
+    "provider_names",
+    "providers",
+]
+
+
+def candidates(op: str, device_type: str, wanted: str = "auto") -> list[DequantizeKernel]:
+    """The kernels of `op` in the order in which they are asked, `wanted` first."""
+    table = OPS[op]
+    kernels = table.get(device_type, table["cpu"][-1:])
+    return sorted(kernels, key=lambda kernel: kernel.name != wanted)
+
+
+def choose(op: str, device_type: str, wanted: str = "auto") -> str:
+    """The provider of `op` in compiled code: `wanted`, else the fastest that runs here."""
+    if wanted != "auto":
+        return wanted
+    return next(iter(providers(op, device_type)), POINTWISE)
 
 
 def providers(op: str, device_type: str) -> list[str]:
