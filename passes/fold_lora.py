@@ -1,6 +1,6 @@
 """Clean up what PEFT puts around an adapter: the clone, the [M, N] scaling, the float32 detour.
 
-- `clone` of a product that has just been computed: dropped.
+- `clone` of a product that has just been computed, and casts to float32 and back: dropped.
 - `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the adapter's parameter, or to the smallest
   of P, Q and the product: [N, r] or [M, r] instead of an [M, N] activation. A factor of 1 vanishes.
   The result is rounded once less; bitwise equal when s is a power of two, as PEFT's alpha / r
@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.graph import (
@@ -49,7 +50,9 @@ FLOAT32 = (
 
 
 @dataclass(frozen=True)
-class _DropClone:
+class _Drop:
+    """The node is `source` by another name."""
+
     source: fx.Node
 
 
@@ -79,7 +82,9 @@ class FoldLora:
             if node.op != "call_function":
                 continue
             if node.target is CLONE and _is_product(node.args[0]) and not node.kwargs:
-                yield Site(node, plan=_DropClone(node.args[0]))
+                yield Site(node, plan=_Drop(node.args[0]))
+            elif node.target is CAST and (source := _widened_from(node)) is not None:
+                yield Site(node, plan=_Drop(source))
             elif node.target is MUL and is_tensor(node) and isinstance(node.args[1], (int, float)):
                 yield from _scale_sites(node, context)
             elif node.target is MM and is_low_rank(node):
@@ -93,7 +98,7 @@ class FoldLora:
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         plan = site.plan
-        if isinstance(plan, _DropClone):
+        if isinstance(plan, _Drop):
             site.node.replace_all_uses_with(plan.source)
             graph.erase_node(site.node)
         elif isinstance(plan, _MoveScale):
@@ -113,6 +118,15 @@ def _is_product(node: object) -> bool:
     while isinstance(node, fx.Node) and (node.target in VIEWS or node.target is ADD):
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is MM
+
+
+def _widened_from(cast: fx.Node) -> fx.Node | None:
+    """The 16-bit tensor that was cast to float32 to be cast back here (autocast does)."""
+    wide = arg(cast, 0)
+    if wide.target is not CAST or tensor(wide).dtype is not torch.float32:
+        return None
+    source = arg(wide, 0)
+    return source if tensor(source).dtype is tensor(cast).dtype else None
 
 
 def _scale_sites(node: fx.Node, context: Context) -> Iterator[Site]:
@@ -197,7 +211,7 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
         mm.args = (lhs, rhs)
     if plan.factor == 1.0:
         return
-    place = _place(lhs, rhs, mm, plan.factor)
+    place = _place(lhs, rhs, plan)
     if place == "out":
         with graph.inserting_after(mm):
             new = graph.call_function(MUL, (mm, plan.factor))
@@ -210,18 +224,20 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
         mm.args = (new, rhs) if place == "lhs" else (lhs, new)
 
 
-def _place(lhs: fx.Node, rhs: fx.Node, mm: fx.Node, factor: float) -> str:
+def _place(lhs: fx.Node, rhs: fx.Node, plan: _MoveScale) -> str:
     """Where a factor costs least: on a parameter, else on the smallest of the three.
 
     A parameter is small, and scaled once for forward and backward: where forward has scaled it,
     backward reads that, and nothing stands between the products of its sum.
     """
+    mm = plan.mm
     for side, node in (("lhs", lhs), ("rhs", rhs)):
         inner = below = _peel_layout(node)
         while below.target is CAST:
             below = _peel_layout(arg(below, 0))
         if below.op == "placeholder" and (
-            _numel(below) <= max(_numel(mm), 1) or _times(inner, factor) is not None
+            _numel(below) <= max(_numel(mm), 1)
+            or _times(inner, plan.factor) not in (None, plan.scaled)
         ):
             return side
     sizes = {"out": _numel(mm), "lhs": _numel(lhs), "rhs": _numel(rhs)}
@@ -233,7 +249,14 @@ def _scaled(graph: fx.Graph, node: fx.Node, factor: float, like: fx.Node) -> fx.
     if node.target in LAYOUT:
         inner = _scaled(graph, arg(node, 0), factor, like)
         return replay(graph, node, inner, like)
-    return _times(node, factor) or emit(graph, MUL, (node, factor), like)
+    known = _times(node, factor)
+    if known is not None:
+        return known
+    scaled = emit(graph, MUL, (node, factor), like)
+    if node.op == "placeholder":
+        # A parameter is kept anyway, so backward scales it again instead of keeping a second one.
+        scaled.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return scaled
 
 
 def _times(node: fx.Node, factor: float) -> fx.Node | None:
