@@ -2,13 +2,13 @@
 
 A projection onto a rank is bound by reading x, so q, k and v together cost what one of them does.
 Pays for every shape; refused where the adapters do not share an input (dropout gives each layer its
-own mask) or a dtype.
+own mask) or a dtype. The same projection twice becomes one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -34,7 +34,9 @@ class StackAdapters:
                 yield Site(members[0].node, plan=members)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        members: list[Product] = site.plan
+        members = _distinct(site.plan)
+        if len(members) < 2:
+            return
         first = members[0]
         with graph.inserting_before(first.node):
             rows = [_row_major(graph, m) for m in members]
@@ -69,6 +71,16 @@ def _scan(
             groups[product.x, tensor(node).dtype].append(product)
     derived = {user for x in quantized for user in x.users}
     return quantized | derived, groups
+
+
+def _distinct(members: Sequence[Product]) -> list[Product]:
+    """One product for each adapter: the backward of `qfuse::lora_linear` projects x again."""
+    kept: dict[fx.Node, Product] = {}
+    for member in members:
+        first = kept.setdefault(peel_transposes(member.rhs)[0], member)
+        if first is not member:
+            member.node.replace_all_uses_with(first.node)
+    return list(kept.values())
 
 
 def _row_major(graph: fx.Graph, product: Product) -> fx.Node:
