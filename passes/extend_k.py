@@ -329,7 +329,8 @@ def _emit_sum(
     graph: fx.Graph, member: _Sum, wide: fx.Node, offsets: dict[fx.Node, int], width: int
 ) -> None:
     like = member.node
-    weights = [base.weight for base in member.bases]
+    # Decoded here, next to its use: where the layer stood, several wide weights would live at once.
+    weights = [graph.node_copy(base.weight) for base in member.bases if base.weight is not None]
     tail = _emit_tail(graph, member, offsets, width)
     if member.transposed:
         stacked = emit(graph, CAT, ([*weights, *tail], 1), like)
@@ -368,13 +369,22 @@ def _emit_tail(
 
 
 def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: set[fx.Node]) -> None:
-    """In backward, other products of a block (dB = dY' @ xA) read it from the wide buffer."""
+    """Let later readers of a block find it in the wide buffer.
+
+    In backward, other products of a block (dB = dY' @ xA) read a slice. In forward they do not: a
+    slice would have to be saved whole where x itself may be recomputed. Views of a block come after
+    the wide buffer in any case, since a view fixes the layout of what it looks at.
+    """
     start = 0
     for base in member.bases:
         end = start + tensor(base.x).shape[-1]
+        views = [u for u in base.x.users if u.target in VIEWS and peel_rows(u) is base.x]
         if base.x in backward:
             part = emit(graph, SLICE, (wide, 1, start, end), base.node)
-            for user in list(base.lhs.users):
-                if user.target is PERMUTE and base.lhs is not base.x:
-                    user.replace_input_with(base.lhs, part)
+            for view in (base.x, *views):
+                for user in list(view.users):
+                    if user.target is PERMUTE and tensor(view).dim() == 2:
+                        user.replace_input_with(view, part)
+        for view in views:
+            wide.append(view)
         start = end
