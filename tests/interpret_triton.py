@@ -1,0 +1,57 @@
+"""The Triton kernel on CPU tensors, under Triton's interpreter: run with TRITON_INTERPRET=1.
+
+A program of its own, because Triton decides at import whether it interprets. Prints how many cases
+were bitwise equal to the reference; the first that is not raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from inductor_q.formats import FORMATS
+from inductor_q.formats.scale import NestedScale
+from inductor_q.kernels import dequantize_reference, dequantize_triton
+from tests.quantized import assert_same_bits, quantize
+
+#: The interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype too.
+DTYPES = (torch.float32, torch.float16)
+
+#: (rows, cols, extra columns of the output): words and bytes, in rows of any length.
+LAYOUTS = {
+    "words, flat": (4, 64, 0),
+    "words, strided": (4, 64, 8),
+    "bytes, flat": (3, 6, 0),
+    "bytes, whole units in strided rows": (4, 20, 3),
+    "bytes straddling strided rows": (5, 7, 2),
+    "words aligned, rows not": (4, 64, 3),
+    "one element": (1, 1, 0),
+    "several programs": (8, 160, 0),
+}
+
+
+def main() -> None:
+    cases = 0
+    config = dequantize_triton.Config(block=16)
+    for name, (rows, cols, extra) in itertools.product(FORMATS, LAYOUTS.values()):
+        fmt = FORMATS[name]
+        nested = isinstance(fmt.scale, NestedScale)
+        w = quantize((rows, cols), name[:3], blocksize=fmt.scale.block, nested=nested)
+        operands, found, _ = w.operands
+        assert found == name
+        dtype = DTYPES[(cases + cases // len(LAYOUTS)) % 2]  # each layout in both
+        wide = torch.full((rows, cols + extra), 7.0, dtype=dtype)
+        out = wide[:, :cols]
+        assert not dequantize_triton.KERNEL.supports(operands, fmt, out)
+        dequantize_triton.KERNEL.launch(operands, fmt, out, config)
+        expected = torch.empty(rows, cols, dtype=dtype)
+        dequantize_reference.KERNEL.launch(operands, fmt, expected)
+        assert_same_bits(out, expected)
+        assert (wide[:, cols:] == 7.0).all(), "wrote beside its columns"
+        cases += 1
+    print(cases)
+
+
+if __name__ == "__main__":
+    main()

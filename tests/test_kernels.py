@@ -1,0 +1,614 @@
+"""Kernels: each provider writes, bit for bit, what the description of the format says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import inductor_q
+from inductor_q import ops
+from inductor_q.csrc import build
+from inductor_q.formats import FORMATS, QuantFormat
+from inductor_q.formats.bnb import BLOCKSIZES
+from inductor_q.formats.codec import Codebook, Table
+from inductor_q.formats.packing import Packing
+from inductor_q.formats.scale import BlockScale, NestedScale
+from inductor_q.kernels import (
+    DEQUANTIZE,
+    OPS,
+    DequantizeKernel,
+    dequantize_cpp,
+    dequantize_reference,
+    dequantize_triton,
+    provider_names,
+    providers,
+)
+from inductor_q.ops import dequantize as dequantize_op
+from tests.quantized import DTYPES, QUANT_TYPES, assert_same_bits, bnb, by_table, quantize
+
+ROOT = Path(__file__).parents[1]
+CPU_KERNELS = [pytest.param(k, id=k.name) for k in DEQUANTIZE["cpu"]]
+#: (rows, cols, extra columns of the output's rows)
+LAYOUTS = [(4, 128, 0), (4, 128, 64), (3, 96, 5), (5, 7, 0), (5, 7, 2), (6, 1, 3), (1, 1, 0)]
+
+
+def check(
+    kernel: DequantizeKernel,
+    fmt: QuantFormat,
+    layout: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    storage: torch.dtype = torch.uint8,
+) -> None:
+    """`kernel` against the reference, into rows of their own length or of a wider matrix."""
+    rows, cols, extra = layout
+    nested = isinstance(fmt.scale, NestedScale)
+    block = fmt.scale.block
+    w = quantize((rows, cols), fmt.name[:3], blocksize=block, nested=nested, storage=storage)
+    operands, name, _ = w.operands
+    assert name == fmt.name
+    expected = torch.empty(rows, cols, dtype=dtype)
+    dequantize_reference.KERNEL.launch(operands, fmt, expected)
+    assert_same_bits(expected, by_table(w.packed, w.state, dtype))
+    wide = torch.full((rows, cols + extra), 7.0, dtype=dtype, device=device)
+    out = wide[:, :cols]
+    moved = [t.to(device) for t in operands]
+    assert kernel.supports(moved, fmt, out) == ""
+    kernel.launch(moved, fmt, out)
+    assert_same_bits(out.cpu(), expected)
+    assert (wide[:, cols:] == 7.0).all(), "wrote beside its columns"
+
+
+# --- every kernel, every format -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_kernel_equals_the_reference(kernel: DequantizeKernel, fmt: QuantFormat) -> None:
+    for layout in LAYOUTS:
+        for dtype in DTYPES:
+            check(kernel, fmt, layout, dtype)
+
+
+@pytest.mark.parametrize("storage", DTYPES)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_kernel_reads_any_storage(kernel: DequantizeKernel, storage: torch.dtype) -> None:
+    for name in ("nf4_b64", "fp4_b64_nested"):
+        check(kernel, FORMATS[name], (4, 128, 3), torch.bfloat16, storage=storage)
+
+
+@given(
+    layout=st.tuples(st.integers(1, 9), st.integers(1, 200), st.integers(0, 70)),
+    name=st.sampled_from(sorted(FORMATS)),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_cpp_on_any_layout(layout: tuple[int, int, int], name: str, dtype: torch.dtype) -> None:
+    check(dequantize_cpp.KERNEL, FORMATS[name], layout, dtype)
+
+
+def test_every_list_ends_with_the_reference() -> None:
+    for device_type, kernels in DEQUANTIZE.items():
+        assert kernels[-1] is dequantize_reference.KERNEL, device_type
+        names = [kernel.name for kernel in kernels]
+        assert len(set(names)) == len(names)
+    assert OPS == {"dequantize": DEQUANTIZE}
+
+
+def test_provider_names() -> None:
+    assert provider_names() == {"dequantize": ("inductor", "cpp", "reference", "triton")}
+    assert providers("dequantize", "cpu") == ["cpp"]  # the reference is no provider of speed
+    assert providers("dequantize", "xpu") == []
+
+
+def test_reference_decodes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large weights are decoded some rows at a time: also one row, also strided."""
+    for numel in (1, 300, 128 * 3):
+        monkeypatch.setattr(dequantize_reference, "ROWS_AT_ONCE_NUMEL", numel)
+        for layout in ((7, 128, 0), (7, 128, 4)):
+            check_parts(layout)
+
+
+def check_parts(layout: tuple[int, int, int]) -> None:
+    rows, cols, extra = layout
+    w = quantize((rows, cols), nested=True)
+    operands, name, _ = w.operands
+    out = torch.empty(rows, cols + extra)[:, :cols]
+    dequantize_reference.KERNEL.launch(operands, FORMATS[name], out)
+    assert_same_bits(out, by_table(w.packed, w.state, torch.float32))
+
+
+# --- what a kernel refuses, and who serves then -------------------------------------------------
+
+_FMT = FORMATS["nf4_b64"]
+_EIGHT_BITS = QuantFormat("i8", Packing(8, True), Table("values", 256), BlockScale("absmax", 64))
+_TABLE = QuantFormat("t4", Packing(4, True), Table("values", 16), BlockScale("absmax", 64))
+_ODD_NEST = QuantFormat(
+    "odd",
+    Packing(4, True),
+    Codebook((0.0,) * 16),
+    NestedScale("absmax", 64, Table("t", 256), BlockScale("outer", 100), "offset"),
+)
+
+
+def _operands() -> list[Tensor]:
+    return quantize((4, 64), nested=False).operands[0]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "out", "reason"),
+    [
+        (_EIGHT_BITS, torch.empty(4, 64), "csrc/dequantize.cpp decodes 4-bit codebooks, not i8"),
+        (_TABLE, torch.empty(4, 64), "csrc/dequantize.cpp decodes 4-bit codebooks, not t4"),
+        (_ODD_NEST, torch.empty(4, 64), "the nested blocksize is not a power of two"),
+        (
+            _FMT,
+            torch.empty(4, 64, device="meta"),
+            "the C++ kernel runs on a CPU, not on meta",
+        ),
+        (
+            _FMT,
+            torch.empty(4, 64, dtype=torch.float64),
+            "output dtype torch.float64 is not one of float32, bfloat16, float16",
+        ),
+        (_FMT, torch.empty(64, 4).t(), "the output is not a matrix with unit column stride"),
+        (_FMT, torch.empty(2, 2, 64), "the output is not a matrix with unit column stride"),
+    ],
+)
+def test_cpp_refuses(fmt: QuantFormat, out: Tensor, reason: str) -> None:
+    assert dequantize_cpp.KERNEL.supports(_operands(), fmt, out) == reason
+
+
+@pytest.mark.parametrize(
+    ("fmt", "out", "reason"),
+    [
+        (_EIGHT_BITS, torch.empty(4, 64), "the Triton kernel decodes 4-bit codes, i8 has 8"),
+        (
+            _FMT,
+            torch.empty(4, 64, dtype=torch.float64),
+            "output dtype torch.float64 is not one of float32, bfloat16, float16",
+        ),
+        (_FMT, torch.empty(64, 4).t(), "the output is not a matrix with unit column stride"),
+        (_FMT, torch.empty(2, 2, 64), "the output is not a matrix with unit column stride"),
+    ],
+)
+def test_triton_refuses(fmt: QuantFormat, out: Tensor, reason: str) -> None:
+    assert dequantize_triton.KERNEL.supports(_operands(), fmt, out) == reason
+
+
+def test_triton_refuses_strided_operands() -> None:
+    operands = _operands()
+    operands[1] = torch.stack([operands[1], operands[1]], 1)[:, 0]
+    out = torch.empty(4, 64)
+    assert dequantize_triton.KERNEL.supports(operands, _FMT, out) == (
+        "an operand is not contiguous"
+    )
+
+
+def _without_cpp(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    monkeypatch.setattr(dequantize_cpp, "_function", lambda: reason)
+    monkeypatch.setattr(sys.modules[dequantize_op.__module__], "_told", set())
+
+
+def test_without_the_kernel_the_reference_serves_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _without_cpp(monkeypatch, "no C++ compiler: set CXX or install g++")
+    w = quantize((4, 64))
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        for _ in range(3):
+            assert_same_bits(inductor_q.dequantize(w.packed, w.state), by_table(w.packed, w.state))
+    assert caplog.messages == [
+        "dequantize: kernel 'cpp' not used: no C++ compiler: set CXX or install g++; "
+        "a slower one serves the call"
+    ]
+    assert providers("dequantize", "cpu") == []
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_strided_and_half_precision_operands(kernel: DequantizeKernel) -> None:
+    """Views of larger tensors, and scales in the dtype that some checkpoints store."""
+    w = quantize((64, 128), nested=True)
+    operands, name, shape = w.operands
+    expected = ops.dequantize(operands, name, shape, torch.float32)
+    views = [torch.stack([t.reshape(-1), t.reshape(-1)], 1)[:, 0] for t in operands]
+    assert not any(t.is_contiguous() for t in views if t.numel() > 1)
+    out = torch.empty(64, 128)
+    kernel.launch(views, FORMATS[name], out)
+    assert_same_bits(out, expected)
+    half = [*operands[:2], *(t.to(torch.bfloat16) for t in operands[2:])]
+    rounded = [*operands[:2], *(t.float() for t in half[2:])]
+    kernel.launch(half, FORMATS[name], out)
+    assert_same_bits(out, ops.dequantize(rounded, name, shape, torch.float32))
+
+
+# --- the C++ kernel -----------------------------------------------------------------------------
+
+_DENORMAL = torch.tensor([1e-38, 3e-39, 1e-40, 1.4e-45, 1e-30, 9e-31, 1e-37, 0.0])
+_EXTREME = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, 65504.0, 1e5, -0.0, 1.0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [64, 33], ids=["vector", "scalar"])
+@pytest.mark.parametrize("absmax", [_DENORMAL, _EXTREME], ids=["denormal", "extreme"])
+def test_cpp_on_denormal_and_extreme_scales(
+    absmax: Tensor, cols: int, dtype: torch.dtype, fmt: QuantFormat = _FMT
+) -> None:
+    """AVX-512's bfloat16 conversion flushes denormals; the kernel must not use it there."""
+    scales = torch.cat([absmax, -absmax, absmax * 0.37]).repeat_interleave(2)
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(256, (scales.numel() * 32,), dtype=torch.uint8, generator=generator)
+    rows = scales.numel() * 64 // cols
+    operands = [packed, scales]
+    out, expected = torch.empty(rows, cols, dtype=dtype), torch.empty(rows, cols, dtype=dtype)
+    dequantize_cpp.KERNEL.launch(operands, fmt, out)
+    dequantize_reference.KERNEL.launch(operands, fmt, expected)
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f"])
+def test_cpp_as_other_processors_run_it(
+    flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The paths that this machine's own instruction set would hide."""
+    import platform
+
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the flags are x86's")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
+    monkeypatch.setattr(build, "load", build.load.__wrapped__)
+    function = dequantize_cpp._function.__wrapped__()
+    assert not isinstance(function, str), function
+    monkeypatch.setattr(dequantize_cpp, "_function", lambda: function)
+    for name in ("nf4_b64", "fp4_b32_nested"):
+        for dtype in DTYPES:
+            check(dequantize_cpp.KERNEL, FORMATS[name], (4, 128, 64), dtype)
+            check(dequantize_cpp.KERNEL, FORMATS[name], (5, 7, 2), dtype)
+    for dtype in DTYPES:
+        test_cpp_on_denormal_and_extreme_scales(_DENORMAL, 64, dtype)
+        test_cpp_on_denormal_and_extreme_scales(_EXTREME, 64, dtype)
+
+
+def test_cpp_on_a_large_weight_in_threads() -> None:
+    """Above the size at which rows are shared among threads."""
+    check(dequantize_cpp.KERNEL, FORMATS["nf4_b64_nested"], (300, 256, 64), torch.bfloat16)
+
+
+# --- building C++ -------------------------------------------------------------------------------
+
+ANSWER = 'extern "C" int answer() { return 42; }\n'
+Loader = Callable[[str], Any]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Loader]:
+    """`build.load` without its memory, on sources and with a cache folder of our own."""
+    (tmp_path / "csrc").mkdir()
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "csrc" / "build.py"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    if not build.compiler():
+        pytest.skip("no C++ compiler here")
+
+    def write_and_load(text: str) -> Any:
+        (tmp_path / "csrc" / "answer.cpp").write_text(text)
+        return build.load.__wrapped__("answer.cpp")
+
+    yield write_and_load
+
+
+def built(tmp_path: Path) -> list[str]:
+    return sorted(p.name for p in (tmp_path / "cache" / "qfuse").iterdir())
+
+
+def test_build_is_cached_by_content(
+    load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load(ANSWER).answer() == 42
+    first = built(tmp_path)
+    assert len(first) == 1
+    assert first[0].startswith("answer-")
+
+    def refuse(*args: object) -> str:
+        raise AssertionError("compiled again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_compile", refuse)
+        assert load(ANSWER).answer() == 42
+    assert load(ANSWER.replace("42", "43")).answer() == 43
+    assert len(built(tmp_path)) == 2
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DQFUSE_OTHER"))
+    assert load(ANSWER).answer() == 42
+    assert len(built(tmp_path)) == 3
+
+
+def test_build_failure_is_a_reason(load: Loader, tmp_path: Path) -> None:
+    reason = load("this is no C++;\n")
+    assert isinstance(reason, str)
+    command = " ".join(build.compiler())
+    assert reason.startswith(f"{command} failed on answer.cpp: ")
+    assert "error" in reason
+    assert built(tmp_path) == []  # no half-built file is left
+
+
+@pytest.mark.parametrize("command", ["/nonexistent/g++", "/nonexistent/ccache g++"])
+def test_build_with_a_compiler_that_is_not_there(
+    command: str, load: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    first = command.split()[0]
+    assert load(ANSWER) == (
+        f"csrc/answer.cpp was not built with {command}: "
+        f"[Errno 2] No such file or directory: '{first}'"
+    )
+
+
+def test_build_with_a_compiler_command_of_two_words(
+    load: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", f"env {' '.join(build.compiler())}")
+    assert load(ANSWER).answer() == 42
+
+
+def test_build_without_a_compiler(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert load(ANSWER) == "no C++ compiler: set CXX or install g++"
+
+
+def test_build_of_a_broken_library_is_a_reason(load: Loader, tmp_path: Path) -> None:
+    source = tmp_path / "csrc" / "answer.cpp"
+    source.write_text(ANSWER)
+    target = build._target(source, build.compiler())
+    target.parent.mkdir(parents=True)
+    target.write_bytes(b"truncated")
+    reason = load(ANSWER)
+    assert isinstance(reason, str)
+    assert reason.startswith("csrc/answer.cpp was not built with ")
+    assert str(target) in reason
+
+
+def test_build_where_the_cache_cannot_be_written(
+    load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    reason = load(ANSWER)
+    assert isinstance(reason, str)
+    assert "Not a directory" in reason
+
+
+def test_build_race(load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four that all found no library: each builds its own, the last rename stays, all work."""
+    from threading import Barrier
+
+    assert load(ANSWER).answer() == 42
+    for name in built(tmp_path):
+        (tmp_path / "cache" / "qfuse" / name).unlink()
+    barrier = Barrier(4)
+    compile_one = build._compile
+
+    def together(*args: Any) -> str:
+        barrier.wait(timeout=60)
+        return compile_one(*args)
+
+    monkeypatch.setattr(build, "_compile", together)
+    with ThreadPoolExecutor(4) as pool:
+        libraries: list[Any] = list(pool.map(build.load.__wrapped__, ["answer.cpp"] * 4))
+    assert [library.answer() for library in libraries] == [42] * 4
+    assert len(built(tmp_path)) == 1
+
+
+# --- the Triton kernel --------------------------------------------------------------------------
+
+
+def test_triton_in_the_interpreter() -> None:
+    """Real kernel, CPU tensors; a process of its own, since Triton reads the variable once."""
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.interpret_triton"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout) == 8 * len(FORMATS)
+
+
+def test_printed_source() -> None:
+    """What the device functions of a nested format look like: each operation once, no format
+    name, scales found once for all the codes of a lane."""
+    from inductor_q.decode.triton import device_functions
+
+    printed = device_functions(FORMATS["nf4_b64_nested"])
+    assert printed.scale_operands == (
+        "absmax",
+        "nested_codebook",
+        "nested_absmax",
+        "nested_offset",
+    )
+    assert printed.codebook == FORMATS["nf4_b64"].codec.values  # type: ignore[attr-defined]
+    assert printed.source == (
+        "@triton.jit\n"
+        "def scale_fn(i, mask, absmax, nested_codebook, nested_absmax, nested_offset):\n"
+        "    t0 = i // 64\n"
+        "    t1 = tl.load(absmax + t0, mask=mask, other=0)\n"
+        "    t2 = tl.load(nested_codebook + t1.to(tl.int32), mask=mask, other=0)\n"
+        "    t3 = t0 // 256\n"
+        "    t4 = tl.load(nested_absmax + t3, mask=mask, other=0)\n"
+        "    t5 = t4.to(tl.float32)\n"
+        "    t6 = t2 * t5\n"
+        "    t7 = t0 * 0\n"
+        "    t8 = tl.load(nested_offset + t7, mask=mask, other=0)\n"
+        "    t9 = t6 + t8\n"
+        "    return t9\n"
+        "\n\n"
+        "@triton.jit\n"
+        "def value_fn(code, scale, codebook):\n"
+        "    t0 = tl.load(codebook + code)\n"
+        "    t1 = t0 * scale\n"
+        "    return t1\n"
+    )
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+def positive_zero(x: Tensor) -> Tensor:
+    """bitsandbytes' CUDA kernel decodes fp4's code 8 to -0.0, its other kernels to 0.0."""
+    return x + 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in DEQUANTIZE["cuda"]])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
+def test_gpu_kernel_equals_the_reference(fmt: QuantFormat, kernel: DequantizeKernel) -> None:
+    for layout in [*LAYOUTS, (64, 4096, 0), (64, 4096, 64)]:
+        for dtype in DTYPES:
+            check(kernel, fmt, layout, dtype, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", DTYPES)
+def test_gpu_kernel_reads_any_storage(storage: torch.dtype) -> None:
+    for layout in ((4, 128, 3), (4, 128, 8), (4, 128, 0)):
+        check(
+            dequantize_triton.KERNEL,
+            FORMATS["nf4_b64_nested"],
+            layout,
+            torch.bfloat16,
+            device="cuda",
+            storage=storage,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_gpu_equals_bitsandbytes(quant_type: str, blocksize: int, nested: bool) -> None:
+    for dtype in DTYPES:
+        for shape in ((48, 2 * blocksize), (5, 96), (3, 7)):
+            w = quantize(
+                shape, quant_type, blocksize=blocksize, nested=nested, dtype=dtype, device="cuda"
+            )
+            expected = bnb.dequantize_4bit(w.packed, w.state)
+            assert_same_bits(inductor_q.dequantize(w.packed, w.state), positive_zero(expected))
+
+
+@pytest.mark.gpu
+def test_gpu_denormal_and_extreme_scales() -> None:
+    scales = torch.cat([_DENORMAL, _EXTREME]).repeat_interleave(2)
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(256, (scales.numel() * 32,), dtype=torch.uint8, generator=generator)
+    for dtype in DTYPES:
+        expected = torch.empty(scales.numel(), 64, dtype=dtype)
+        dequantize_reference.KERNEL.launch([packed, scales], _FMT, expected)
+        out = torch.empty(scales.numel(), 64, dtype=dtype, device="cuda")
+        dequantize_triton.KERNEL.launch([packed.cuda(), scales.cuda()], _FMT, out)
+        assert_same_bits(out.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_side_stream() -> None:
+    """The launch follows the current stream: it sees what that stream wrote before it."""
+    w = quantize((1024, 1024), device="cuda")
+    expected = inductor_q.dequantize(w.packed, w.state)
+    source = w.packed.clone()
+    w.packed.zero_()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # longer than a launch on another stream would wait
+        w.packed.copy_(source)
+        actual = inductor_q.dequantize(w.packed, w.state)
+    side.synchronize()
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_never_synchronizes() -> None:
+    w = quantize((256, 256), device="cuda")
+    inductor_q.dequantize(w.packed, w.state)  # compiles, and puts the codebook on the device
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inductor_q.dequantize(w.packed, w.state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_gpu_graph_capture() -> None:
+    """Captured after a warm-up, a replay decodes what the operands hold then."""
+    first, second = (quantize((128, 256), seed=seed, device="cuda") for seed in (1, 2))
+    expected = inductor_q.dequantize(second.packed, second.state)
+    operands, name, shape = first.operands
+    ops.dequantize(operands, name, shape, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.dequantize(operands, name, shape, torch.bfloat16)
+    for mine, new in zip(operands, second.operands[0], strict=True):
+        mine.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_second_device() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a second CUDA device")
+    w = quantize((64, 128))
+    operands, name, shape = w.operands
+    expected = ops.dequantize(operands, name, shape, torch.bfloat16)
+    with torch.cuda.device(0):
+        for device in ("cuda:1", "cuda:0", "cuda:1"):
+            out = ops.dequantize([t.to(device) for t in operands], name, shape, torch.bfloat16)
+            assert out.device == torch.device(device)
+            assert_same_bits(out.cpu(), expected)
+            assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_gpu_strided_operands_go_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules[dequantize_op.__module__], "_told", set())
+    w = quantize((64, 128), nested=False, device="cuda")
+    operands, name, shape = w.operands
+    expected = ops.dequantize(operands, name, shape, torch.bfloat16)
+    operands[1] = torch.stack([operands[1], operands[1]], 1)[:, 0]
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        assert_same_bits(ops.dequantize(operands, name, shape, torch.bfloat16), expected)
+    assert caplog.messages == [
+        "dequantize: kernel 'triton' not used: an operand is not contiguous; "
+        "a slower one serves the call"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_gpu_offsets_beyond_int32() -> None:
+    """More than 2**31 values: the last rows are where a 32-bit offset would go wrong."""
+    rows, cols, tail = 2**16 + 8, 2**15, 8
+    packed = torch.randint(256, (rows * cols // 2,), dtype=torch.uint8, device="cuda")
+    absmax = torch.rand(rows * cols // 64, device="cuda")
+    out = ops.dequantize([packed, absmax], _FMT.name, [rows, cols], torch.bfloat16)
+    last = [packed[-tail * cols // 2 :], absmax[-tail * cols // 64 :]]
+    expected = torch.empty(tail, cols, dtype=torch.bfloat16, device="cuda")
+    dequantize_reference.KERNEL.launch(last, _FMT, expected)
+    assert_same_bits(out[-tail:], expected)
