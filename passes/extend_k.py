@@ -32,6 +32,7 @@ from inductor_q.passes.graph import (
     CAT,
     CLONE,
     MM,
+    MUL,
     PAD,
     PERMUTE,
     RESHAPE,
@@ -53,6 +54,10 @@ from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS at 4096 x 12288: K=4160 costs 3.7 % over 4096, K=4112 5.8 %
 EXTEND = torch.ops.qfuse.extend.default
+FACTOR = (
+    "a factor that cannot move (a dropout mask, or a scaling without fold_lora) "
+    "stands inside the adapter"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class _Low:
     projection: Product
     start: int
     end: int
+    scaled: bool  # a factor stands between the two products
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class _Sum:
     lows: tuple[_Low, ...]
     rest: tuple[fx.Node, ...]
     shape: object
+    hidden: str  # why another term, an adapter's product as well, is not among `lows`
 
     @property
     def blocks(self) -> tuple[fx.Node, ...]:
@@ -139,8 +146,9 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
                 continue
             if leaf.target in VIEWS:
                 shape = leaf.args[1]
-        if bases and (lows or any(_is_float32_adapter(leaf) for leaf in rest)):
-            yield _Sum(node, tuple(bases), tuple(lows), tuple(rest), shape)
+        hidden = next(filter(None, map(_hidden, rest)), "")
+        if bases and (lows or hidden):
+            yield _Sum(node, tuple(bases), tuple(lows), tuple(rest), shape, hidden)
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
@@ -181,6 +189,9 @@ def _as_low(product: Product) -> _Low | None:
     if not is_rank(product.inner, product.cols):
         return None
     node = peel_rows(product.lhs)
+    scaled = node.target is MUL and isinstance(node.args[1], (int, float))
+    if scaled:
+        node = peel_rows(arg(node, 0))
     start, end = 0, product.inner
     span = columns(node)
     if span is not None:
@@ -188,21 +199,21 @@ def _as_low(product: Product) -> _Low | None:
     projection = as_product(node)
     if projection is None or projection.weight is not None or projection.cols > MAX_RANK:
         return None
-    return _Low(product, projection, start, end)
+    return _Low(product, projection, start, end, scaled)
 
 
-def _is_float32_adapter(leaf: object) -> bool:
-    if not isinstance(leaf, fx.Node) or leaf.target is not CAST:
-        return False
-    product = _term_below_cast(leaf)
-    return product is not None and _as_low(product) is not None
-
-
-def _term_below_cast(leaf: fx.Node) -> Product | None:
-    node = leaf.args[0]
-    while isinstance(node, fx.Node) and node.target in VIEWS:
-        node = node.args[0]
-    return as_product(node)
+def _hidden(leaf: fx.Node) -> str:
+    """Why a term that comes from an adapter's product is not one: a cast or a factor on the way."""
+    reason = ""
+    node = leaf
+    while node.target in VIEWS or node.target in (CAST, CLONE, MUL):
+        if node.target is CAST and tensor(node.args[0]).dtype is torch.float32:
+            reason = FLOAT32
+        elif node.target is MUL:
+            reason = reason or FACTOR
+        node = arg(node, 0)
+    product = as_product(node)
+    return reason if product is not None and _as_low(product) is not None else ""
 
 
 # --- refusing -----------------------------------------------------------------------------------
@@ -210,7 +221,7 @@ def _term_below_cast(leaf: fx.Node) -> Product | None:
 
 def _impossible(found: _Sum) -> str:
     if not found.lows:
-        return FLOAT32
+        return found.hidden
     dtypes = {tensor(low.projection.node).dtype for low in found.lows}
     if dtypes != {tensor(found.node).dtype}:
         return f"the adapter computes in {dtypes}, the layer in {tensor(found.node).dtype}"
@@ -230,7 +241,7 @@ def _unwanted(found: _Sum, context: Context) -> str:
     least, count = context.threshold("extend_k.min_rows", 1024), rows(found.node)
     if count < least:
         return f"{count} rows, fewer than extend_k.min_rows={least} of the preset"
-    return ""
+    return FACTOR if any(low.scaled for low in found.lows) else ""
 
 
 def _group_rejected(members: Sequence[_Sum]) -> str:
