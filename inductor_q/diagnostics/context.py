@@ -100,7 +100,8 @@ def _from_stack(node: fx.Node) -> str:
     path = ""
     for entry in stack.values():
         path = entry[0]
-    return ".".join(n for n in _MODULE.findall(path)) or path
+    names = _MODULE.findall(path) or path.removeprefix("L['self']").strip(".").split(".")
+    return ".".join(n for n in names if n != "base_layer")
 
 
 def _number(size: Any) -> int:
