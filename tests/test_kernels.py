@@ -238,11 +238,27 @@ def test_strided_and_half_precision_operands(kernel: DequantizeKernel) -> None:
 
 _DENORMAL = torch.tensor([1e-38, 3e-39, 1e-40, 1.4e-45, 1e-30, 9e-31, 1e-37, 0.0])
 _EXTREME = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, 65504.0, 1e5, -0.0, 1.0])
+#: 1.0 * scale lies halfway between two bfloat16 (or float16) numbers, the even one below or above;
+#: the last is a NaN that rounding would carry over into -0.0.
+_TIES = torch.tensor(
+    [
+        0x3F808000,
+        0x3F818000,
+        0x3F801000,
+        0x3F803000,
+        0x00008000,
+        0x00018000,
+        0x33000000,
+        0x7FFFFFFF,
+    ],
+    dtype=torch.int32,
+).view(torch.float32)
+_SCALES = {"denormal": _DENORMAL, "extreme": _EXTREME, "ties": _TIES}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [64, 33], ids=["vector", "scalar"])
-@pytest.mark.parametrize("absmax", [_DENORMAL, _EXTREME], ids=["denormal", "extreme"])
+@pytest.mark.parametrize("absmax", _SCALES.values(), ids=list(_SCALES))
 def test_cpp_on_denormal_and_extreme_scales(
     absmax: Tensor, cols: int, dtype: torch.dtype, fmt: QuantFormat = _FMT
 ) -> None:
@@ -278,8 +294,8 @@ def test_cpp_as_other_processors_run_it(
             check(dequantize_cpp.KERNEL, FORMATS[name], (4, 128, 64), dtype)
             check(dequantize_cpp.KERNEL, FORMATS[name], (5, 7, 2), dtype)
     for dtype in DTYPES:
-        test_cpp_on_denormal_and_extreme_scales(_DENORMAL, 64, dtype)
-        test_cpp_on_denormal_and_extreme_scales(_EXTREME, 64, dtype)
+        for absmax in _SCALES.values():
+            test_cpp_on_denormal_and_extreme_scales(absmax, 64, dtype)
 
 
 def test_cpp_on_a_large_weight_in_threads() -> None:
@@ -512,7 +528,7 @@ def test_gpu_equals_bitsandbytes(quant_type: str, blocksize: int, nested: bool) 
 
 @pytest.mark.gpu
 def test_gpu_denormal_and_extreme_scales() -> None:
-    scales = torch.cat([_DENORMAL, _EXTREME]).repeat_interleave(2)
+    scales = torch.cat(list(_SCALES.values())).repeat_interleave(2)
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(256, (scales.numel() * 32,), dtype=torch.uint8, generator=generator)
     for dtype in DTYPES:
