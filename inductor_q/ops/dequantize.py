@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from inductor_q.exc import CorruptQuantState, WrongDtype, WrongShape
 from inductor_q.formats import QuantFormat, get_format
@@ -44,10 +46,24 @@ def dequantize(
     Raises:
         UnknownFormat, CorruptQuantState, WrongDtype: see each message for the way out.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _is_traced(operands):
         result: Tensor = torch.ops.qfuse.dequantize(list(operands), format, list(shape), dtype)
         return result
     return _dequantize(operands, format, shape, dtype)
+
+
+_TRACERS = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "FUNCTIONAL", "PROXY")
+)
+
+
+def _is_traced(operands: Sequence[Tensor]) -> bool:
+    """Outside of Dynamo: fake tensors and `make_fx`, which must see an op and have no data."""
+    if torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    ):
+        return True
+    return any(isinstance(t, (FakeTensor, FunctionalTensor)) for t in operands)
 
 
 def check_operands(
