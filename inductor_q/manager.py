@@ -7,7 +7,6 @@ no key of torch's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +39,12 @@ class _Hook:
             if step.stage == stage and step.name in self.context.resolved.passes:
                 run(step, graph, self.context)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.copy(self)  # Inductor copies its configuration; the context is shared
+    def __getstate__(self) -> dict[str, Any]:
+        # Torch's caches hash the pickled configuration, hooks included: a hook is its key.
+        return {"key": self.uuid()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self  # Inductor copies its configuration; the context is shared
 
 
 def _uuids(previous: Any) -> tuple[Any, ...] | None:
