@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,11 +209,15 @@ def _fake_out(
     return out
 
 
-def _no_gradient(ctx: object, grad: Tensor) -> tuple[None, None, None, None]:
-    return None, None, None, None  # a quantized weight is frozen
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.n_operands = len(inputs[0])
+
+
+def _no_gradient(ctx: Any, grad: Tensor) -> tuple[list[None], None, None, None]:
+    return [None] * ctx.n_operands, None, None, None  # a quantized weight is frozen
 
 
 def define_dequantize() -> None:
     define(f"dequantize{SCHEMA}) -> Tensor", _dequantize, _fake)
-    define_autograd("dequantize", _no_gradient, lambda ctx, inputs, output: None)
+    define_autograd("dequantize", _no_gradient, _setup_context)
     define(f"dequantize.out{SCHEMA}, *, Tensor(a!) out) -> Tensor(a!)", _dequantize_out, _fake_out)

@@ -31,27 +31,38 @@ def linear(
         weight again instead of saving it.
 
     Raises:
-        WrongShape, WrongDevice: the last dimension of `x` is not K, or `x` lies elsewhere.
+        WrongShape, WrongDevice: the last dimension of `x` is not K, or `x` lies on
+            another device.
     """
     result: Tensor = torch.ops.qfuse.linear(x, list(operands), format, list(shape), bias)
     return result
 
 
-def check_input(x: Tensor, operands: Sequence[Tensor], shape: Sequence[int]) -> None:
+def check_input(
+    x: Tensor, operands: Sequence[Tensor], shape: Sequence[int], bias: Tensor | None
+) -> None:
     if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         raise WrongShape(
             what="input of a quantized linear layer",
             expected=("...", shape[-1]),
             got=tuple(x.shape),
         )
-    if operands and operands[0].device != x.device:
-        raise WrongDevice(what="quantized weight", expected=x.device, got=operands[0].device)
+    check_device("quantized weight", operands, x)
+    if bias is not None:
+        check_device("bias", [bias], x)
+
+
+def check_device(what: str, tensors: Sequence[Tensor], x: Tensor) -> None:
+    """Raise unless `tensors` lie beside `x`: with one on "meta", torch would call the fake."""
+    for tensor in tensors:
+        if tensor.device != x.device:
+            raise WrongDevice(what=what, expected=x.device, got=tensor.device)
 
 
 def _linear(
     x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
 ) -> Tensor:
-    check_input(x, operands, shape)
+    check_input(x, operands, shape, bias)
     weight = torch.ops.qfuse.dequantize(operands, format, shape, x.dtype)
     y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     return y.contiguous()
@@ -60,7 +71,7 @@ def _linear(
 def _fake(
     x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
 ) -> Tensor:
-    check_input(x, operands, shape)
+    check_input(x, operands, shape, bias)
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 

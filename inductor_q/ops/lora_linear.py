@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inductor_q.exc import WrongShape
 from inductor_q.ops.library import define, define_autograd
-from inductor_q.ops.linear import check_input
+from inductor_q.ops.linear import check_device, check_input
 
 
 def lora_linear(
@@ -35,10 +35,11 @@ def lora_linear(
 
     Returns:
         [..., N] in the dtype of `x`. Gradients reach `x`, every A and B, and `bias`; saved for
-        backward are `x`, the projections `x @ A_i.t()` ([..., r_i]) and packed bytes.
+        backward are `x`, the adapters and packed bytes: the rest is computed again.
 
     Raises:
-        WrongShape, WrongDevice: `x` or an adapter does not fit the weight, or `x` lies elsewhere.
+        WrongShape, WrongDevice: `x` or an adapter does not fit the weight, or one of them lies
+            on another device.
     """
     result: Tensor = torch.ops.qfuse.lora_linear(
         x, list(operands), format, list(shape), list(lora_a), list(lora_b), list(scaling), bias
@@ -52,8 +53,10 @@ def _check(
     shape: Sequence[int],
     lora_a: Sequence[Tensor],
     lora_b: Sequence[Tensor],
+    bias: Tensor | None,
 ) -> None:
-    check_input(x, operands, shape)
+    check_input(x, operands, shape, bias)
+    check_device("adapter", [*lora_a, *lora_b], x)
     for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
         expected = ((a.shape[0], shape[1]), (shape[0], a.shape[0]))
         if (tuple(a.shape), tuple(b.shape)) != expected:
@@ -74,7 +77,7 @@ def _lora_linear(
     scaling: Sequence[float],
     bias: Tensor | None,
 ) -> Tensor:
-    _check(x, operands, shape, lora_a, lora_b)
+    _check(x, operands, shape, lora_a, lora_b, bias)
     weight = torch.ops.qfuse.dequantize(operands, format, shape, x.dtype)
     y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     for a, b, s in zip(lora_a, lora_b, scaling, strict=True):
@@ -92,7 +95,7 @@ def _fake(
     scaling: Sequence[float],
     bias: Tensor | None,
 ) -> Tensor:
-    _check(x, operands, shape, lora_a, lora_b)
+    _check(x, operands, shape, lora_a, lora_b, bias)
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
@@ -128,7 +131,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_bias = grad_2d.sum(0, dtype=ctx.bias_dtype)
     if grad_x is not None:
         grad_x = grad_x.reshape(x.shape)
-    return grad_x, [None] * n_operands, None, None, grad_a, grad_b, None, grad_bias
+    # torch takes an empty list for one of tensors, which has a list of gradients
+    no_scaling: list[None] | None = None if ctx.scaling else []
+    return grad_x, [None] * n_operands, None, None, grad_a, grad_b, no_scaling, grad_bias
 
 
 def define_lora_linear() -> None:
