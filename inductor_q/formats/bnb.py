@@ -58,9 +58,10 @@ BNB_QUANT_TYPES: dict[str, Codebook] = {"nf4": NF4, "fp4": FP4}
 
 def bnb_format_name(quant_type: str, blocksize: int, nested: bool) -> str:
     """The name of bitsandbytes' `quant_type` at `blocksize`, one of BLOCKSIZES."""
-    if blocksize not in BLOCKSIZES:
-        raise UnsupportedBlocksize(blocksize=blocksize, supported=BLOCKSIZES)
-    return f"{quant_type}_b{blocksize}" + ("_nested" if nested else "")
+    for known in BLOCKSIZES:
+        if blocksize == known:  # `known` is a number also where `blocksize` is symbolic
+            return f"{quant_type}_b{known}" + ("_nested" if nested else "")
+    raise UnsupportedBlocksize(blocksize=blocksize, supported=BLOCKSIZES)
 
 
 def _scale(blocksize: int, nested: bool) -> Scale:
