@@ -23,13 +23,17 @@ from inductor_q.capture.bnb_graph import Weight
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.graph import (
     ADD,
+    ADDMM,
     CAST,
     MM,
     MUL,
     PERMUTE,
     RESHAPE,
+    arg,
     as_matrix,
     emit,
+    peel_rows,
+    replay,
     rows,
     tensor,
 )
@@ -76,8 +80,9 @@ class Canonicalize:
                 new = emit_dequantize(graph, plan.weight, plan.dtype, node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        if isinstance(plan, _Dequantize) and plan.dtype is torch.float32:
-            _fold_casts(graph, new, plan.weight)
+        if isinstance(plan, _Dequantize):
+            for weight in (new, *_fold_casts(graph, new, plan)):
+                _split_bias(graph, weight)
 
 
 def _match(node: fx.Node) -> _Linear | _Dequantize | str | None:
@@ -166,12 +171,36 @@ def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
     ]
 
 
-def _fold_casts(graph: fx.Graph, node: fx.Node, weight: Weight) -> None:
+def _fold_casts(graph: fx.Graph, node: fx.Node, plan: _Dequantize) -> list[fx.Node]:
     """A cast of a float32 dequantization is a dequantization in the cast's dtype."""
-    for user in list(node.users):
+    found = []
+    for user in list(node.users) if plan.dtype is torch.float32 else ():
         dtype = user.args[1] if user.target is CAST else None
         if isinstance(dtype, torch.dtype) and dtype.itemsize == 2:
             with graph.inserting_before(user):
-                new = emit_dequantize(graph, weight, dtype, user)
+                new = emit_dequantize(graph, plan.weight, dtype, user)
             user.replace_all_uses_with(new)
             graph.erase_node(user)
+            found.append(new)
+    return found
+
+
+def _split_bias(graph: fx.Graph, weight: fx.Node) -> None:
+    """`addmm(bias, x, W')` is `x @ W'` and, above the view that restores its rank, `+ bias`."""
+    for transposed in list(weight.users):
+        for addmm in list(transposed.users) if transposed.target is PERMUTE else ():
+            if addmm.target is not ADDMM or addmm.kwargs or addmm.args[2] is not transposed:
+                continue
+            bias, x = arg(addmm, 0), arg(addmm, 1)
+            with graph.inserting_before(addmm):
+                value = emit(graph, MM, (x, transposed), addmm)
+            top = addmm
+            if len(addmm.users) == 1:
+                (view,) = addmm.users
+                if peel_rows(view) is addmm:
+                    top = view
+                    with graph.inserting_before(top):
+                        value = replay(graph, view, value, view)
+            with graph.inserting_before(top):
+                value = emit(graph, ADD, (value, bias), top)
+            top.replace_all_uses_with(value)

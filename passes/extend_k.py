@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.fold_lora import FLOAT32, STRICT
@@ -390,7 +391,9 @@ def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: se
     for base in member.bases:
         end = start + tensor(base.x).shape[-1]
         views = [u for u in base.x.users if u.target in VIEWS and peel_rows(u) is base.x]
-        if base.x in backward:
+        if base.x not in backward:
+            _recompute(base.x)
+        else:
             part = emit(graph, SLICE, (wide, 1, start, end), base.node)
             for view in (base.x, *views):
                 for user in list(view.users):
@@ -399,3 +402,13 @@ def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: se
         for view in views:
             wide.append(view)
         start = end
+
+
+def _recompute(x: fx.Node) -> None:
+    """Let backward compute a pointwise input again rather than keep the wide buffer it lies in.
+
+    What it is computed from (the residual stream, a gate and its factor) is kept for its own
+    backward anyway.
+    """
+    if torch.Tag.pointwise in getattr(x.target, "tags", ()):
+        x.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

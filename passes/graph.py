@@ -17,6 +17,7 @@ prims = torch.ops.prims
 
 MM = aten.mm.default
 ADD = aten.add.Tensor
+ADDMM = aten.addmm.default
 MUL = aten.mul.Tensor
 CAT = aten.cat.default
 PERMUTE = aten.permute.default
