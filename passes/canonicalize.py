@@ -29,7 +29,6 @@ from inductor_q.passes.graph import (
     MUL,
     PERMUTE,
     RESHAPE,
-    arg,
     as_matrix,
     emit,
     peel_rows,
@@ -187,20 +186,18 @@ def _fold_casts(graph: fx.Graph, node: fx.Node, plan: _Dequantize) -> list[fx.No
 
 def _split_bias(graph: fx.Graph, weight: fx.Node) -> None:
     """`addmm(bias, x, W')` is `x @ W'` and, above the view that restores its rank, `+ bias`."""
-    for transposed in list(weight.users):
-        for addmm in list(transposed.users) if transposed.target is PERMUTE else ():
-            if addmm.target is not ADDMM or addmm.kwargs or addmm.args[2] is not transposed:
-                continue
-            bias, x = arg(addmm, 0), arg(addmm, 1)
-            with graph.inserting_before(addmm):
-                value = emit(graph, MM, (x, transposed), addmm)
-            top = addmm
-            if len(addmm.users) == 1:
-                (view,) = addmm.users
-                if peel_rows(view) is addmm:
-                    top = view
-                    with graph.inserting_before(top):
-                        value = replay(graph, view, value, view)
-            with graph.inserting_before(top):
-                value = emit(graph, ADD, (value, bias), top)
-            top.replace_all_uses_with(value)
+    for user in list(weight.users):
+        if user.target is PERMUTE:
+            _split_bias(graph, user)
+        if user.target is not ADDMM or user.kwargs or user.args[2] is not weight:
+            continue
+        top = user
+        with graph.inserting_before(user):
+            value = emit(graph, MM, user.args[1:], user)
+        if len(user.users) == 1 and peel_rows(view := next(iter(user.users))) is user:
+            top = view
+            with graph.inserting_before(view):
+                value = replay(graph, view, value, view)
+        with graph.inserting_before(top):
+            value = emit(graph, ADD, (value, user.args[0]), top)
+        top.replace_all_uses_with(value)
