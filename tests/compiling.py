@@ -1,0 +1,131 @@
+"""Compile a module with qfuse and keep what came of it: values, gradients, graphs, report."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import inductor_q
+from inductor_q.backend import qfuse
+from inductor_q.diagnostics.report import Report
+
+#: Small enough to compile in a second, so every plan must pay from the first row on; and compiled
+#: from nothing, so that the passes run.
+SMALL = {"qfuse.thresholds": {"extend_k.min_rows": 1}, "force_disable_caches": True}
+
+
+class Recorder(CustomGraphPass):
+    """A custom pass of the user's that changes nothing and keeps a copy of each graph it sees."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
+        self._id = str(uuid.uuid4())
+
+    def __call__(self, graph: fx.Graph) -> None:
+        seen = fx.Graph()
+        output = seen.graph_copy(graph, {}, return_output_node=True)
+        if output is not None:
+            value, old = output
+            node = seen.output(value)
+            node.meta = copy.copy(old.meta)
+        self.graphs.append(seen)
+
+    def uuid(self) -> str:
+        return self._id
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        return self
+
+
+@dataclass
+class Compiled:
+    """One compile and one step of it."""
+
+    output: Tensor
+    gradients: dict[str, Tensor]
+    report: Report
+    joint: list[fx.Graph] = field(default_factory=list)
+    partitioned: list[fx.Graph] = field(default_factory=list)
+
+    @property
+    def applied(self) -> dict[str, int]:
+        """Pass -> sites, passes without a site left out."""
+        return {name: count for name, count in self.report.applied().items() if count}
+
+    @property
+    def reasons(self) -> dict[str, dict[str, int]]:
+        return {name: dict(counts) for name, counts in self.report.rejections().items()}
+
+    @property
+    def ops(self) -> Counter[str]:
+        """What the joint graph consists of after the passes."""
+        return Counter(
+            op_name(node) for graph in self.joint for node in graph.nodes if op_name(node)
+        )
+
+
+def op_name(node: fx.Node) -> str:
+    """`mm`, `qfuse.dequantize`, `bitsandbytes.gemm_4bit`: the namespace unless it is aten."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    namespace, name = node.target.namespace, node.target._opname
+    return name if namespace in ("aten", "prims") else f"{namespace}.{name}"
+
+
+def gradients(inputs: Mapping[str, Tensor], module: nn.Module | None = None) -> dict[str, Tensor]:
+    """Gradients by name, and cleared for the next run."""
+    tensors = dict(inputs)
+    if module is not None:
+        tensors |= dict(module.named_parameters())
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.grad is not None:
+            found[name] = tensor.grad.clone()
+            tensor.grad = None
+    return found
+
+
+def step(
+    fn: Callable[..., Tensor], *inputs: Tensor, module: nn.Module | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A forward and, where anything trains, a backward from a fixed cotangent."""
+    output = fn(*inputs)
+    if output.requires_grad:
+        generator = torch.Generator().manual_seed(7)
+        output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
+    return output.detach(), gradients({f"x{i}": x for i, x in enumerate(inputs)}, module)
+
+
+def compile_step(
+    fn: Callable[..., Tensor],
+    *inputs: Tensor,
+    module: nn.Module | None = None,
+    options: Mapping[str, Any] | None = None,
+    context: contextlib.AbstractContextManager[Any] | None = None,
+    **compile_options: Any,
+) -> Compiled:
+    """Compile `fn` from nothing with `options` over SMALL, and run one step."""
+    torch._dynamo.reset()
+    joint, partitioned = Recorder(), Recorder()
+    patch = inductor_config.patch(
+        joint_custom_pre_pass=joint, post_grad_custom_pre_pass=partitioned
+    )
+    compiled = torch.compile(
+        fn, backend=qfuse, options={**SMALL, **(options or {})}, **compile_options
+    )
+    module = module if module is not None else fn if isinstance(fn, nn.Module) else None
+    with patch, context or contextlib.nullcontext():
+        output, grads = step(compiled, *inputs, module=module)
+    report = inductor_q.last_report()
+    assert report is not None
+    return Compiled(output, grads, report, joint.graphs, partitioned.graphs)
