@@ -61,7 +61,7 @@ def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
     if FLAT:
         offset = i[:, None] + lane
         keep = offset < numel
-    elif WHOLE:  # a unit never straddles two rows
+    elif WHOLE:  # a unit never straddles two rows, and rows start where units do
         row = i // cols
         offset = tl.multiple_of(row * out_stride + (i - row * cols), {codes})[:, None] + lane
         keep = mask[:, None] & (lane >= 0)
@@ -100,7 +100,7 @@ class Triton:
         config: Config = DEFAULT,
     ) -> None:
         tensors = (out, *operands)
-        aligned = tuple([t.data_ptr() % 16 == 0 for t in tensors])
+        aligned = tuple([t.data_ptr() % 16 for t in tensors])
         target = (out.shape, out.stride(0), out.dtype, out.device)
         key = (fmt.name, target, operands[0].dtype, aligned, config.block, config.num_warps)
         plan = _PLANS.get(key)
@@ -134,7 +134,7 @@ class _Plan:
         self._constants = {
             "BLOCK": config.block,
             "FLAT": flat,
-            "WHOLE": cols % codes == 0,
+            "WHOLE": cols % codes == 0 and stride % codes == 0,
             "WIDE": rows * stride + config.block * codes >= INT32_LIMIT,
         }
         self._num_warps = config.num_warps
