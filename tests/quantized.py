@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import bitsandbytes
 import bitsandbytes.functional
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +18,12 @@ bnb: Any = bitsandbytes.functional  # as shipped, it is typed in parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANT_TYPES = ("nf4", "fp4")
+
+AT_LEAST_0_50 = tuple(map(int, bitsandbytes.__version__.split(".")[:2])) >= (0, 50)
+needs_0_50 = pytest.mark.skipif(
+    not AT_LEAST_0_50,
+    reason="bitsandbytes < 0.50 on a CPU: no odd sizes, tables rounded before the product",
+)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,16 @@ from inductor_q.formats.codec import Codebook, Table
 from inductor_q.formats.packing import Packing
 from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import BlockScale, NestedScale
-from tests.quantized import DTYPES, QUANT_TYPES, assert_same_bits, bnb, by_table, quantize
+from tests.quantized import (
+    AT_LEAST_0_50,
+    DTYPES,
+    QUANT_TYPES,
+    assert_same_bits,
+    bnb,
+    by_table,
+    needs_0_50,
+    quantize,
+)
 
 STORAGES = (torch.uint8, *DTYPES)
 
@@ -53,6 +62,8 @@ def decode(fmt: QuantFormat, operands: list[Tensor], numel: int) -> Tensor:
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_equals_bitsandbytes(quant_type: str, blocksize: int, nested: bool) -> None:
+    if blocksize >= 2048 and not AT_LEAST_0_50:
+        pytest.skip("bitsandbytes < 0.50 rounds the table before the product there")
     for dtype, storage in itertools.product(DTYPES, STORAGES):
         w = quantize(
             (12, 2 * blocksize),
@@ -158,6 +169,7 @@ def test_equals_the_generic_implementation_of_bitsandbytes(shape: tuple[int, ...
 # --- shapes -------------------------------------------------------------------------------------
 
 
+@needs_0_50
 @given(
     shape=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     quant_type=st.sampled_from(QUANT_TYPES),
@@ -185,6 +197,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
     assert (tuple(actual.shape), actual.dtype) == (shape, torch.bfloat16)
 
 
+@needs_0_50
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scalar(dtype: torch.dtype) -> None:
     w = quantize((1,), dtype=dtype, nested=False)
@@ -225,6 +238,7 @@ def test_tables_are_bitsandbytes_tables(quant_type: str) -> None:
     assert_same_bits(table, bnb.get_4bit_type(quant_type, device="cpu"))
 
 
+@needs_0_50
 def test_blocksizes_are_those_of_bitsandbytes() -> None:
     for blocksize in BLOCKSIZES:
         bnb.quantize_4bit(torch.zeros(1, blocksize), blocksize=blocksize)

@@ -36,7 +36,15 @@ from inductor_q.kernels import (
     providers,
 )
 from inductor_q.ops import dequantize as dequantize_op
-from tests.quantized import DTYPES, QUANT_TYPES, assert_same_bits, bnb, by_table, quantize
+from tests.quantized import (
+    DTYPES,
+    QUANT_TYPES,
+    assert_same_bits,
+    bnb,
+    by_table,
+    needs_0_50,
+    quantize,
+)
 
 ROOT = Path(__file__).parents[1]
 CPU_KERNELS = [pytest.param(k, id=k.name) for k in DEQUANTIZE["cpu"]]
@@ -75,6 +83,7 @@ def check(
 # --- every kernel, every format -----------------------------------------------------------------
 
 
+@needs_0_50
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_kernel_equals_the_reference(kernel: DequantizeKernel, fmt: QuantFormat) -> None:
@@ -90,6 +99,7 @@ def test_kernel_reads_any_storage(kernel: DequantizeKernel, storage: torch.dtype
         check(kernel, FORMATS[name], (4, 128, 3), torch.bfloat16, storage=storage)
 
 
+@needs_0_50
 @given(
     layout=st.tuples(st.integers(1, 9), st.integers(1, 200), st.integers(0, 70)),
     name=st.sampled_from(sorted(FORMATS)),
@@ -274,6 +284,7 @@ def test_cpp_on_denormal_and_extreme_scales(
     assert_same_bits(out, expected)
 
 
+@needs_0_50
 @pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f"])
 def test_cpp_as_other_processors_run_it(
     flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -430,6 +441,7 @@ def test_build_race(load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- the Triton kernel --------------------------------------------------------------------------
 
 
+@needs_0_50
 def test_triton_in_the_interpreter() -> None:
     """Real kernel, CPU tensors; a process of its own, since Triton reads the variable once."""
     pytest.importorskip("triton")

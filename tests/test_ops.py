@@ -30,6 +30,7 @@ from tests.quantized import (
     assert_same_bits,
     bnb,
     by_table,
+    needs_0_50,
     quantize,
 )
 
@@ -303,6 +304,7 @@ def test_no_gradient_reaches_a_quantized_weight() -> None:
     assert grad is None
 
 
+@needs_0_50
 @pytest.mark.parametrize("provider", ["auto", "inductor", "cpp"])
 def test_compiled_equals_eager_bitwise(provider: str) -> None:
     """As a kernel call and as Inductor's own loops: every dtype, storage and kind of scale."""
@@ -474,6 +476,7 @@ def test_any_number_of_rows(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
         assert (mine.shape, mine.dtype) == (of.shape, dtype)
 
 
+@needs_0_50
 @settings(max_examples=40)
 @given(
     lead=st.lists(st.integers(0, 4), max_size=3),
