@@ -2,8 +2,8 @@
 
 bitsandbytes' `gemm_4bit`, its `dequantize_4bit` chains (the backward of 0.50, both directions of
 0.49) and our own `qfuse::linear` and `lora_linear` become `qfuse::dequantize` in the compute dtype
-and a plain matrix product. A cast from a float32 dequantization is folded into it (values are
-computed in float32 and rounded once either way).
+and a plain matrix product. A cast of a dequantization is folded into it, so that values, which are
+computed in float32, are rounded once.
 
 Refused for fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel
 reads packed bytes and is not beaten by a dequantization and a product.
@@ -21,6 +21,7 @@ from torch import fx
 from inductor_q.capture import bnb_graph
 from inductor_q.capture.bnb_graph import Weight
 from inductor_q.diagnostics.context import Context
+from inductor_q.ops.dequantize import DTYPES
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,
@@ -80,7 +81,7 @@ class Canonicalize:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         if isinstance(plan, _Dequantize):
-            for weight in (new, *_fold_casts(graph, new, plan)):
+            for weight in (new, *_fold_casts(graph, new, plan, context.numerics)):
                 _split_bias(graph, weight)
 
 
@@ -170,12 +171,18 @@ def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
     ]
 
 
-def _fold_casts(graph: fx.Graph, node: fx.Node, plan: _Dequantize) -> list[fx.Node]:
-    """A cast of a float32 dequantization is a dequantization in the cast's dtype."""
+def _fold_casts(graph: fx.Graph, node: fx.Node, plan: _Dequantize, numerics: str) -> list[fx.Node]:
+    """A cast of a dequantization is a dequantization in the cast's dtype.
+
+    The same value from float32, which is what is computed before the rounding; one rounding fewer
+    from a 16-bit dtype (bitsandbytes' backward decodes in the dtype the weight once had), which
+    numerics "strict" leaves in.
+    """
     found = []
-    for user in list(node.users) if plan.dtype is torch.float32 else ():
+    for user in list(node.users):
         dtype = user.args[1] if user.target is CAST else None
-        if isinstance(dtype, torch.dtype) and dtype.itemsize == 2:
+        if dtype in DTYPES and (plan.dtype is torch.float32 or numerics != "strict"):
+            assert isinstance(dtype, torch.dtype)
             with graph.inserting_before(user):
                 new = emit_dequantize(graph, plan.weight, dtype, user)
             user.replace_all_uses_with(new)
