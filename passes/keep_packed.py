@@ -11,7 +11,7 @@ Runs in Inductor's partitioner, after the joint passes; the partitioning itself 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -52,7 +52,7 @@ class KeepPacked:
         weights = _computed_from(graph, static)
         backward = backward_nodes(graph)
         for node, source in chain.items():
-            readers = _readers(node, weights)
+            readers = _readers(node, weights, chain)
             if node.target not in _LAYOUT and any(r in backward for r in readers):
                 value = tensor(node)
                 size = hint(value.numel()) * value.element_size()
@@ -129,10 +129,17 @@ def _is_packed(node: fx.Node) -> bool:
     return dtype is not torch.bool and (not dtype.is_floating_point or dtype.itemsize < 2)
 
 
-def _readers(node: fx.Node, weights: set[fx.Node]) -> set[fx.Node]:
+def _readers(
+    node: fx.Node, weights: set[fx.Node], chain: Mapping[fx.Node, fx.Node]
+) -> set[fx.Node]:
     """The users of a weight that read activations, through what is computed from weights alone
-    (a layout change, the concatenation with an adapter)."""
+    (a layout change, the concatenation with an adapter). A further step of decoding is no reader:
+    its result is the value that would be saved."""
     found: set[fx.Node] = set()
     for user in node.users:
-        found |= _readers(user, weights) if user in weights else {user}
+        if user in weights:
+            if user not in chain or user.target in _LAYOUT:
+                found |= _readers(user, weights, chain)
+        else:
+            found.add(user)
     return found
