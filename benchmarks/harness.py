@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from inductor_q import testing
@@ -184,10 +185,10 @@ class Suite:
         if roofed:
             table.add_column("roof", justify="right")
         for peer in peers:
-            table.add_column(peer, justify="right")
+            table.add_column(escape(peer), justify="right")
         against = [p for p in peers if p != "qfuse"] if "qfuse" in peers else []
         for peer in against:
-            table.add_column(f"qfuse / {peer}", justify="right")
+            table.add_column(f"qfuse / {escape(peer)}", justify="right")
         for case in cases:
             cells = [str(value) for value in case.values()]
             found = {peer: self.find(case, peer) for peer in peers}
@@ -335,7 +336,9 @@ def commit() -> dict[str, Any]:
         return done.stdout.strip()
 
     status = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
-    return {"id": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+    # A copy of the tree without its history (a GPU machine) is told which commit it is.
+    found = git("rev-parse", "HEAD") or os.environ.get("BENCHMARK_COMMIT")
+    return {"id": found, "dirty": None if status is None else bool(status)}
 
 
 def device_slug(device: torch.device) -> str:

@@ -40,7 +40,27 @@ SM_86 = replace(
 
 SM_89 = replace(GENERIC, name="sm_89", arch=(8, 9), smem_bytes=101_376)
 
-SM_90 = replace(GENERIC, name="sm_90", arch=(9, 0), smem_bytes=232_448)
+_H200 = "one H200, torch 2.11.0+cu130, 2026-11-21, benchmarks/results/thresholds-h200.json"
+
+SM_90 = replace(
+    GENERIC,
+    name="sm_90",
+    arch=(9, 0),
+    smem_bytes=232_448,
+    thresholds={
+        "canonicalize.min_rows": Entry(
+            value=4,
+            evidence="gemm_4bit of bitsandbytes 0.50.2 against dequantize and GEMM, N=12288 "
+            f"K=4096: 29, 46, 59, 71 us at M=1, 2, 3, 4 against 70 throughout ({_H200})",
+        ),
+        "extend_k.min_rows": Entry(
+            value=256,
+            evidence="two layers of Qwen3-8B, r=16, forward and backward, GPU time with and "
+            "without extend_k: 1.76 / 1.86 ms at 256 rows, 2.38 / 2.48 at 512, 3.86 / 4.04 at "
+            f"1024, 7.43 / 7.78 at 2048; fewer rows not measured ({_H200})",
+        ),
+    },
+)
 
 SM_100 = replace(GENERIC, name="sm_100", arch=(10, 0), smem_bytes=232_448)
 

@@ -1,0 +1,101 @@
+"""From how many rows on a plan pays: the evidence behind a preset's thresholds.
+
+Two questions, each over a range of rows. `canonicalize.min_rows`: bitsandbytes' gemm_4bit, which
+reads packed weights, against a dequantization and a product (no adapter, forward).
+`extend_k.min_rows`: a training step of two decoder layers with the adapter in the main product, and
+with `extend_k` off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from inductor_q import testing
+
+GEMM_ROWS = {"cuda": (1, 2, 3, 4, 8, 16, 64, 256), "cpu": (1, 4, 16, 64, 256)}
+GEMM_SHAPES = {"cuda": ((12_288, 4096), (4096, 4096), (4096, 12_288)), "cpu": ((2048, 2048),)}
+STEP_ROWS = {"cuda": (256, 512, 1024, 2048), "cpu": (128, 512, 1024, 2048)}
+EXTENDED = "qfuse[qfuse.thresholds=extend_k.min_rows=1]"
+PLAIN = "qfuse[qfuse.passes=-extend_k]"
+CPU_SHAPES = {
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    parser = harness.parser(__doc__, peers=("inductor", PLAIN, EXTENDED))
+    arguments = parser.parse_args(argv)
+    suite = harness.start("bench_thresholds", arguments)
+    kind = suite.device.type
+    quick = arguments.quick
+    for n, k in GEMM_SHAPES[kind][: 1 if quick else None]:
+        for m in GEMM_ROWS[kind][: 2 if quick else None]:
+            _gemm(suite, arguments, n, k, m)
+    peers = harness.available(arguments.backends)
+    for m in STEP_ROWS[kind][: 1 if quick else None]:
+        _step(suite, arguments, peers, m)
+    harness.finish(suite, arguments)
+    return suite
+
+
+def _gemm(suite: harness.Suite, arguments: argparse.Namespace, n: int, k: int, m: int) -> None:
+    weight = torch.randn(n, k, device=suite.device, dtype=torch.bfloat16) * k**-0.5
+    linear = testing.quantized_linear(weight)
+    packed, state = linear.weight.data, linear.weight.quant_state
+    x = torch.randn(m, k, device=suite.device, dtype=torch.bfloat16)
+    matmul_4bit = testing.bitsandbytes().matmul_4bit
+
+    def dequantize_and_product() -> torch.Tensor:
+        import inductor_q
+
+        return x @ inductor_q.dequantize(packed, state).t()
+
+    candidates: dict[str, Callable[[], object]] = {
+        "gemm_4bit": functools.partial(matmul_4bit, x, packed, quant_state=state),
+        "dequantize + mm": dequantize_and_product,
+    }
+    with torch.no_grad():
+        timings = harness.time_kernels(candidates, suite.device, rounds=arguments.rounds or 3)
+    suite.add({"what": "gemm", "N": n, "K": k, "rows": m}, timings)
+
+
+def _step(
+    suite: harness.Suite, arguments: argparse.Namespace, peers: Sequence[str], m: int
+) -> None:
+    config: Any
+    if suite.device.type == "cuda":
+        config = testing.qwen3_8b_config(num_hidden_layers=2, vocab_size=4096)
+    else:
+        config = testing.tiny_qwen3_config(**CPU_SHAPES, num_hidden_layers=2)
+    model = testing.qlora_model(
+        config, adapter_dtype=torch.bfloat16, device=suite.device, seed=arguments.seed
+    )
+    ids = torch.randint(0, 64, (1, m), device=suite.device)
+
+    def step(call: Callable[..., Any]) -> None:
+        call(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    candidates: dict[str, Callable[[], object]] = {}
+    for peer in peers:
+        candidates[peer] = functools.partial(step, harness.compile_as(peer, model))
+        candidates[peer]()
+    timings = harness.time_kernels(candidates, suite.device, rounds=arguments.rounds or 3)
+    suite.add({"what": "step, 2 layers", "N": "", "K": "", "rows": m}, timings)
+    torch.compiler.reset()
+
+
+if __name__ == "__main__":
+    main()
