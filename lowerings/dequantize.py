@@ -2,7 +2,7 @@
 
 Provider "inductor" is `Pointwise` IR: the decode joins the kernel of its neighbours (casts,
 transposes, a concatenation), at one lane per element. The kernels of `inductor_q.kernels` read each
-packed word once, which is faster (docs/benchmarks.md), and become an `ExternKernelOut` with a
+packed word once, which is faster (benchmarks/results), and become an `ExternKernelOut` with a
 flexible layout: inside a concatenation they write straight into its buffer, at its row stride.
 """
 

@@ -40,7 +40,7 @@ class Printer:
 
     def codebook(self, values: tuple[float, ...], code: str) -> str:
         # From the L1 cache: all lanes of a warp fall into one 64-byte line. A select tree costs 15
-        # instructions an element instead, which binds before memory does (BENCHMARKS in docs).
+        # instructions an element instead, which binds before memory does.
         return self._let(f"tl.load(codebook + {code})")
 
     def idiv(self, a: str, n: int) -> str:
