@@ -457,6 +457,27 @@ def test_triton_in_the_interpreter() -> None:
     assert int(run.stdout) == 8 * len(FORMATS)
 
 
+def test_triton_plans_differ_by_the_dtype_of_every_operand(monkeypatch: Any) -> None:
+    """A plan keeps the kernel that was compiled for its first call: for float32 scales, say."""
+    plans: list[Any] = []
+
+    class Plan:
+        def __init__(self, operands: Any, *_: Any) -> None:
+            self.dtype = operands[1].dtype
+            plans.append(self)
+
+        def launch(self, operands: Any, out: Tensor) -> None:
+            assert operands[1].dtype == self.dtype
+
+    monkeypatch.setattr(dequantize_triton, "_Plan", Plan)
+    monkeypatch.setattr(dequantize_triton, "_PLANS", {})
+    packed, out = torch.zeros(128, dtype=torch.uint8), torch.empty(4, 64)
+    for dtype in (*DTYPES, *DTYPES):
+        absmax = torch.ones(4, dtype=dtype)
+        dequantize_triton.KERNEL.launch([packed, absmax], FORMATS["nf4_b64"], out)
+    assert len(plans) == len(DTYPES)
+
+
 def test_printed_source() -> None:
     """What the device functions of a nested format look like: each operation once, no format
     name, scales found once for all the codes of a lane."""
@@ -522,6 +543,19 @@ def test_gpu_kernel_reads_any_storage(storage: torch.dtype) -> None:
             device="cuda",
             storage=storage,
         )
+
+
+@pytest.mark.gpu
+def test_gpu_kernel_reads_scales_of_any_dtype_in_turn() -> None:
+    weight = quantize((64, 128), nested=False, device="cuda")
+    (packed, absmax), name, shape = weight.operands
+    expected = [
+        ops.dequantize([packed.cpu(), absmax.cpu().to(d)], name, shape, torch.float32)
+        for d in DTYPES
+    ]
+    for dtype, values in [*zip(DTYPES, expected, strict=True)] * 2:
+        actual = ops.dequantize([packed, absmax.to(dtype)], name, shape, torch.float32)
+        assert_same_bits(actual.cpu(), values)
 
 
 @pytest.mark.gpu

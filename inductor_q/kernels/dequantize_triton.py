@@ -102,7 +102,8 @@ class Triton:
         tensors = (out, *operands)
         aligned = tuple([t.data_ptr() % 16 for t in tensors])
         target = (out.shape, out.stride(0), out.dtype, out.device)
-        key = (fmt.name, target, operands[0].dtype, aligned, config.block, config.num_warps)
+        dtypes = tuple([t.dtype for t in operands])
+        key = (fmt.name, target, dtypes, aligned, config.block, config.num_warps)
         plan = _PLANS.get(key)
         if plan is None:
             plan = _PLANS[key] = _Plan(operands, fmt, out, config)
