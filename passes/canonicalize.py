@@ -69,10 +69,12 @@ class Canonicalize:
                 yield Site(node, rejected=found)
                 continue
             reason = _too_few_rows(node, found, context)
-            yield Site(node, reason, found.weight.operands[0], found, by_choice=True)
+            yield Site(node, reason, found.weight.operands[0], by_choice=True)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        node, plan = site.node, site.plan
+        node = site.node
+        plan = _match(node)  # anew: its input may be a layer that an earlier site has replaced
+        assert plan is not None and not isinstance(plan, str), f"{node=} matched before"
         with graph.inserting_before(node):
             if isinstance(plan, _Linear):
                 new = _emit_linear(graph, node, plan)
@@ -192,7 +194,10 @@ def _fold_casts(graph: fx.Graph, node: fx.Node, plan: _Dequantize, numerics: str
 
 
 def _split_bias(graph: fx.Graph, weight: fx.Node) -> None:
-    """`addmm(bias, x, W')` is `x @ W'` and, above the view that restores its rank, `+ bias`."""
+    """`addmm(bias, x, W')` is `x @ W'` and, above the view that restores its rank, `+ bias`.
+
+    A bias with rows of its own is added below that view, where it has its shape.
+    """
     for user in list(weight.users):
         if user.target is PERMUTE:
             _split_bias(graph, user)
@@ -201,7 +206,8 @@ def _split_bias(graph: fx.Graph, weight: fx.Node) -> None:
         top = user
         with graph.inserting_before(user):
             value = emit(graph, MM, user.args[1:], user)
-        if len(user.users) == 1 and peel_rows(view := next(iter(user.users))) is user:
+        view = next(iter(user.users)) if len(user.users) == 1 else user
+        if view is not user and peel_rows(view) is user and tensor(user.args[0]).dim() == 1:
             top = view
             with graph.inserting_before(view):
                 value = replay(graph, view, value, view)

@@ -5,7 +5,7 @@ Passes insert where it reads naturally; the runner restores a topological order 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -110,13 +110,14 @@ def last_size(node: fx.Node) -> int:
 
 
 def columns(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """The matrix and span that a slice of columns reads, where both ends are numbers."""
+    """The matrix and span that a slice of its columns reads, where both ends are numbers."""
     if node.target is not SLICE or len(node.args) != 4 or node.args[1] != 1:
         return None
-    start, end = node.args[2], node.args[3]
-    if not isinstance(start, int) or not isinstance(end, int):
+    matrix, start, end = arg(node, 0), node.args[2], node.args[3]
+    if tensor(matrix).dim() != 2 or not isinstance(start, int) or not isinstance(end, int):
         return None
-    return arg(node, 0), start, end
+    end = min(end, last_size(matrix))  # `x[:, 2:]` ends at the largest integer
+    return (matrix, start, end) if 0 <= start < end else None
 
 
 def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
@@ -134,6 +135,28 @@ def as_matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if value.dim() == 2:
         return node
     return emit(graph, RESHAPE, (node, [-1, value.shape[-1]]), node)
+
+
+def computed_from(
+    targets: Iterable[fx.Node], sources: Iterable[fx.Node], order: Mapping[fx.Node, int]
+) -> bool:
+    """Whether any of `targets` is one of `sources` or computed from one: then what needs all
+    targets cannot stand in for the sources. `order` is the position of each node."""
+    wanted, todo = set(targets), list(sources)
+    last = max(order[node] for node in wanted)
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node in wanted:
+            return True
+        found = [u for u in node.users if u not in seen and order[u] <= last]
+        seen.update(found)
+        todo += found
+    return False
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -15,9 +15,21 @@ import torch
 from torch import fx
 
 from inductor_q.diagnostics.context import Context
-from inductor_q.passes.graph import CAT, MM, PERMUTE, SLICE, emit, peel_transposes, tensor
+from inductor_q.passes.graph import (
+    CAT,
+    MM,
+    PERMUTE,
+    SLICE,
+    computed_from,
+    emit,
+    peel_transposes,
+    positions,
+    tensor,
+)
 from inductor_q.passes.products import Product, as_product, is_projection
 from inductor_q.passes.runner import Site
+
+CHAINED = "one product is computed from another's result"
 
 
 class StackAdapters:
@@ -26,12 +38,15 @@ class StackAdapters:
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         quantized, groups = _scan(graph)
+        order = positions(graph)
         for key, members in groups.items():
             x = key[0]
             if x not in quantized:
                 continue  # not the adapters of a quantized layer: none of our business
             if len(members) > 1:
-                yield Site(members[0].node, plan=members)
+                inputs = [n for m in members for n in (m.lhs, m.rhs)]
+                chained = computed_from(inputs, [m.node for m in members], order)
+                yield Site(members[0].node, CHAINED if chained else "", plan=members)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         members = _distinct(site.plan)
