@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from inductor_q.exc import MissingExtra
+
 __all__ = [
     "PROJECTIONS",
     "ByteTokenizer",
@@ -53,9 +55,8 @@ PROJECTIONS = ATTENTION + MLP
 
 
 def _config(model_type: str, defaults: dict[str, Any], overrides: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(model_type, **{**defaults, **overrides})
+    transformers = _extra("transformers", "transformers")
+    return transformers.AutoConfig.for_model(model_type, **{**defaults, **overrides})
 
 
 _TINY: dict[str, Any] = {
@@ -106,7 +107,16 @@ def bitsandbytes() -> Any:
     """bitsandbytes as Any: its annotations are partial, and strict type checks would drown in
     them.
     """
-    return importlib.import_module("bitsandbytes")
+    return _extra("bitsandbytes", "bnb")
+
+
+def _extra(package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:  # it is there, and lacks something itself
+            raise
+        raise MissingExtra(package=package, extra=extra, feature="building this model") from error
 
 
 # --- models ---------------------------------------------------------------------------
@@ -215,13 +225,12 @@ def qlora_model(
     of gradients want ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them
     active. ``base`` replaces the random model of ``config`` (the demo trains one first).
     """
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    peft, transformers = _extra("peft", "peft"), _extra("transformers", "transformers")
 
     torch.manual_seed(seed)
     if base is None:
         with torch.device(device):
-            from_config: Any = AutoModelForCausalLM.from_config
+            from_config: Any = transformers.AutoModelForCausalLM.from_config
             base = from_config(config, dtype=compute_dtype, attn_implementation=attention)
     model: Any = base.to(device=device, dtype=compute_dtype).requires_grad_(False)
     _quantize_projections(
@@ -235,7 +244,7 @@ def qlora_model(
         cpu_packing=cpu_packing,
     )
     torch.manual_seed(seed + 1)
-    lora = LoraConfig(
+    lora = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=r,
         lora_alpha=2 * r if alpha is None else alpha,
@@ -244,7 +253,7 @@ def qlora_model(
         use_rslora=rslora,
         use_dora=dora,
     )
-    peft_model: Any = get_peft_model(model, lora)
+    peft_model: Any = peft.get_peft_model(model, lora)
     for index in range(1, adapters):
         peft_model.add_adapter(f"adapter_{index}", lora)
     if adapters > 1:
@@ -270,14 +279,14 @@ def lora_linear(
     """One quantized linear [N, K] under a PEFT adapter with non-zero A and B: ``module(x)`` is
     ``module.proj(x)``.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    peft = _extra("peft", "peft")
 
     torch.manual_seed(seed)
     weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
     bias_tensor = torch.randn(n, device=device, dtype=torch.bfloat16) if bias else None
     model = _OneLinear(quantized_linear(weight, bias_tensor, **quantization))
-    lora = LoraConfig(r=r, lora_alpha=2 * r, lora_dropout=dropout, target_modules=["proj"])
-    inject_adapter_in_model(lora, model)
+    lora = peft.LoraConfig(r=r, lora_alpha=2 * r, lora_dropout=dropout, target_modules=["proj"])
+    peft.inject_adapter_in_model(lora, model)
     _finish_adapters(model, adapter_dtype, randomize=True, seed=seed + 2)
     return model.train()
 
@@ -324,7 +333,8 @@ def reference_model(model: nn.Module) -> nn.Module:
     bnb = bitsandbytes()
 
     def plain(linear: Any) -> nn.Linear:
-        state = linear.weight.quant_state
+        state = copy.copy(linear.weight.quant_state)
+        state.dtype = torch.float32
         # bitsandbytes multiplies with the weight rounded to the compute dtype: so does the
         # reference.
         weight = bnb.functional.dequantize_4bit(linear.weight.data, state).to(linear.compute_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from inductor_q import testing
+from inductor_q.exc import MissingExtra
 
 bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -184,3 +186,10 @@ def test_qfuse_backend_without_an_entry_point_is_the_function(
     assert testing.qfuse_backend() is backend.qfuse
     monkeypatch.setattr(torch._dynamo, "list_backends", lambda *args: ["inductor", "qfuse"])
     assert testing.qfuse_backend() == "qfuse"
+
+
+def test_a_missing_extra_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    expected = "building this model needs bitsandbytes, .* pip install 'inductor-q\\[bnb\\]'"
+    with pytest.raises(MissingExtra, match=expected):
+        testing.quantized_linear(torch.zeros(4, 64))
