@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,10 +43,12 @@ from inductor_q.passes.graph import (
     as_matrix,
     backward_nodes,
     columns,
+    computed_from,
     emit,
     is_tensor,
     peel_rows,
     peel_transposes,
+    positions,
     rows,
     tensor,
 )
@@ -109,8 +111,9 @@ class ExtendK:
             else:
                 groups[found.blocks].append(found)
         backward = backward_nodes(graph) if groups else set()
+        order = positions(graph) if groups else {}
         for members in groups.values():
-            reason = _group_rejected(members)
+            reason = _chained(members, order) or _group_rejected(members)
             for i, member in enumerate(members):
                 weight = packed_weight(member.bases[0].weight)
                 plan = (members, backward) if i == 0 else None
@@ -128,7 +131,7 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
     """Every maximal sum with a quantized product and an adapter's product among its terms."""
     inside: set[fx.Node] = set()
     for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
-        if node in inside or not is_tensor(node):
+        if node in inside or not is_tensor(node) or node.kwargs:  # alpha
             continue
         leaves = _leaves(node, inside)
         bases: list[Product] = []
@@ -136,7 +139,7 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
         rest: list[fx.Node] = []
         shape: object = None
         for leaf in leaves:
-            product = _term(leaf)
+            product = _term(leaf, of=node)
             low = _as_low(product) if product is not None and product.weight is None else None
             if product is not None and product.weight is not None:
                 bases.append(product)
@@ -154,9 +157,11 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     """The terms of a tree of additions, left to right; inner additions join `inside`."""
+    if len(node.all_input_nodes) != 2:
+        return [node]  # a number, or twice the same
     inside.add(node)
     found: list[fx.Node] = []
-    for term in (arg(node, 0), arg(node, 1)) if len(node.all_input_nodes) == 2 else ():
+    for term in (arg(node, 0), arg(node, 1)):
         if (
             is_tensor(term)
             and term.target is ADD
@@ -171,9 +176,12 @@ def _leaves(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def _term(leaf: object) -> Product | None:
-    """The product that a term is, through views and with no other user."""
-    node = leaf
+def _term(leaf: fx.Node, of: fx.Node) -> Product | None:
+    """The product that a term of the sum `of` is: through views, with no other user, and not
+    broadcast by the addition."""
+    if not is_tensor(leaf) or tensor(leaf).shape != tensor(of).shape:
+        return None
+    node: object = leaf
     while isinstance(node, fx.Node):
         if len(node.users) != 1:
             return None
@@ -224,8 +232,9 @@ def _impossible(found: _Sum) -> str:
     if not found.lows:
         return found.hidden
     dtypes = {tensor(low.projection.node).dtype for low in found.lows}
-    if dtypes != {tensor(found.node).dtype}:
-        return f"the adapter computes in {dtypes}, the layer in {tensor(found.node).dtype}"
+    layer = {tensor(base.node).dtype for base in found.bases}
+    if dtypes != layer or layer != {tensor(found.node).dtype}:
+        return f"the adapter computes in {dtypes}, the layer in {layer}"
     if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
         return "one term uses its weight transposed, another does not"
     spans = [(low.projection.node, low.start) for low in found.lows]
@@ -243,6 +252,15 @@ def _unwanted(found: _Sum, context: Context) -> str:
     if count < least:
         return f"{count} rows, fewer than extend_k.min_rows={least} of the preset"
     return FACTOR if any(low.scaled for low in found.lows) else ""
+
+
+def _chained(members: Sequence[_Sum], order: Mapping[fx.Node, int]) -> str:
+    projections = [low.projection for m in members for low in m.lows]
+    inputs = [*members[0].blocks, *(n for p in projections for n in (p.lhs, p.rhs))]
+    results = [*(m.node for m in members), *(p.node for p in projections)]
+    if computed_from(inputs, results, order):
+        return "an input of the wide product is computed from its result"
+    return ""
 
 
 def _group_rejected(members: Sequence[_Sum]) -> str:
@@ -410,5 +428,5 @@ def _recompute(x: fx.Node) -> None:
     What it is computed from (the residual stream, a gate and its factor) is kept for its own
     backward anyway.
     """
-    if torch.Tag.pointwise in getattr(x.target, "tags", ()):
+    if torch.Tag.pointwise in getattr(x.target, "tags", ()) and "recompute" not in x.meta:
         x.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
