@@ -52,7 +52,14 @@ from inductor_q.passes.graph import (
     rows,
     tensor,
 )
-from inductor_q.passes.products import MAX_RANK, Product, as_product, is_rank, packed_weight
+from inductor_q.passes.products import (
+    MAX_RANK,
+    Product,
+    as_product,
+    as_scaled,
+    is_rank,
+    packed_weight,
+)
 from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS at 4096 x 12288: K=4160 costs 3.7 % over 4096, K=4112 5.8 %
@@ -198,9 +205,9 @@ def _as_low(product: Product) -> _Low | None:
     if not is_rank(product.inner, product.cols):
         return None
     node = peel_rows(product.lhs)
-    scaled = node.target is MUL and isinstance(node.args[1], (int, float))
-    if scaled:
-        node = peel_rows(arg(node, 0))
+    scaled = as_scaled(node)
+    if scaled is not None:
+        node = peel_rows(scaled[0])
     start, end = 0, product.inner
     span = columns(node)
     if span is not None:
@@ -208,7 +215,7 @@ def _as_low(product: Product) -> _Low | None:
     projection = as_product(node)
     if projection is None or projection.weight is not None or projection.cols > MAX_RANK:
         return None
-    return _Low(product, projection, start, end, scaled)
+    return _Low(product, projection, start, end, scaled is not None)
 
 
 def _hidden(leaf: fx.Node) -> str:

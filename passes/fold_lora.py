@@ -38,7 +38,7 @@ from inductor_q.passes.graph import (
     replay,
     tensor,
 )
-from inductor_q.passes.products import MAX_RANK
+from inductor_q.passes.products import MAX_RANK, as_scaled
 from inductor_q.passes.runner import Site
 
 LAYOUT = VIEWS | {PERMUTE}
@@ -51,9 +51,7 @@ FLOAT32 = (
 
 @dataclass(frozen=True)
 class _Drop:
-    """The node is `source` by another name."""
-
-    source: fx.Node
+    """The node has the value of its input, or for a cast, of what that was cast from."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,15 @@ class _MoveScale:
     """`scaled` (= `plain` * `factor`) is an input or the output of the product `mm`."""
 
     scaled: fx.Node
-    plain: fx.Node
-    factor: float
+    factor: float | fx.Node
     mm: fx.Node
+    is_output: bool
+
+    @property
+    def plain(self) -> fx.Node:
+        """As it is now: moving another factor may have replaced it."""
+        mul = self.scaled if self.scaled.target is MUL else arg(self.scaled, 0)
+        return arg(mul, 0)
 
 
 @dataclass(frozen=True)
@@ -78,19 +82,26 @@ class FoldLora:
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         demoted: dict[fx.Node, torch.dtype] = {}
+        scalars: dict[fx.Node, fx.Node] = {}
+        scales: list[Site] = []  # moved when nothing but layout stands between them and a product
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
             if node.target is CLONE and _is_product(node.args[0]) and not node.kwargs:
-                yield Site(node, plan=_Drop(node.args[0]))
-            elif node.target is CAST and (source := _widened_from(node)) is not None:
-                yield Site(node, plan=_Drop(source))
-            elif node.target is MUL and is_tensor(node) and isinstance(node.args[1], (int, float)):
-                yield from _scale_sites(node, context)
+                if not _is_returned(node):
+                    yield Site(node, plan=_Drop())
+            elif node.target is CAST and _casts_nothing(node) and not _is_returned(node):
+                yield Site(node, plan=_Drop())
+            elif is_tensor(node) and (found := as_scaled(node)) is not None:
+                plain, factor = found
+                if isinstance(factor, fx.Node):  # forward and backward cast it apart
+                    factor = scalars.setdefault(_peel_casts(factor), factor)
+                scales += _scale_sites(node, plain, factor, context)
             elif node.target is MM and is_low_rank(node):
                 dtype = _upcast_from(node, demoted)
                 if dtype is not None:
                     demoted[node] = dtype
+        yield from scales
         # Last: what moves a factor still knows the products by their nodes.
         for node, dtype in demoted.items():
             rejected = "" if context.numerics == "relaxed" else FLOAT32
@@ -99,7 +110,11 @@ class FoldLora:
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         plan = site.plan
         if isinstance(plan, _Drop):
-            site.node.replace_all_uses_with(plan.source)
+            # The inputs as they are now: an earlier site may have replaced them.
+            source = arg(site.node, 0)
+            if tensor(source).dtype is not tensor(site.node).dtype:
+                source = arg(source, 0)
+            site.node.replace_all_uses_with(source)
             graph.erase_node(site.node)
         elif isinstance(plan, _MoveScale):
             _move_scale(graph, plan)
@@ -120,27 +135,34 @@ def _is_product(node: object) -> bool:
     return isinstance(node, fx.Node) and node.target is MM
 
 
-def _widened_from(cast: fx.Node) -> fx.Node | None:
-    """The 16-bit tensor that was cast to float32 to be cast back here (autocast does)."""
-    wide = arg(cast, 0)
+def _is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns the node or a view of it: its memory must stay its own."""
+    return any(u.op == "output" or (u.target in LAYOUT and _is_returned(u)) for u in node.users)
+
+
+def _casts_nothing(cast: fx.Node) -> bool:
+    """Whether a tensor is cast to the dtype it has, or a 16-bit one to float32 and back here
+    (autocast does; scalar tensors leave the former)."""
+    wide, dtype = arg(cast, 0), tensor(cast).dtype
+    if tensor(wide).dtype is dtype:
+        return True
     if wide.target is not CAST or tensor(wide).dtype is not torch.float32:
-        return None
-    source = arg(wide, 0)
-    return source if tensor(source).dtype is tensor(cast).dtype else None
+        return False
+    return dtype in (torch.bfloat16, torch.float16) and tensor(wide.args[0]).dtype is dtype
 
 
-def _scale_sites(node: fx.Node, context: Context) -> Iterator[Site]:
+def _scale_sites(
+    node: fx.Node, plain: fx.Node, factor: float | fx.Node, context: Context
+) -> Iterator[Site]:
     """Where the factor of `node` = plain * factor may go: to a product below, or those above."""
-    plain, factor = node.args
-    assert isinstance(plain, fx.Node) and isinstance(factor, (int, float))
     found = []
     below = _peel_layout(plain)
     if below.target is MM and is_low_rank(below) and _single_use_chain(plain, below):
-        found.append(_MoveScale(node, plain, float(factor), below))
+        found.append(_MoveScale(node, factor, below, is_output=True))
     else:
         products = _products_above(node)
         if products and all(is_low_rank(p) for p in products):
-            found += [_MoveScale(node, plain, float(factor), p) for p in products]
+            found += [_MoveScale(node, factor, p, is_output=False) for p in products]
     for plan in found:
         reason = STRICT if context.numerics == "strict" else ""
         yield Site(plan.mm, reason, plan=plan, by_choice=True)
@@ -148,6 +170,12 @@ def _scale_sites(node: fx.Node, context: Context) -> Iterator[Site]:
 
 def _peel_layout(node: fx.Node) -> fx.Node:
     while node.target in LAYOUT:
+        node = arg(node, 0)
+    return node
+
+
+def _peel_casts(node: fx.Node) -> fx.Node:
+    while node.target is CAST:
         node = arg(node, 0)
     return node
 
@@ -163,16 +191,17 @@ def _single_use_chain(top: fx.Node, bottom: fx.Node) -> bool:
 
 
 def _products_above(node: fx.Node) -> list[fx.Node]:
-    """The products that use `node` through views and permutes only; empty if anything else does."""
+    """The products that use `node` through views and permutes only, those that use it twice twice;
+    empty if anything else does."""
     found: list[fx.Node] = []
     for user in node.users:
-        if user.target in LAYOUT:
+        if user.target in LAYOUT or (user.target is CAST and _casts_nothing(user)):
             above = _products_above(user)
             if not above:
                 return []
             found += above
         elif user.target is MM:
-            found.append(user)
+            found += [user] * user.args.count(node)
         else:
             return []
     return found
@@ -185,8 +214,8 @@ def _upcast_from(mm: fx.Node, demoted: Mapping[fx.Node, torch.dtype]) -> torch.d
         return None
     for operand in (arg(mm, 0), arg(mm, 1)):
         node = _peel_layout(operand)
-        while node.target is MUL and isinstance(node.args[1], (int, float)):
-            node = _peel_layout(arg(node, 0))
+        while (scaled := as_scaled(node)) is not None:
+            node = _peel_layout(scaled[0])
         if node in demoted:
             return demoted[node]
         if node.target is CAST:
@@ -198,10 +227,9 @@ def _upcast_from(mm: fx.Node, demoted: Mapping[fx.Node, torch.dtype]) -> torch.d
 
 def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
     mm = plan.mm
-    scaled_is_output = _peel_layout(plan.plain) is mm
     lhs, rhs = mm.args
     assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
-    if scaled_is_output:
+    if plan.is_output:
         plan.scaled.replace_all_uses_with(plan.plain)
         graph.erase_node(plan.scaled)
     else:
@@ -234,7 +262,7 @@ def _place(lhs: fx.Node, rhs: fx.Node, plan: _MoveScale) -> str:
     for side, node in (("lhs", lhs), ("rhs", rhs)):
         inner = below = _peel_layout(node)
         while below.target is CAST:
-            below = _peel_layout(arg(below, 0))
+            below = _peel_layout(_peel_casts(below))
         if below.op == "placeholder" and (
             _numel(below) <= max(_numel(mm), 1)
             or _times(inner, plan.factor) not in (None, plan.scaled)
@@ -244,7 +272,7 @@ def _place(lhs: fx.Node, rhs: fx.Node, plan: _MoveScale) -> str:
     return min(sizes, key=sizes.__getitem__)
 
 
-def _scaled(graph: fx.Graph, node: fx.Node, factor: float, like: fx.Node) -> fx.Node:
+def _scaled(graph: fx.Graph, node: fx.Node, factor: float | fx.Node, like: fx.Node) -> fx.Node:
     """`node * factor`, with the product below layout changes so that equal ones are one node."""
     if node.target in LAYOUT:
         inner = _scaled(graph, arg(node, 0), factor, like)
@@ -259,9 +287,13 @@ def _scaled(graph: fx.Graph, node: fx.Node, factor: float, like: fx.Node) -> fx.
     return scaled
 
 
-def _times(node: fx.Node, factor: float) -> fx.Node | None:
-    """`node * factor`, where the graph has it."""
-    return next((u for u in node.users if u.target is MUL and u.args == (node, factor)), None)
+def _times(node: fx.Node, factor: float | fx.Node) -> fx.Node | None:
+    """`node * factor` in the dtype of `node`, where the graph has it."""
+    for user in node.users:
+        same = user.target is MUL and user.args == (node, factor)
+        if same and tensor(user).dtype == tensor(node).dtype:
+            return user
+    return None
 
 
 def _replay(graph: fx.Graph, node: fx.Node, old: fx.Node, new: fx.Node, before: fx.Node) -> fx.Node:

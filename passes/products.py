@@ -8,7 +8,16 @@ import torch
 from torch import fx
 
 from inductor_q import ops
-from inductor_q.passes.graph import MM, arg, is_tensor, peel_rows, peel_transposes, tensor
+from inductor_q.passes.graph import (
+    CAST,
+    MM,
+    MUL,
+    arg,
+    is_tensor,
+    peel_rows,
+    peel_transposes,
+    tensor,
+)
 
 assert ops  # its import defines the qfuse:: vocabulary
 
@@ -51,6 +60,25 @@ def as_product(node: object) -> Product | None:
     lhs, rhs = arg(node, 0), arg(node, 1)
     product = Product(node, lhs, rhs, peel_rows(lhs))
     return product if product.inner > 0 and product.cols > 0 else None
+
+
+def as_scaled(node: fx.Node) -> tuple[fx.Node, float | fx.Node] | None:
+    """`(x, factor)` where `node` is `x * factor` in the dtype of x, the factor a number or a scalar
+    tensor: under dynamic shapes Dynamo hands in a module's float as one, and casts around it.
+    """
+    mul = node
+    if node.target is CAST and len(arg(node, 0).users) == 1:
+        mul = arg(node, 0)
+    if mul.target is not MUL or mul.kwargs or not is_tensor(mul.args[0]):
+        return None
+    x, factor = mul.args
+    if tensor(x).dim() == 0 or tensor(x).dtype != tensor(node).dtype:
+        return None
+    if mul is not node and (tensor(mul).dtype == tensor(x).dtype or not is_tensor(factor)):
+        return None
+    if isinstance(factor, (int, float)):
+        return x, float(factor)
+    return (x, factor) if is_tensor(factor) and tensor(factor).dim() == 0 else None
 
 
 def is_rank(size: int, of: int) -> bool:
