@@ -97,7 +97,7 @@ class FoldLora:
                 if isinstance(factor, fx.Node):  # forward and backward cast it apart
                     factor = scalars.setdefault(_peel_casts(factor), factor)
                 scales += _scale_sites(node, plain, factor, context)
-            elif node.target is MM and is_low_rank(node):
+            elif node.target is MM and is_low_rank(node) and _is_one_of_two(node):
                 dtype = _upcast_from(node, demoted)
                 if dtype is not None:
                     demoted[node] = dtype
@@ -126,6 +126,28 @@ def is_low_rank(mm: fx.Node) -> bool:
     """One of the product's three sizes is a LoRA rank."""
     a, b = tensor(mm.args[0]), tensor(mm.args[1])
     return any(isinstance(s, int) and s <= MAX_RANK for s in (a.shape[0], a.shape[1], b.shape[1]))
+
+
+def _is_one_of_two(mm: fx.Node) -> bool:
+    """Whether the product reads another or is read by one, as an adapter's are forward and
+    backward: not a router's or a head's, which are in float32 on purpose."""
+    return any(_peel_factors(arg(mm, i)).target is MM for i in range(2)) or _feeds_product(mm)
+
+
+def _peel_factors(node: fx.Node) -> fx.Node:
+    node = _peel_layout(node)
+    while (scaled := as_scaled(node)) is not None:
+        node = _peel_layout(scaled[0])
+    return node
+
+
+def _feeds_product(node: fx.Node) -> bool:
+    for user in node.users:
+        scaled = as_scaled(user)
+        below = user.target in LAYOUT or (scaled is not None and scaled[0] is node)
+        if user.target is MM or (below and _feeds_product(user)):
+            return True
+    return False
 
 
 def _is_product(node: object) -> bool:
@@ -213,9 +235,7 @@ def _upcast_from(mm: fx.Node, demoted: Mapping[fx.Node, torch.dtype]) -> torch.d
     if tensor(mm).dtype is not torch.float32:
         return None
     for operand in (arg(mm, 0), arg(mm, 1)):
-        node = _peel_layout(operand)
-        while (scaled := as_scaled(node)) is not None:
-            node = _peel_layout(scaled[0])
+        node = _peel_factors(operand)
         if node in demoted:
             return demoted[node]
         if node.target is CAST:
