@@ -79,9 +79,12 @@ def qfuse(
     patches = {
         **(FUSION_LIMITS if provider == kernels.POINTWISE else {}),
         **resolved.inductor,
-        "joint_custom_pre_pass": JointPasses(context, inductor_config.joint_custom_pre_pass),
-        "custom_partitioner_fn": Partitioner(context, inductor_config.custom_partitioner_fn),
     }
+    for name, hook in (
+        ("joint_custom_pre_pass", JointPasses),
+        ("custom_partitioner_fn", Partitioner),
+    ):
+        patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
     _last = report
     with functorch_config.patch(
         autograd_cache_allow_custom_autograd_functions=bodies_are_cacheable(gm)
@@ -89,7 +92,7 @@ def qfuse(
     ):
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
     key = report_key(gm, example_inputs, context)
-    if report.passes:
+    if report.passes or not resolved.passes:
         store_report(key, report)
     else:  # the AOTAutograd cache had it: no pass has run
         _last = report = load_report(key, report)
@@ -164,6 +167,11 @@ def _new_report(resolved: Resolved, device: torch.device) -> Report:
 
 def _tell(report: Report, resolved: Resolved) -> None:
     log.info(report.summary())
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "qfuse_report", "encoding": "json"},
+        payload_fn=report.to_json,
+    )
     if resolved.report:
         _written.setdefault(resolved.report, []).append(report)
         documents = [r.to_dict() for r in _written[resolved.report]]
