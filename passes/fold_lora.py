@@ -184,7 +184,7 @@ def _scale_sites(
     else:
         products = _products_above(node)
         if products and all(is_low_rank(p) for p in products):
-            found += [_MoveScale(node, factor, p, is_output=False) for p in products]
+            found += [_MoveScale(node, factor, p, is_output=False) for p in dict.fromkeys(products)]
     for plan in found:
         reason = STRICT if context.numerics == "strict" else ""
         yield Site(plan.mm, reason, plan=plan, by_choice=True)
@@ -213,8 +213,7 @@ def _single_use_chain(top: fx.Node, bottom: fx.Node) -> bool:
 
 
 def _products_above(node: fx.Node) -> list[fx.Node]:
-    """The products that use `node` through views and permutes only, those that use it twice twice;
-    empty if anything else does."""
+    """The products that use `node` through views and permutes only; empty if anything else does."""
     found: list[fx.Node] = []
     for user in node.users:
         if user.target in LAYOUT or (user.target is CAST and _casts_nothing(user)):
@@ -223,7 +222,7 @@ def _products_above(node: fx.Node) -> list[fx.Node]:
                 return []
             found += above
         elif user.target is MM:
-            found += [user] * user.args.count(node)
+            found.append(user)
         else:
             return []
     return found
@@ -253,9 +252,14 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
         plan.scaled.replace_all_uses_with(plan.plain)
         graph.erase_node(plan.scaled)
     else:
-        # Views of the scaled tensor become views of the plain one, for this product alone.
+        # Views of the scaled tensor become views of the plain one, for one side of this product
+        # alone: a product of the tensor with itself has the factor twice.
+        old = mm.args
         lhs = _replay(graph, lhs, plan.scaled, plan.plain, mm)
-        rhs = _replay(graph, rhs, plan.scaled, plan.plain, mm)
+        if lhs is old[0]:
+            rhs = _replay(graph, rhs, plan.scaled, plan.plain, mm)
+        if (lhs, rhs) == old:
+            return  # by now, another factor stands between them
         mm.args = (lhs, rhs)
     if plan.factor == 1.0:
         return

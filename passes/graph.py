@@ -71,8 +71,10 @@ def emit(graph: fx.Graph, target: Any, args: Sequence[Any], like: fx.Node) -> fx
 
 
 def replay(graph: fx.Graph, view: fx.Node, source: fx.Node, like: fx.Node) -> fx.Node:
-    """The layout change `view`, of `source` instead of its own input."""
-    return emit(graph, view.target, (source, *view.args[1:]), like)
+    """The layout change `view`, of `source` instead of its own input, which may have had another
+    layout."""
+    copies = view.target in VIEWS and not tensor(source).is_contiguous()
+    return emit(graph, RESHAPE if copies else view.target, (source, *view.args[1:]), like)
 
 
 def hint(size: Any) -> int:
