@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._logging._internal import trace_structured
 
 from inductor_q import kernels, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
@@ -75,7 +76,7 @@ def qfuse(
         _last = report
         return compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
     context = Context(resolved, report, sources=_sources(gm))
-    provider = kernels.choose("dequantize", device.type, context.kernel("dequantize"))
+    provider = context.provider("dequantize", device)
     patches = {
         **(FUSION_LIMITS if provider == kernels.POINTWISE else {}),
         **resolved.inductor,
@@ -167,7 +168,7 @@ def _new_report(resolved: Resolved, device: torch.device) -> Report:
 
 def _tell(report: Report, resolved: Resolved) -> None:
     log.info(report.summary())
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "qfuse_report", "encoding": "json"},
         payload_fn=report.to_json,

@@ -69,7 +69,9 @@ class Canonicalize:
                 yield Site(node, rejected=found)
                 continue
             reason = _too_few_rows(node, found, context)
-            yield Site(node, reason, found.weight.operands[0], by_choice=True)
+            weight = found.weight.operands[0]
+            provider = context.provider("dequantize", tensor(node).device)
+            yield Site(node, reason, weight, by_choice=True, provider=provider)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node = site.node

@@ -71,7 +71,7 @@ def as_scaled(node: fx.Node) -> tuple[fx.Node, float | fx.Node] | None:
         mul = arg(node, 0)
     if mul.target is not MUL or mul.kwargs or not is_tensor(mul.args[0]):
         return None
-    x, factor = mul.args
+    x, factor = arg(mul, 0), mul.args[1]
     if tensor(x).dim() == 0 or tensor(x).dtype != tensor(node).dtype:
         return None
     if mul is not node and (tensor(mul).dtype == tensor(x).dtype or not is_tensor(factor)):

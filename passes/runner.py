@@ -23,8 +23,8 @@ class Site:
     """One place where a pass applies, or is refused for a reason a user can act on.
 
     `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
-    `plan` is what `apply` needs, `bytes_saved` what
-    backward no longer keeps. A rejection is `by_choice` where another plan is preferred: under
+    `plan` is what `apply` needs, `bytes_saved` what backward no longer keeps, `provider` who computes
+    the rewritten site. A rejection is `by_choice` where another plan is preferred: under
     `qfuse.strict` only the others are errors.
     """
 
@@ -33,6 +33,7 @@ class Site:
     weight: fx.Node | None = None
     plan: Any = field(default=None, compare=False, repr=False)
     by_choice: bool = False
+    provider: str = "aten"
     bytes_saved: int = 0
 
 
@@ -54,6 +55,7 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
             step.name,
             s.node,
             weight=s.weight,
+            provider="" if s.rejected else s.provider,
             rejected=s.rejected,
             by_choice=s.by_choice,
             bytes_saved=s.bytes_saved,

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
+from inductor_q import kernels
 from inductor_q.diagnostics.report import Report, SiteRecord
 from inductor_q.options import Resolved
 
@@ -42,6 +44,10 @@ class Context:
         """The provider asked for `op`: the user's, else the preset's, else "auto"."""
         return self.resolved.kernels.get(op, "auto")
 
+    def provider(self, op: str, device: torch.device) -> str:
+        """Who will compute `op` on a device in this compile."""
+        return kernels.choose(op, device.type, self.kernel(op))
+
     def count_provider(self, op: str, provider: str) -> None:
         self.report.count_provider(op, provider)
 
@@ -51,6 +57,7 @@ class Context:
         node: fx.Node,
         *,
         weight: fx.Node | None = None,
+        provider: str = "",
         rejected: str = "",
         by_choice: bool = False,
         bytes_saved: int = 0,
@@ -63,6 +70,7 @@ class Context:
             module=self.module_path(weight) or _from_stack(node),
             source=user_frame(node),
             shape=tuple(_number(s) for s in getattr(value, "shape", ())),
+            provider=provider,
             rejected=rejected,
             by_choice=by_choice,
             bytes_saved=bytes_saved,
