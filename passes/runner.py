@@ -23,8 +23,8 @@ class Site:
     """One place where a pass applies, or is refused for a reason a user can act on.
 
     `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
-    `plan` is what `apply` needs, `bytes_saved` what backward no longer keeps, `provider` who computes
-    the rewritten site. A rejection is `by_choice` where another plan is preferred: under
+    `plan` is what `apply` needs, `bytes_saved` what backward no longer keeps, `provider` who
+    computes the rewritten site. A rejection is `by_choice` where another plan is preferred: under
     `qfuse.strict` only the others are errors.
     """
 

@@ -19,9 +19,9 @@ import inductor_q
 from inductor_q.backend import qfuse
 from inductor_q.diagnostics.report import Report
 
-#: Small enough to compile in a second, so every plan must pay from the first row on; and compiled
-#: from nothing, so that the passes run.
-SMALL = {"qfuse.thresholds": {"extend_k.min_rows": 1}, "force_disable_caches": True}
+#: Small enough to compile in a second, so every plan must pay from the first row on; and out of no
+#: graph cache, so that the passes run (compiled C++ kernels are taken again).
+SMALL: dict[str, Any] = {"qfuse.thresholds": {"extend_k.min_rows": 1}, "fx_graph_cache": False}
 
 
 class Recorder(CustomGraphPass):
@@ -33,11 +33,9 @@ class Recorder(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         seen = fx.Graph()
-        output = seen.graph_copy(graph, {}, return_output_node=True)
-        if output is not None:
-            value, old = output
-            node = seen.output(value)
-            node.meta = copy.copy(old.meta)
+        copied: Any = seen.graph_copy(graph, {}, return_output_node=True)
+        value, output = copied
+        seen.output(value).meta = copy.copy(output.meta)
         self.graphs.append(seen)
 
     def uuid(self) -> str:
@@ -45,6 +43,18 @@ class Recorder(CustomGraphPass):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         return self
+
+
+class Between(nn.Module):
+    """A layer between two activations, as in a model: both of its inputs come from a kernel that
+    can write anywhere."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(x)))
 
 
 @dataclass

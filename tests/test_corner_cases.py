@@ -95,7 +95,7 @@ def test_sums_that_are_almost_an_adapter(name: str) -> None:
 
 def test_a_sum_that_promotes_the_layer_is_refused() -> None:
     def body(m: Layer, h: Tensor) -> Tensor:
-        return m.base(h) + m.low(h.float())
+        return m.base(h) + m.low(h.float())  # type: ignore[no-any-return]
 
     result = same_as_eager(Layer(body, adapter_dtype=FP32))
     assert "extend_k" not in result.applied and result.reasons["extend_k"]
@@ -106,7 +106,7 @@ def test_an_adapter_of_another_layers_result_is_refused() -> None:
 
     def body(m: Layer, h: Tensor) -> Tensor:
         first = m.base(h) + m.low(h)
-        return first + torch.tanh(m.base(h) + m.low(torch.tanh(first)))
+        return first + torch.tanh(m.base(h) + m.low(torch.tanh(first)))  # type: ignore[no-any-return]
 
     result = same_as_eager(Layer(body, n=K))
     assert "an input of the wide product is computed from its result" in result.reasons["extend_k"]
@@ -118,7 +118,7 @@ def test_a_projection_by_a_projection_is_not_stacked() -> None:
     def body(m: Layer, h: Tensor) -> Tensor:
         rows = h.flatten(0, 1)
         again = rows @ (rows.t() @ (rows @ m.a.t())) * 0.01
-        return m.base(h) + again.sum(-1).unflatten(0, (2, 48)).unsqueeze(-1)
+        return m.base(h) + again.sum(-1).unflatten(0, (2, 48)).unsqueeze(-1)  # type: ignore[no-any-return]
 
     result = same_as_eager(Layer(body))
     assert result.reasons["stack_adapters"] == {"one product is computed from another's result": 1}
@@ -172,7 +172,7 @@ def test_a_router_in_float32_is_no_adapter(numerics: str) -> None:
 
     def body(m: Layer, h: Tensor) -> Tensor:
         weights = (h.float() @ m.a.t()).softmax(-1)
-        return m.base(h) * weights[..., :1].to(BF16)
+        return m.base(h) * weights[..., :1].to(BF16)  # type: ignore[no-any-return]
 
     options = {"qfuse.numerics": numerics, "qfuse.strict": True}
     result = same_as_eager(Layer(body, adapter_dtype=FP32), options=options)

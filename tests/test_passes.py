@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from inductor_q import ops, testing
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.passes import PIPELINE
-from tests.compiling import Compiled, compile_step, step
+from tests.compiling import Between, Compiled, compile_step, step
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -38,18 +38,6 @@ FLOAT32 = (
 
 
 # --- layers -------------------------------------------------------------------------------------
-
-
-class Between(nn.Module):
-    """A layer between two activations, as in a model: both of its inputs come from a kernel that
-    can write anywhere."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(torch.tanh(x)))
 
 
 def linear(n: int = N, k: int = K, *, bias: bool = False, **quantization: Any) -> Any:
@@ -140,7 +128,8 @@ class SharedPlain(nn.Module):
         self.gate, self.up = linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.gate(x)) * self.up(x)
+        y: Tensor = torch.tanh(self.gate(x)) * self.up(x)
+        return y
 
 
 # --- what each case becomes ---------------------------------------------------------------------
@@ -364,7 +353,8 @@ class Linear049(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.base.weight
-        y: Tensor = MatMul4Bit049.apply(x, weight, weight.quant_state, self.base.bias)
+        layer: Any = MatMul4Bit049
+        y: Tensor = layer.apply(x, weight, weight.quant_state, self.base.bias)
         return y.clone() + (x @ self.a.t()) @ self.b.t() * 2.0
 
 

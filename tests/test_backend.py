@@ -1,0 +1,358 @@
+"""The backend from outside: how it is called, what it leaves alone, what it tells."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+import inductor_q
+from inductor_q import testing
+from inductor_q.backend import qfuse
+from inductor_q.diagnostics.report import Report
+from inductor_q.exc import NotFused
+from tests.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+BF16 = torch.bfloat16
+N, K = 128, 64
+ROOT = Path(__file__).parents[1]
+
+
+def lora(adapter_dtype: torch.dtype = BF16) -> nn.Module:
+    return Between(testing.lora_linear(N, K, adapter_dtype=adapter_dtype))
+
+
+def x_MK(rows: int = 48) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, rows, K, generator=generator).to(BF16).requires_grad_()
+
+
+def report() -> Report:
+    found = inductor_q.last_report()
+    assert found is not None
+    return found
+
+
+# --- calling it ---------------------------------------------------------------------------------
+
+
+def test_by_name() -> None:
+    if "qfuse" not in torch._dynamo.list_backends():
+        pytest.skip("the package is not installed: a bare checkout has no entry points")
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(lora(), backend="qfuse", options=SMALL)
+    compiled(x_MK())
+    assert report().applied()["canonicalize"] == 2
+
+
+def test_mode_as_an_argument() -> None:
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(lora(), backend=qfuse, mode="reduce-overhead")
+    compiled(x_MK())
+    assert report().options["triton.cudagraphs"]["source"] == "mode reduce-overhead"
+
+
+def test_mode_and_options_together() -> None:
+    options = {"qfuse.mode": "reduce-overhead", "max_autotune": False}
+    result = compile_step(lora(), x_MK(), options=options)
+    told = result.report.options
+    assert told["triton.cudagraphs"] == {"value": "True", "source": "mode reduce-overhead"}
+    assert told["max_autotune"] == {"value": "False", "source": "user"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qfuse.numeric": "strict"}, "unknown option 'qfuse.numeric'; did you mean 'qfuse.numer"),
+        ({"epilogue_fusoin": True}, "did you mean 'epilogue_fusion'"),
+        ({"qfuse.passes": {"extend": False}}, "unknown pass 'extend'"),
+        ({"max_autotune": "yes"}, "option 'max_autotune': 'yes' is not"),
+    ],
+)
+def test_a_wrong_option_says_so(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception) as raised:
+        compile_step(lora(), x_MK(), options=options)
+    assert message in str(raised.value)
+
+
+def test_dynamic_shapes() -> None:
+    module = lora()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=qfuse, options=SMALL, dynamic=True)
+    with testing.CompileTrace() as trace:
+        for rows in (24, 40, 17):
+            x = x_MK(rows)
+            expected = step(module, x, module=module)
+            output, grads = step(compiled, x, module=module)
+            assert testing.relative_error(output, expected[0]) < 0.01
+            for name, grad in expected[1].items():
+                assert testing.relative_error(grads[name], grad) < 0.01, (rows, name)
+    assert trace.graphs == 1 and not trace.breaks
+    assert report().applied()["extend_k"] == 2  # as with static shapes
+
+
+def test_fullgraph() -> None:
+    result = compile_step(lora(), x_MK(), fullgraph=True)
+    assert result.applied["extend_k"] == 2
+
+
+def test_a_decoder_layer_alone() -> None:
+    """Regional compilation: every layer of a kind shares one graph."""
+    pytest.importorskip("transformers")
+    config = testing.tiny_llama_config()
+    model = testing.qlora_model(config, adapter_dtype=BF16, randomize_adapters=True)
+    model.enable_input_require_grads()  # else the first layer is a graph of its own
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids, labels=ids)
+    expected.loss.backward()
+    wanted = gradients({}, model)
+    torch._dynamo.reset()
+    for layer in model.base_model.model.model.layers:
+        layer.compile(backend=qfuse, options=SMALL)
+    with testing.CompileTrace() as trace:
+        result = model(input_ids=ids, labels=ids)
+        result.loss.backward()
+    got = gradients({}, model)
+    assert trace.breaks == []
+    assert trace.graphs == 1
+    assert testing.relative_error(result.logits, expected.logits) < 0.05
+    flat = [torch.cat([g[n].flatten().double() for n in wanted]) for g in (got, wanted)]
+    assert testing.relative_error(flat[0], flat[1]) < 0.1
+    modules = {s.module for s in report().sites if s.pass_name == "canonicalize"}
+    assert {m.rpartition(".")[2] for m in modules} == set(testing.PROJECTIONS)
+
+
+def test_reset() -> None:
+    compile_step(lora(), x_MK())
+    assert inductor_q.last_report() is not None
+    torch.compiler.reset()
+    assert inductor_q.last_report() is None
+
+
+def test_without_quantized_weights_it_is_inductor() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, K), nn.LayerNorm(K))
+    x = torch.randn(8, K, requires_grad=True)
+    kernels = []
+    with inductor_config.patch(fx_graph_cache=False):
+        for backend in ("inductor", qfuse):
+            torch._dynamo.reset()
+            metrics.reset()
+            output, grads = step(torch.compile(module, backend=backend), x, module=module)
+            kernels.append((metrics.generated_kernel_count, output, grads))
+    stock, ours = kernels
+    assert ours[0] == stock[0] > 0
+    assert torch.equal(ours[1], stock[1])
+    assert all(torch.equal(ours[2][name], stock[2][name]) for name in stock[2])
+    assert report().passes == [] and report().sites == []
+
+
+# --- what it leaves alone -----------------------------------------------------------------------
+
+
+def configurations() -> list[dict[str, Any]]:
+    modules = (inductor_config, functorch_config, dynamo_config)
+    return [module.get_config_copy() for module in modules]
+
+
+NOISY: dict[str, Any] = {
+    "qfuse.mode": "max-autotune-no-cudagraphs",
+    "max_autotune": False,
+    "epilogue_fusion": False,
+    "realize_reads_threshold": 7,
+}
+
+
+def test_configuration_is_what_it_was_after_a_compile() -> None:
+    before = configurations()
+    result = compile_step(lora(), x_MK(), options=NOISY)
+    assert result.report.options["realize_reads_threshold"]["value"] == "7"
+    assert configurations() == before
+
+
+class Broken(Recorder):
+    def __call__(self, graph: fx.Graph) -> None:
+        raise ZeroDivisionError("broken on purpose")
+
+
+@pytest.mark.parametrize("hook", ["joint_custom_pre_pass", "post_grad_custom_post_pass"])
+def test_configuration_is_what_it_was_after_an_exception(hook: str) -> None:
+    torch._dynamo.reset()
+    with inductor_config.patch({hook: Broken()}):
+        before = configurations()
+        compiled: Any = torch.compile(lora(), backend=qfuse, options={**SMALL, **NOISY})
+        with pytest.raises(Exception, match="broken on purpose"):
+            compiled(x_MK())
+        assert configurations() == before
+
+
+def test_a_wrong_option_leaves_the_configuration_alone() -> None:
+    before = configurations()
+    with pytest.raises(Exception, match="unknown option"):
+        compile_step(lora(), x_MK(), options={"nonsense": 1})
+    assert configurations() == before
+
+
+class CountingPartitioner(CustomPartitionerFn):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        self.calls += 1
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "counting"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CountingPartitioner:
+        return self
+
+
+HOOKS = {
+    "joint_custom_pre_pass": 1,
+    "joint_custom_post_pass": 1,
+    "post_grad_custom_pre_pass": 2,
+    "post_grad_custom_post_pass": 2,
+}
+
+
+@pytest.mark.parametrize("given", ["configuration", "options"])
+def test_the_users_own_passes_keep_running(given: str) -> None:
+    """Given to torch or among the options; in the joint stage after ours."""
+    hooks: dict[str, Any] = {name: Recorder() for name in HOOKS}
+    hooks["custom_partitioner_fn"] = partitioner = CountingPartitioner()
+    torch._dynamo.reset()
+    patch = hooks if given == "configuration" else {}
+    options = hooks if given == "options" else {}
+    with inductor_config.patch(patch):
+        compiled: Any = torch.compile(lora(), backend=qfuse, options={**SMALL, **options})
+        compiled(x_MK()).sum().backward()
+    assert {name: len(hooks[name].graphs) for name in HOOKS} == HOOKS
+    assert partitioner.calls == 1
+    (joint,) = hooks["joint_custom_pre_pass"].graphs
+    assert "qfuse.dequantize" in {op_name(node) for node in joint.nodes}
+    assert report().applied()["keep_packed"] == 1
+
+
+def test_a_list_of_passes() -> None:
+    if torch.__version__ < "2.13":
+        pytest.skip("torch before 2.13 takes one pass a hook")
+    recorders = [Recorder(), Recorder()]
+    torch._dynamo.reset()
+    with inductor_config.patch(joint_custom_pre_pass=recorders):
+        compiled: Any = torch.compile(lora(), backend=qfuse, options=SMALL)
+        compiled(x_MK())
+    assert [len(r.graphs) for r in recorders] == [1, 1]
+
+
+# --- what it tells ------------------------------------------------------------------------------
+
+
+def test_strict_names_what_is_not_fused_and_why() -> None:
+    with pytest.raises(Exception) as raised:
+        compile_step(lora(torch.float32), x_MK(), options={"qfuse.strict": True})
+    inner = getattr(raised.value, "inner_exception", raised.value)
+    assert isinstance(inner, NotFused)
+    assert "not fused" in str(raised.value)
+    assert "layer.proj: float32 adapter on a 16-bit activation" in str(raised.value)
+    assert "set options={'qfuse.strict': False}" in str(raised.value)
+
+
+def test_strict_passes_where_everything_fused() -> None:
+    result = compile_step(lora(), x_MK(), options={"qfuse.strict": True})
+    assert result.applied["extend_k"] == 2
+
+
+def test_report_file_is_the_last_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    result = compile_step(lora(), x_MK(), options={"qfuse.report": str(path)})
+    document = json.loads(path.read_text())
+    assert document["schema_version"] >= 1
+    (written,) = document["compiles"]
+    assert written["preset"] == "cpu" and written["preset_reason"]
+    assert written["bytes_saved"] == result.report.bytes_saved == N * K * 2
+    fused = {site["pass_name"]: site for site in written["sites"]}
+    assert fused.keys() == {"canonicalize", "fold_lora", "extend_k", "keep_packed"}
+    for name in ("canonicalize", "extend_k", "keep_packed"):
+        assert fused[name]["module"] == "layer.proj"
+        assert fused[name]["source"].rpartition(":")[0].endswith(".py")
+        assert fused[name]["rejected"] == ""
+    assert sum(written["providers"]["dequantize"].values()) >= 1  # backward is compiled later
+    assert {p["name"] for p in written["passes"]} > {"canonicalize", "keep_packed"}
+    assert all(p["seconds"] >= 0 for p in written["passes"])
+
+
+def test_one_line_at_info(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="inductor_q"):
+        result = compile_step(lora(), x_MK())
+    lines = [r.getMessage() for r in caplog.records if r.name == "inductor_q"]
+    assert lines.count(result.report.summary()) == 1
+    (line,) = [x for x in lines if x.startswith("qfuse: preset")]
+    assert "preset cpu (" in line and "extend_k 2" in line and "\n" not in line
+
+
+class _Artifacts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        name = (getattr(record, "metadata", {}).get("artifact") or {}).get("name")
+        if name == "qfuse_report":
+            self.found.append(json.loads(record.payload))  # type: ignore[attr-defined]
+
+
+def test_the_report_is_an_artifact_of_torchs_trace() -> None:
+    from torch._logging._internal import trace_log
+
+    handler, level = _Artifacts(), trace_log.level
+    trace_log.addHandler(handler)
+    trace_log.setLevel(logging.DEBUG)
+    try:
+        result = compile_step(lora(), x_MK())
+    finally:
+        trace_log.removeHandler(handler)
+        trace_log.setLevel(level)
+    (artifact,) = handler.found
+    # Providers are counted when the (lazy) backward is lowered, after this was written.
+    assert artifact["sites"] == json.loads(result.report.to_json())["sites"]
+
+
+def test_torch_logs_takes_our_logger() -> None:
+    code = (
+        "import torch\n"
+        "from inductor_q import testing\n"
+        "from inductor_q.backend import qfuse\n"
+        "linear = testing.quantized_linear(torch.randn(64, 64).bfloat16())\n"
+        "torch.compile(linear, backend=qfuse)(torch.randn(4, 64).bfloat16())\n"
+    )
+    quiet = {**os.environ, "PYTHONPATH": str(ROOT)}
+    quiet.pop("TORCH_LOGS", None)
+    for env, told in (({**quiet, "TORCH_LOGS": "+inductor_q"}, True), (quiet, False)):
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+        assert ("qfuse: preset cpu" in result.stderr) == told, result.stderr

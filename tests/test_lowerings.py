@@ -1,0 +1,222 @@
+"""What the lowerings generate: one kernel where one is meant, no copies, no weight beyond the
+operand of the product."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
+
+from inductor_q import ops, testing
+from inductor_q.backend import qfuse
+from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.kernels import providers
+from tests.compiling import SMALL, Between
+
+bnb = pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+N, K, R, PAD = 256, 128, 16, 64
+INDUCTOR = {"qfuse.kernels": {"dequantize": "inductor"}}
+CPP = {"qfuse.kernels": {"dequantize": "cpp"}}
+
+needs_cpp = pytest.mark.skipif(
+    "cpp" not in providers("dequantize", "cpu"), reason="no C++ compiler for the CPU kernel"
+)
+
+
+def x_MK(rows: int = 96) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, K, generator=generator).to(BF16)
+
+
+class Decode(nn.Module):
+    """A weight's values, and what is done with them."""
+
+    def __init__(self, then: Any, dtype: torch.dtype, **quantization: Any) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        weight = torch.randn(N, K, generator=generator).to(BF16)
+        self.linear = testing.quantized_linear(weight, **quantization)
+        packed = self.linear.weight
+        self.operands, self.format, self.shape = bnb_operands(packed, packed.quant_state)
+        self.then, self.dtype = then, dtype
+
+    def forward(self) -> Tensor:
+        values = ops.dequantize(self.operands, self.format, self.shape, self.dtype)
+        result: Tensor = self.then(values)
+        return result
+
+
+def code_of(fn: Any, *args: Any, options: dict[str, Any], backward: bool = False) -> Any:
+    """The result and the generated code, forward and backward joined."""
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(fn, backend=qfuse, options={**SMALL, **options})
+    if backward:
+        result, codes = run_fw_bw_and_get_code(lambda: compiled(*args))
+    else:
+        with torch.no_grad():
+            result, codes = run_and_get_code(compiled, *args)
+    return result, codes
+
+
+def kernels(code: str) -> list[str]:
+    """The body of every generated C++ kernel."""
+    return re.findall(r"async_compile\.cpp_pybinding\(.*?'''(.*?)'''", code, re.S)
+
+
+def allocations(code: str) -> list[tuple[int, ...]]:
+    """Shapes of the buffers that the generated code allocates, constants and all."""
+    found = re.findall(r"empty_strided_\w+\(\(([^)]*)\)", code)
+    return [tuple(int(size) for size in shape.split(",") if size.strip()) for shape in found]
+
+
+def decodes(kernel: str) -> bool:
+    """The NF4 codebook's smallest value but one is in no kernel by chance."""
+    return "0.6961928" in kernel
+
+
+# --- the values ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("nested", [True, False])
+def test_pointwise_lowering_is_bitwise_eager(dtype: torch.dtype, nested: bool) -> None:
+    for quant_type in ("nf4", "fp4"):
+        module = Decode(lambda values: values, dtype, nested=nested, quant_type=quant_type)
+        got, codes = code_of(module, options=INDUCTOR)
+        assert "qfuse.dequantize" not in codes[0]
+        state = module.linear.weight.quant_state
+        state.dtype = dtype
+        assert torch.equal(got, bnb.functional.dequantize_4bit(module.linear.weight.data, state))
+        assert torch.equal(got, module())
+
+
+def _halved(values: Tensor) -> Tensor:
+    return (values * 0.5).to(BF16)
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.t().contiguous()
+
+
+def _all(values: Tensor) -> Tensor:
+    return (values.t() + 1).to(FP16).contiguous()
+
+
+@pytest.mark.parametrize("then", [_halved, _transposed, _all])
+def test_casts_and_transposes_join_the_decode(then: Any) -> None:
+    module = Decode(then, FP32)  # from 16 bits, Inductor would skip the rounding in between
+    got, (code,) = code_of(module, options=INDUCTOR)
+    assert torch.equal(got, module())
+    (kernel,) = kernels(code)
+    assert decodes(kernel)
+    assert len(allocations(code)) == 1  # the result
+
+
+def slices(code: str, shape: tuple[int, int], *, start: int) -> list[tuple[str, str]]:
+    """Buffers that are a slice of the columns of a wide one: `(slice, wide)`."""
+    geometry = rf"\({shape[0]}, {shape[1]}\), \({K + PAD}, 1\), {start}"
+    return re.findall(rf"(\w+) = reinterpret_tensor\((\w+), {geometry}\)", code)
+
+
+# --- extend_k -----------------------------------------------------------------------------------
+
+
+def test_decode_and_concatenation_are_one_kernel() -> None:
+    """The weight is decoded into its columns of the wide operand, beside the adapter's: no weight
+    of its own, no copy."""
+    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16)).eval()
+    x = x_MK()
+    got, (code,) = code_of(module, x, options=INDUCTOR)
+    with torch.no_grad():
+        assert testing.relative_error(got, module(x)) < 0.01
+    assert allocations(code).count((N, K + PAD)) == 1
+    assert (N, K) not in allocations(code)
+    assert (K, N) not in allocations(code)
+    assert [decodes(k) for k in kernels(code)].count(True) == 1
+    # It is called with both parts of the wide buffer, the weight's and the adapter's.
+    ((weight, wide),) = slices(code, (N, K), start=0)
+    ((adapter, same),) = slices(code, (N, PAD), start=K)
+    assert wide == same
+    (call,) = [c for c in re.findall(r"cpp_fused_\w*\((.*)\)", code) if weight in c.split(", ")]
+    assert adapter in call.split(", ")
+    assert re.search(rf"mm\(\w+, reinterpret_tensor\({wide}, \({K + PAD}, {N}\)", code)
+    # Neither x nor the projection is copied: tanh writes into the wide input, mm beside it.
+    assert allocations(code).count((96, K + PAD)) == 1
+    assert (96, K) not in allocations(code)
+    assert (96, PAD) not in allocations(code) and (96, R) not in allocations(code)
+    assert "aten.cat" not in code and ".copy_(" not in code
+
+
+@needs_cpp
+def test_the_extern_kernel_writes_into_a_slice_of_the_wide_operand() -> None:
+    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16)).eval()
+    x = x_MK()
+    got, (code,) = code_of(module, x, options=CPP)
+    with torch.no_grad():
+        assert testing.relative_error(got, module(x)) < 0.01
+    ((part, wide),) = slices(code, (N, K), start=0)
+    assert re.search(rf"dequantize\(.*out={part}\)", code)
+    assert re.search(rf"mm\(\w+, reinterpret_tensor\({wide}, \({K + PAD}, {N}\)", code)
+    assert allocations(code).count((N, K + PAD)) == 1
+    assert (N, K) not in allocations(code)
+    assert not [k for k in kernels(code) if decodes(k)]
+    assert "aten.cat" not in code and ".copy_(" not in code
+
+
+@needs_cpp
+@pytest.mark.parametrize("options", [INDUCTOR, CPP], ids=["inductor", "cpp"])
+def test_backward_decodes_into_its_wide_operand_too(options: dict[str, Any]) -> None:
+    """`[dY | dY s B] @ [W ; A]`: the weight in its rows, the adapter below."""
+    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16))
+    _, codes = code_of(module, x_MK().requires_grad_(), options=options, backward=True)
+    forward, backward = codes
+    assert (N + PAD, K) in allocations(backward)
+    for code in (forward, backward):
+        assert (N, K) not in allocations(code)
+        assert (K, N) not in allocations(code)
+
+
+@needs_cpp
+def test_without_extend_k_the_weight_is_the_operand_of_the_product() -> None:
+    """The converse, so that the tests above can fail."""
+    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16)).eval()
+    options = {**CPP, "qfuse.passes": {"extend_k": False}}
+    _, (code,) = code_of(module, x_MK(), options=options)
+    assert allocations(code).count((N, K)) == 1
+    assert (N, K + PAD) not in allocations(code)
+
+
+# --- choosing -----------------------------------------------------------------------------------
+
+
+def test_the_provider_is_reported() -> None:
+    import inductor_q
+
+    for options, name in ((INDUCTOR, "inductor"), ({"qfuse.kernels": {}}, None)):
+        code_of(Decode(lambda values: values, BF16), options=options)
+        report = inductor_q.last_report()
+        assert report is not None
+        expected = name or next(iter(providers("dequantize", "cpu")), "inductor")
+        assert report.providers == {"dequantize": {expected: 1}}
+
+
+def test_registration_leaves_other_backends_as_they_were() -> None:
+    """Under backend="inductor" our ops still lower, and bitsandbytes' stay calls."""
+    linear = Decode(lambda values: values, BF16).linear
+    x = x_MK()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(linear, backend="inductor")
+        got, (code,) = run_and_get_code(compiled, x)
+        assert torch.equal(got, linear(x))
+    assert "torch.ops.bitsandbytes." in code
+    module = Decode(lambda values: values, BF16)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(module, backend="inductor")(), module())
