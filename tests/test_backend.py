@@ -120,22 +120,30 @@ def test_a_decoder_layer_alone() -> None:
     config = testing.tiny_llama_config()
     model = testing.qlora_model(config, adapter_dtype=BF16, randomize_adapters=True)
     model.enable_input_require_grads()  # else the first layer is a graph of its own
-    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-    expected = model(input_ids=ids, labels=ids)
-    expected.loss.backward()
-    wanted = gradients({}, model)
+    batches = [
+        torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(seed))
+        for seed in range(6)
+    ]
+
+    def steps(module: Any) -> Tensor:
+        """Every gradient of every batch as one vector: one batch alone is mostly chance."""
+        found = []
+        for ids in batches:
+            module(input_ids=ids, labels=ids).loss.backward()
+            of_batch = gradients({}, module)
+            assert len(of_batch) == 2 * 7 * 2
+            found += [of_batch[name].double().flatten() for name in sorted(of_batch)]
+        return torch.cat(found)
+
+    eager, exact = steps(model), steps(testing.reference_model(model))
     torch._dynamo.reset()
     for layer in model.base_model.model.model.layers:
         layer.compile(backend=qfuse, options=SMALL)
     with testing.CompileTrace() as trace:
-        result = model(input_ids=ids, labels=ids)
-        result.loss.backward()
-    got = gradients({}, model)
+        got = steps(model)
     assert trace.breaks == []
     assert trace.graphs == 1
-    assert testing.relative_error(result.logits, expected.logits) < 0.05
-    flat = [torch.cat([g[n].flatten().double() for n in wanted]) for g in (got, wanted)]
-    assert testing.relative_error(flat[0], flat[1]) < 0.1
+    assert testing.relative_error(got, exact) <= 1.25 * testing.relative_error(eager, exact)
     modules = {s.module for s in report().sites if s.pass_name == "canonicalize"}
     assert {m.rpartition(".")[2] for m in modules} == set(testing.PROJECTIONS)
 
