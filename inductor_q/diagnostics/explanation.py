@@ -1,0 +1,203 @@
+"""What one observed run did: the data behind `qfuse explain`, its JSON, its HTML and its budgets.
+
+Plain frozen records, filled by the observer, read by the renderers. A field is added here first;
+`docs/explain.schema.json` is generated from these classes and a test compares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in Python source. `text` is the line as it stood when the run ended."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else ""
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A distinct graph break: the same cause at the same place, `count` times.
+
+    `user` is the innermost frame of the user's own code, `origin` the frame that broke and
+    `library` the distribution that owns it ("peft 0.21.2", or "your code"). `gb_id` is torch's
+    ("GB0170"; empty where torch gives none), `fix` what to change, in one sentence.
+    """
+
+    reason: str
+    count: int = 1
+    gb_id: str = ""
+    explanation: str = ""
+    hints: tuple[str, ...] = ()
+    fix: str = ""
+    library: str = ""
+    user: Frame = Frame()
+    origin: Frame = Frame()
+    compile_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A distinct reason to compile a function again: the guard that failed, and on what values."""
+
+    function: str
+    where: Frame
+    guard: str
+    before: str = ""
+    after: str = ""
+    fix: str = ""
+    count: int = 1
+    hit_limit: bool = False
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A frame that ran in eager mode although it was to be compiled."""
+
+    function: str
+    where: Frame
+    reason: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class SuppressedError:
+    """An error that `suppress_errors` turned into eager execution."""
+
+    function: str
+    where: Frame
+    error: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class CudagraphSkip:
+    reason: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Wall seconds of one compile phase, over all compiles; phases nest, so they do not add up."""
+
+    name: str
+    seconds: float
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What one op's outputs keep alive from forward to backward (inputs and weights not counted)."""
+
+    op: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass did at a layer: rewritten by `provider`, or `rejected` with the reason."""
+
+    pass_name: str
+    provider: str = ""
+    rejected: str = ""
+    by_choice: bool = False
+    bytes_saved: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Fusion coverage of one quantized linear or expert.
+
+    `status`: "fused" (its dequantization is in a rewritten product), "canonical" (recognized, its
+    adapter or product left alone), "rejected" (`reason` says why), "unseen" (in no compiled graph).
+    `would` is true where another backend compiled it and the steps are what qfuse would do.
+    """
+
+    module: str
+    kind: str
+    format: str
+    status: str
+    reason: str = ""
+    shape: tuple[int, ...] = ()
+    source: str = ""
+    steps: tuple[Step, ...] = ()
+    would: bool = False
+
+
+@dataclass(frozen=True)
+class Compile:
+    """One graph that a backend compiled."""
+
+    compile_id: str
+    function: str
+    where: Frame
+    backend: str
+    ops: int = 0
+    seconds: float = 0.0
+    cached: bool = False
+    stack: str = ""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How the target ended: its exit status, the exception that left it, the signal that ended it."""
+
+    status: int = 0
+    exception: str = ""
+    signal: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything observed in one process of a run; `rank` of `world_size` under torchrun."""
+
+    target: str
+    argv: tuple[str, ...] = ()
+    exit: Exit = Exit()
+    rank: int = 0
+    world_size: int = 1
+    created: float = 0.0
+    seconds: float = 0.0
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, dict[str, str]] = field(default_factory=dict)
+    compiles: tuple[Compile, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()
+    recompiles: tuple[Recompile, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
+    suppressed: tuple[SuppressedError, ...] = ()
+    cudagraph_skips: tuple[CudagraphSkip, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    saved: tuple[SavedTensors, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    warnings: tuple[str, ...] = ()
+    dump: str = ""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def break_count(self) -> int:
+        return sum(b.count for b in self.breaks)
+
+    @property
+    def recompile_count(self) -> int:
+        return sum(r.count for r in self.recompiles)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(s.bytes for s in self.saved)
+
+    @property
+    def fused_share(self) -> float:
+        """Fused layers of all quantized layers; 1.0 where there are none."""
+        fused = sum(layer.status == "fused" for layer in self.layers)
+        return fused / len(self.layers) if self.layers else 1.0
