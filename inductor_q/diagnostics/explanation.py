@@ -96,7 +96,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What one op's outputs keep alive from forward to backward (inputs and weights not counted)."""
+    """What one op's outputs keep alive for backward (inputs and weights not counted)."""
 
     op: str
     count: int
@@ -151,7 +151,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Exit:
-    """How the target ended: its exit status, the exception that left it, the signal that ended it."""
+    """How the target ended: exit status, the exception that left it, the signal."""
 
     status: int = 0
     exception: str = ""
