@@ -1,0 +1,51 @@
+"""`qfuse`: the command line. `commands/` holds one file a command; this only picks one and runs it.
+
+Nothing heavy is imported before a command runs, so `qfuse --help` answers at once. Exit status: 0,
+1 where a command found what it was asked to look for (a budget missed, a run that got worse), 2 for
+a mistake in how it was called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from inductor_q import __version__
+from inductor_q.commands import COMMANDS
+from inductor_q.exc import QfuseError
+
+USAGE_ERROR = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line: what `--help` prints and docs/cli.md describes."""
+    top = argparse.ArgumentParser(
+        prog="qfuse",
+        description="What torch.compile made of a model with quantized weights, and why.",
+    )
+    top.add_argument("--version", action="version", version=f"qfuse {__version__}")
+    subparsers = top.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(subparsers)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status of the process."""
+    args = parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except QfuseError as error:
+        print(f"qfuse: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except BrokenPipeError:  # `qfuse options | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

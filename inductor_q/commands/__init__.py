@@ -1,0 +1,29 @@
+"""The commands of `qfuse`, in the order of its help: one module each.
+
+A module has `register(subparsers)`, which adds its parser with `set_defaults(run=main)`, and
+`main(args)`, which runs it and returns the exit status. It imports what it needs inside `main`:
+importing it must not load torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Protocol
+
+from inductor_q.commands import formats, options, passes, presets
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+class Command(Protocol):
+    __name__: str
+
+    def register(self, subparsers: Subparsers) -> None: ...
+
+    def main(self, args: argparse.Namespace) -> int: ...
+
+
+COMMANDS: tuple[Command, ...] = (passes, presets, formats, options)
+
+__all__ = ["COMMANDS", "Command"]

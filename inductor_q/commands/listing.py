@@ -1,0 +1,102 @@
+"""What the commands that print a registry share: a table, as text, JSON or Markdown.
+
+Text fits 80 columns on a pipe and the window on a terminal, where the heads are bold; Markdown is
+what docs/reference.md is made of, JSON has one object a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from inductor_q.commands import Subparsers
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under column heads; `note` is a sentence that stands above it.
+
+    The last column takes what room is left and wraps; the others keep their width.
+    """
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    title: str = ""
+    note: str = ""
+
+    def records(self) -> list[dict[str, str]]:
+        """One object a row, with the title where there are several tables."""
+        head = {"table": self.title} if self.title else {}
+        return [{**head, **dict(zip(self.columns, row, strict=True))} for row in self.rows]
+
+    def markdown(self) -> str:
+        lines = [f"### {self.title}", ""] if self.title else []
+        lines += [self.note, ""] if self.note else []
+        if self.rows:
+            lines += [_row(self.columns), _row(("---",) * len(self.columns))]
+            lines += [_row(map(_cell, row)) for row in self.rows]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def add_parser(
+    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], help: str
+) -> argparse.ArgumentParser:
+    """A parser with the switches for the form of the output."""
+    parser = subparsers.add_parser(name, help=help, description=help)
+    parser.set_defaults(run=run)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one object a row")
+    form.add_argument("--markdown", action="store_true", help="as in docs/reference.md")
+    return parser
+
+
+def show(tables: Sequence[Table], args: argparse.Namespace) -> int:
+    """Print the tables in the form that was asked for."""
+    if args.json:
+        print(json.dumps([record for table in tables for record in table.records()], indent=1))
+    elif args.markdown:
+        print("\n".join(table.markdown() for table in tables), end="")
+    else:
+        _print(tables)
+    return 0
+
+
+def _print(tables: Sequence[Table]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for index, table in enumerate(tables):
+        if index:
+            console.print()
+        if table.title:
+            console.print(Text(table.title, style="bold"))
+        if table.note:
+            console.print(Text(table.note))
+        if not table.rows:
+            continue
+        grid = Grid(
+            box=box.SIMPLE_HEAD if console.is_terminal else None,
+            pad_edge=False,
+            padding=(0, 2, 0, 0),
+            header_style="bold",
+        )
+        for position, column in enumerate(table.columns):
+            grid.add_column(column, no_wrap=position == 0, overflow="fold")
+        for row in table.rows:
+            grid.add_row(*map(Text, row))
+        console.print(grid)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,65 @@
+"""`qfuse presets`: what each architecture wants, and the evidence."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from inductor_q.commands import listing
+
+if TYPE_CHECKING:
+    from inductor_q.commands import Subparsers
+    from inductor_q.presets import Preset
+
+
+def register(subparsers: Subparsers) -> None:
+    parser = listing.add_parser(
+        subparsers, "presets", main, "what is set for each architecture, and the evidence for it"
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these, such as sm_90")
+
+
+def main(args: argparse.Namespace) -> int:
+    return listing.show(tables(args.names), args)
+
+
+def tables(names: list[str] | None = None) -> list[listing.Table]:
+    """One table a preset, the generic one first: the others list only what differs from it."""
+    from inductor_q.exc import UnknownPreset
+    from inductor_q.presets import PRESETS
+
+    for name in names or ():
+        if name not in PRESETS:
+            raise UnknownPreset(name=name, known=tuple(PRESETS))
+    order = sorted(PRESETS.values(), key=lambda preset: preset.name != "generic")
+    return [_table(preset) for preset in order if not names or preset.name in names]
+
+
+def _table(preset: Preset) -> listing.Table:
+    from inductor_q.presets import MAPPINGS
+    from inductor_q.presets.generic import GENERIC
+
+    rows: list[tuple[str, ...]] = []
+    for kind in MAPPINGS:
+        generic = {} if preset is GENERIC else getattr(GENERIC, kind)
+        for name, entry in getattr(preset, kind).items():
+            if entry is not generic.get(name):
+                rows.append((kind, name, str(entry.value), entry.evidence))
+    rows += [("fact", "", "", fact) for fact in preset.facts]
+    return listing.Table(
+        ("kind", "name", "value", "evidence"), rows, title=preset.name, note=_note(preset, rows)
+    )
+
+
+def _note(preset: Preset, rows: list[tuple[str, ...]]) -> str:
+    parts = []
+    if preset.arch:
+        parts.append(f"compute capability {preset.arch[0]}.{preset.arch[1]}")
+    if preset.smem_bytes:
+        parts.append(f"{preset.smem_bytes:,} bytes of shared memory a block")
+    if preset.name == "generic":
+        parts.append("where every device starts")
+    elif not rows:
+        parts.append("nothing measured yet: as generic")
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
