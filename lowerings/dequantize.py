@@ -34,7 +34,7 @@ def lower(
 ) -> ir.TensorBox:
     fmt = get_format(format)
     device = operands[0].get_device()
-    provider = choose(OP, device.type, in_force().kernel(OP))
+    provider = choose(OP, device.type, in_force().kernel(OP), fmt)
     if V.graph.cpp_wrapper or len(shape) != 2:
         provider = POINTWISE  # the kernels are Python calls on a matrix
     in_force().count_provider(OP, provider)
@@ -48,7 +48,7 @@ def pointwise(
 ) -> ir.TensorBox:
     """The decode as loop IR."""
     loaders = {
-        name: _flat(_bytes(operand) if name == "qweight" else operand).make_loader()
+        name: _flat(_units(operand, fmt) if name == "qweight" else operand).make_loader()
         for name, operand in zip(fmt.operands, operands, strict=True)
     }
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -62,11 +62,10 @@ def pointwise(
     )
 
 
-def _bytes(x: Any) -> Any:
-    """The packed bytes, whatever dtype they are stored in."""
-    if x.get_dtype() is torch.uint8:
-        return x
-    return lowering.lowerings[torch.ops.aten.view.dtype](x, torch.uint8)
+def _units(x: Any, fmt: QuantFormat) -> Any:
+    """The packed units, whatever dtype they are stored in."""
+    unit = getattr(torch, fmt.packing.unit)
+    return x if x.get_dtype() is unit else lowering.lowerings[torch.ops.aten.view.dtype](x, unit)
 
 
 def _flat(x: Any) -> Any:

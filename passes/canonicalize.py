@@ -21,6 +21,7 @@ from torch import fx
 from inductor_q.capture import bnb_graph
 from inductor_q.capture.bnb_graph import Weight
 from inductor_q.diagnostics.context import Context
+from inductor_q.formats import get_format
 from inductor_q.ops.dequantize import DTYPES
 from inductor_q.passes.graph import (
     ADD,
@@ -70,7 +71,9 @@ class Canonicalize:
                 continue
             reason = _too_few_rows(node, found, context)
             weight = found.weight.operands[0]
-            provider = context.provider("dequantize", tensor(node).device)
+            provider = context.provider(
+                "dequantize", tensor(node).device, get_format(found.weight.format)
+            )
             yield Site(node, reason, weight, by_choice=True, provider=provider)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:

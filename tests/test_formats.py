@@ -19,7 +19,7 @@ from inductor_q.decode.eager import Eager
 from inductor_q.formats import BNB_QUANT_TYPES, FORMATS, bnb_format_name, get_format
 from inductor_q.formats.bnb import BLOCKSIZES
 from inductor_q.formats.codec import Codebook, Table
-from inductor_q.formats.packing import Packing
+from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import BlockScale, NestedScale
 from tests.quantized import (
@@ -276,14 +276,18 @@ def test_operands_of_a_new_format() -> None:
     """Nothing about operands is written by hand: a format made of other parts has its own."""
     fmt = QuantFormat(
         name="two_tables",
-        packing=Packing(bits=4, high_first=False),
+        packing=BytePacking(bits=4, high_first=False),
         codec=Table("values", 16),
         scale=NestedScale("s", 2, Table("t", 256), BlockScale("outer", 2), "shift"),
     )
     assert fmt.operands == ("qweight", "s", "t", "outer", "shift", "values")
     plain = replace(fmt, scale=BlockScale("s", 2))
     assert plain.operands == ("qweight", "s", "values")
-    assert plain.packed_numel(5) == 3
+    assert [(o.name, o.numel) for o in plain.requirements(5)] == [
+        ("qweight", 3),
+        ("s", 3),
+        ("values", 16),
+    ]
     values = torch.arange(16.0)
     operands = [torch.tensor([0x21, 0x43], dtype=torch.uint8), torch.tensor([1.0, 10.0]), values]
     assert decode(plain, operands, 4).tolist() == [1.0, 2.0, 30.0, 40.0]
@@ -292,15 +296,15 @@ def test_operands_of_a_new_format() -> None:
 @pytest.mark.parametrize(
     ("packing", "expected"),
     [
-        (Packing(bits=4, high_first=True), [1, 2, 3, 4]),
-        (Packing(bits=4, high_first=False), [2, 1, 4, 3]),
-        (Packing(bits=2, high_first=True), [0, 1, 0, 2, 0, 3, 1, 0]),
-        (Packing(bits=2, high_first=False), [2, 0, 1, 0, 0, 1, 3, 0]),
-        (Packing(bits=8, high_first=True), [0x12, 0x34]),
+        (BytePacking(bits=4, high_first=True), [1, 2, 3, 4]),
+        (BytePacking(bits=4, high_first=False), [2, 1, 4, 3]),
+        (BytePacking(bits=2, high_first=True), [0, 1, 0, 2, 0, 3, 1, 0]),
+        (BytePacking(bits=2, high_first=False), [2, 0, 1, 0, 0, 1, 3, 0]),
+        (BytePacking(bits=8, high_first=True), [0x12, 0x34]),
     ],
     ids=str,
 )
-def test_packing(packing: Packing, expected: list[int]) -> None:
+def test_packing(packing: BytePacking, expected: list[int]) -> None:
     data = torch.tensor([0x12, 0x34], dtype=torch.uint8)
     codes = packing.code(Eager({"qweight": data}), torch.arange(len(expected)))
     assert codes.tolist() == expected
@@ -398,7 +402,7 @@ def test_unsupported_nested_blocksize() -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        {"packing": Packing(bits=4, high_first=False)},
+        {"packing": BytePacking(bits=4, high_first=False)},
         {"codec": Codebook(tuple(reversed(BNB_QUANT_TYPES["nf4"].values)))},
         {"scale": BlockScale("absmax", 32)},
     ],

@@ -23,7 +23,7 @@ from inductor_q.csrc import build
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import BLOCKSIZES
 from inductor_q.formats.codec import Codebook, Table
-from inductor_q.formats.packing import Packing
+from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.scale import BlockScale, NestedScale
 from inductor_q.kernels import (
     DEQUANTIZE,
@@ -143,11 +143,13 @@ def check_parts(layout: tuple[int, int, int]) -> None:
 # --- what a kernel refuses, and who serves then -------------------------------------------------
 
 _FMT = FORMATS["nf4_b64"]
-_EIGHT_BITS = QuantFormat("i8", Packing(8, True), Table("values", 256), BlockScale("absmax", 64))
-_TABLE = QuantFormat("t4", Packing(4, True), Table("values", 16), BlockScale("absmax", 64))
+_EIGHT_BITS = QuantFormat(
+    "i8", BytePacking(8, True), Table("values", 256), BlockScale("absmax", 64)
+)
+_TABLE = QuantFormat("t4", BytePacking(4, True), Table("values", 16), BlockScale("absmax", 64))
 _ODD_NEST = QuantFormat(
     "odd",
-    Packing(4, True),
+    BytePacking(4, True),
     Codebook((0.0,) * 16),
     NestedScale("absmax", 64, Table("t", 256), BlockScale("outer", 100), "offset"),
 )

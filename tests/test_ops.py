@@ -668,7 +668,7 @@ CORRUPT: list[tuple[str, Callable[[], tuple[list[Tensor], str, list[int]]], str]
     (
         "nested absmax in float",
         lambda: replaced(nested(), 1, lambda t: t.float()),
-        "dtype of a nested absmax should be torch.uint8, is torch.float32. " + REMEDY,
+        "dtype of absmax should be torch.uint8, is torch.float32. " + REMEDY,
     ),
     (
         "codebook cut off",

@@ -12,6 +12,7 @@ from torch import fx
 
 from inductor_q import kernels
 from inductor_q.diagnostics.report import Report, SiteRecord
+from inductor_q.formats import QuantFormat
 from inductor_q.options import Resolved
 
 _MODULE = re.compile(r"_modules\['([^']+)'\]")
@@ -44,9 +45,9 @@ class Context:
         """The provider asked for `op`: the user's, else the preset's, else "auto"."""
         return self.resolved.kernels.get(op, "auto")
 
-    def provider(self, op: str, device: torch.device) -> str:
-        """Who will compute `op` on a device in this compile."""
-        return kernels.choose(op, device.type, self.kernel(op))
+    def provider(self, op: str, device: torch.device, fmt: QuantFormat | None = None) -> str:
+        """Who will compute `op` on a device in this compile, for a weight in format `fmt`."""
+        return kernels.choose(op, device.type, self.kernel(op), fmt)
 
     def count_provider(self, op: str, provider: str) -> None:
         self.report.count_provider(op, provider)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from inductor_q.exc import UnsupportedBlocksize
 from inductor_q.formats.codec import Codebook, Table
-from inductor_q.formats.packing import Packing
+from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import BlockScale, NestedScale, Scale
 
@@ -79,7 +79,7 @@ def _scale(blocksize: int, nested: bool) -> Scale:
 BNB_FORMATS = tuple(
     QuantFormat(
         name=bnb_format_name(quant_type, blocksize, nested),
-        packing=Packing(bits=4, high_first=True),
+        packing=BytePacking(bits=4, high_first=True),
         codec=codebook,
         scale=_scale(blocksize, nested),
     )

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from inductor_q.formats.operand import FLOATS, Operand
+
 
 class Codec(Protocol):
+    def operands(self) -> tuple[Operand, ...]: ...
+
     def decode(self, o: Any, code: Any) -> Any: ...
 
 
@@ -15,6 +19,9 @@ class Codebook:
     """A fixed table of values, known when the format is."""
 
     values: tuple[float, ...]
+
+    def operands(self) -> tuple[Operand, ...]:
+        return ()
 
     def decode(self, o: Any, code: Any) -> Any:
         return o.codebook(self.values, code)
@@ -26,6 +33,9 @@ class Table:
 
     operand: str
     size: int
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(self.operand, self.size, FLOATS),)
 
     def decode(self, o: Any, code: Any) -> Any:
         return o.gather(self.operand, code, self.size)

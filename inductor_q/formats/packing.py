@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from inductor_q.formats.operand import Operand
+
+
+class Packing(Protocol):
+    """The codes of a weight in the operand `qweight`."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """The dtype, by torch's name, of the units of `qweight` that `code` loads."""
+        ...
+
+    def operands(self, numel: int) -> tuple[Operand, ...]:
+        """What holds `numel` codes."""
+        ...
+
+    def code(self, o: Any, i: Any) -> Any:
+        """The code of element `i`."""
+        ...
 
 
 @dataclass(frozen=True)
-class Packing:
-    """`8 // bits` codes in each byte of the operand `qweight`."""
+class BytePacking:
+    """`8 // bits` codes in each byte, stored in any dtype."""
 
     bits: int
     high_first: bool
+    unit = "uint8"
 
     @property
     def per_byte(self) -> int:
         return 8 // self.bits
+
+    def operands(self, numel: int) -> tuple[Operand, ...]:
+        return (Operand("qweight", -(-numel // self.per_byte), ()),)
 
     def shift(self, lane: int) -> int:
         """The right shift that brings the code of a byte's `lane`-th element down."""

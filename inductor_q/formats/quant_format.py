@@ -14,6 +14,7 @@ from typing import Any
 
 from inductor_q.exc import UnknownFormat
 from inductor_q.formats.codec import Codec
+from inductor_q.formats.operand import Operand
 from inductor_q.formats.packing import Packing
 from inductor_q.formats.scale import Scale
 
@@ -45,9 +46,15 @@ class QuantFormat:
         self.decode(probe, 0)
         return tuple(probe.seen)
 
-    def packed_numel(self, numel: int) -> int:
-        """Bytes that hold `numel` elements."""
-        return -(-numel // self.packing.per_byte)
+    def requirements(self, numel: int) -> tuple[Operand, ...]:
+        """What each of `operands`, in their order, has to be for a weight of `numel` elements."""
+        parts = (
+            *self.packing.operands(numel),
+            *self.scale.operands(numel),
+            *self.codec.operands(),
+        )
+        by_name = {operand.name: operand for operand in parts}
+        return tuple(by_name[name] for name in self.operands)
 
 
 class _Probe:

@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inductor_q.formats.codec import Codec
+from inductor_q.formats.operand import FLOATS, Operand
 
 
 class Scale(Protocol):
     @property
-    def block(self) -> int: ...
+    def block(self) -> int:
+        """Consecutive elements that share a scale."""
+        ...
+
+    def operands(self, numel: int) -> tuple[Operand, ...]:
+        """What holds the scales of `numel` elements."""
+        ...
 
     def decode(self, o: Any, i: Any) -> Any: ...
 
@@ -21,6 +28,10 @@ class BlockScale:
 
     operand: str
     block: int
+    dtypes: tuple[str, ...] = FLOATS
+
+    def operands(self, numel: int) -> tuple[Operand, ...]:
+        return (Operand(self.operand, -(-numel // self.block), self.dtypes),)
 
     def decode(self, o: Any, i: Any) -> Any:
         return o.to_float(o.load(self.operand, o.idiv(i, self.block)))
@@ -37,6 +48,15 @@ class NestedScale:
     codec: Codec
     outer: BlockScale
     offset: str
+
+    def operands(self, numel: int) -> tuple[Operand, ...]:
+        blocks = -(-numel // self.block)
+        return (
+            Operand(self.operand, blocks, ("uint8",)),
+            *self.codec.operands(),
+            *self.outer.operands(blocks),
+            Operand(self.offset, 1, FLOATS),
+        )
 
     def decode(self, o: Any, i: Any) -> Any:
         b = o.idiv(i, self.block)

@@ -5,6 +5,7 @@ The eager reference closes every list, so that nothing is ever unserved.
 
 from __future__ import annotations
 
+from inductor_q.formats import QuantFormat
 from inductor_q.kernels import dequantize_cpp, dequantize_reference, dequantize_triton
 from inductor_q.kernels.kernel import DequantizeKernel
 
@@ -37,11 +38,17 @@ def candidates(op: str, device_type: str, wanted: str = "auto") -> list[Dequanti
     return sorted(kernels, key=lambda kernel: kernel.name != wanted)
 
 
-def choose(op: str, device_type: str, wanted: str = "auto") -> str:
-    """The provider of `op` in compiled code: `wanted`, else the fastest that runs here."""
-    if wanted != "auto":
+def choose(op: str, device_type: str, wanted: str = "auto", fmt: QuantFormat | None = None) -> str:
+    """The provider of `op` in compiled code: `wanted`, else the fastest that runs here.
+
+    A kernel that does not know the format `fmt` is passed over, `wanted` or not.
+    """
+    kernels = OPS[op].get(device_type, ())
+    unable = {k.name for k in kernels if fmt is not None and k.decodes(fmt)}
+    if wanted != "auto" and wanted not in unable:
         return wanted
-    return next(iter(providers(op, device_type)), POINTWISE)
+    able = (name for name in providers(op, device_type) if name not in unable)
+    return next(able, POINTWISE)
 
 
 def providers(op: str, device_type: str) -> list[str]:

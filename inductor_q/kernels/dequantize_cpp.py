@@ -13,6 +13,7 @@ from torch import Tensor
 from inductor_q.csrc import build
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.codec import Codebook
+from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.scale import BlockScale, NestedScale
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -27,28 +28,35 @@ class Cpp:
         function = _function()
         return function if isinstance(function, str) else ""
 
-    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
-        if fmt.packing.bits != 4 or not isinstance(fmt.codec, Codebook):
+    def decodes(self, fmt: QuantFormat) -> str:
+        packed = isinstance(fmt.packing, BytePacking) and fmt.packing.bits == 4
+        if not packed or not isinstance(fmt.codec, Codebook):
             return f"csrc/{SOURCE} decodes 4-bit codebooks, not {fmt.name}"
         if not isinstance(fmt.scale, (BlockScale, NestedScale)):
             return f"csrc/{SOURCE} does not know the scale of {fmt.name}"
+        if isinstance(fmt.scale, NestedScale) and fmt.scale.outer.block & (
+            fmt.scale.outer.block - 1
+        ):
+            return "the nested blocksize is not a power of two"
+        return ""
+
+    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
+        if refused := self.decodes(fmt):
+            return refused
         if out.device.type != "cpu":
             return f"the C++ kernel runs on a CPU, not on {out.device}"
         if out.dtype not in DTYPES:
             return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
         if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
             return "the output is not a matrix with unit column stride"
-        if isinstance(fmt.scale, NestedScale) and fmt.scale.outer.block & (
-            fmt.scale.outer.block - 1
-        ):
-            return "the nested blocksize is not a power of two"
         return self.available()
 
     def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
         function = _function()
         assert not isinstance(function, str), function
         named = dict(zip(fmt.operands, operands, strict=True))
-        scale = fmt.scale
+        packing, scale = fmt.packing, fmt.scale
+        assert isinstance(packing, BytePacking), f"{fmt.name=}"
         nested = isinstance(scale, NestedScale)
         for name, tensor in named.items():
             if name != "qweight" and not (nested and name == "absmax"):
@@ -67,7 +75,7 @@ class Cpp:
             out.shape[0],
             out.shape[1],
             out.stride(0),
-            int(fmt.packing.high_first),
+            int(packing.high_first),
             DTYPES[out.dtype],
             out.data_ptr(),
         )

@@ -19,12 +19,16 @@ class Reference:
     def available(self) -> str:
         return ""
 
+    def decodes(self, fmt: QuantFormat) -> str:
+        return ""
+
     def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
         return ""
 
     def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
         named = dict(zip(fmt.operands, operands, strict=True))
-        named["qweight"] = named["qweight"].reshape(-1).view(torch.uint8)  # any storage dtype
+        unit = getattr(torch, fmt.packing.unit)
+        named["qweight"] = named["qweight"].reshape(-1).view(unit)  # from any storage dtype
         interpreter = Eager(named)
         cols = out.shape[-1]
         step = max(1, ROWS_AT_ONCE_NUMEL // max(1, cols))

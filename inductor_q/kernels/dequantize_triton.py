@@ -22,6 +22,7 @@ from torch import Tensor
 
 from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
+from inductor_q.formats.packing import BytePacking
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT32_LIMIT = 2**31
@@ -81,9 +82,16 @@ class Triton:
         """Empty when this machine can run the kernel, else the reason why not."""
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
-    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
+    def decodes(self, fmt: QuantFormat) -> str:
+        if not isinstance(fmt.packing, BytePacking):
+            return f"the Triton kernel decodes codes in bytes, {fmt.name} has another packing"
         if fmt.packing.bits != 4:
             return f"the Triton kernel decodes 4-bit codes, {fmt.name} has {fmt.packing.bits}"
+        return ""
+
+    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
+        if refused := self.decodes(fmt):
+            return refused
         if out.dtype not in DTYPES:
             return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
         if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
@@ -183,8 +191,9 @@ class _Kernel:
 @functools.cache
 def _kernel(fmt: QuantFormat, codes: int) -> _Kernel:
     """Print and compile the kernel of `fmt` for `codes` codes in a lane."""
-    device = device_functions(fmt)
-    shifts = [8 * (e // 2) + fmt.packing.shift(e % 2) for e in range(codes)]
+    device, packing = device_functions(fmt), fmt.packing
+    assert isinstance(packing, BytePacking), f"{fmt.name=}"
+    shifts = [8 * (e // 2) + packing.shift(e % 2) for e in range(codes)]
     values = "\n".join(
         f"    v{e} = value_fn((unit >> {s}) & 15, scale, codebook).to(out.dtype.element_ty)"
         for e, s in enumerate(shifts)

@@ -19,6 +19,10 @@ class DequantizeKernel(Protocol):
         """Empty when this machine can run the kernel, else the reason why not."""
         ...
 
+    def decodes(self, fmt: QuantFormat) -> str:
+        """Empty when this kernel knows the format, else the reason why not."""
+        ...
+
     def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
         """Empty when this kernel can serve the call, else the reason why not."""
         ...

@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from inductor_q.exc import CorruptQuantState, WrongDtype, WrongShape
 from inductor_q.formats import QuantFormat, get_format
-from inductor_q.formats.scale import NestedScale
+from inductor_q.formats.operand import FLOATS, Operand
 from inductor_q.ops.library import define, define_autograd
 
 log = logging.getLogger("inductor_q")
@@ -35,8 +35,8 @@ def dequantize(
     """The values of a quantized weight.
 
     Args:
-        operands: the tensors that `FORMATS[format].operands` names, in that order; `qweight` in any
-            storage dtype (its bytes count).
+        operands: the tensors that `FORMATS[format].operands` names, in that order, as
+            `FORMATS[format].requirements(numel)` describes them.
         format: a name in `inductor_q.FORMATS`, for example "nf4_b64_nested".
         shape: the weight's logical shape, row major.
         dtype: float32, bfloat16 or float16; values are computed in float32 and rounded once.
@@ -80,54 +80,55 @@ def check_operands(
             got=len(operands),
             remedy="Pass the operands in the order of FORMATS[format].operands.",
         )
-    named = dict(zip(fmt.operands, operands, strict=True))
     devices = {t.device for t in operands}
     if len(devices) > 1:
         raise CorruptQuantState(
             what=f"device of the operands of {fmt.name}",
             expected="one device",
-            got=", ".join(f"{n} on {t.device}" for n, t in named.items()),
+            got=", ".join(
+                f"{n} on {t.device}" for n, t in zip(fmt.operands, operands, strict=True)
+            ),
             remedy="Move the quantization state with the weight: module.to(device).",
         )
     numel = math.prod(shape)
-    qweight = named["qweight"]
-    packed = qweight.numel() * qweight.element_size()
-    expected = fmt.packed_numel(numel)
+    for operand, tensor in zip(fmt.requirements(numel), operands, strict=True):
+        if operand.dtypes:
+            _check_typed(operand, tensor)
+        else:
+            _check_bytes(operand, tensor, shape)
+
+
+def _check_bytes(operand: Operand, tensor: Tensor, shape: Sequence[int]) -> None:
+    packed = tensor.numel() * tensor.element_size()
     # A wider storage dtype may round the byte count up to its own size.
-    if not expected <= packed < expected + qweight.element_size():
+    if not operand.numel <= packed < operand.numel + tensor.element_size():
         raise CorruptQuantState(
             what="packed weight",
-            expected=f"{expected} bytes for shape {tuple(shape)}",
+            expected=f"{operand.numel} bytes for shape {tuple(shape)}",
             got=f"{packed} bytes",
             remedy=_REMEDY,
         )
-    _check_count("absmax", named, -(-numel // fmt.scale.block))
-    nested = isinstance(fmt.scale, NestedScale)
-    for name, tensor in named.items():
-        if name != "qweight" and not (nested and name == "absmax") and tensor.dtype not in DTYPES:
-            raise WrongDtype(what=name, expected=DTYPES, got=tensor.dtype)
-    if isinstance(fmt.scale, NestedScale):
-        if named["absmax"].dtype != torch.uint8:
-            raise CorruptQuantState(
-                what="dtype of a nested absmax",
-                expected=torch.uint8,
-                got=named["absmax"].dtype,
-                remedy=_REMEDY,
-            )
-        blocks = named["absmax"].numel()
-        _check_count("nested_absmax", named, -(-blocks // fmt.scale.outer.block))
-        _check_count("nested_codebook", named, 256)
-        _check_count("nested_offset", named, 1)
 
 
-def _check_count(name: str, named: dict[str, Tensor], expected: int) -> None:
-    if name in named and named[name].numel() != expected:
+def _check_typed(operand: Operand, tensor: Tensor) -> None:
+    if tensor.numel() != operand.numel:
         raise CorruptQuantState(
-            what=f"number of elements of {name}",
-            expected=expected,
-            got=named[name].numel(),
+            what=f"number of elements of {operand.name}",
+            expected=operand.numel,
+            got=tensor.numel(),
             remedy=_REMEDY,
         )
+    dtypes = tuple(getattr(torch, name) for name in operand.dtypes)
+    if tensor.dtype in dtypes:
+        return
+    if operand.dtypes == FLOATS:
+        raise WrongDtype(what=operand.name, expected=dtypes, got=tensor.dtype)
+    raise CorruptQuantState(  # codes, or a scale that the format promises in one dtype
+        what=f"dtype of {operand.name}",
+        expected=" or ".join(map(str, dtypes)),
+        got=tensor.dtype,
+        remedy=_REMEDY,
+    )
 
 
 def _dequantize(
