@@ -16,7 +16,7 @@ OLD_BNB := 0.49.2
 OLD_BNB_STAMP := $(VENV)/bnb049/bitsandbytes-$(OLD_BNB).dist-info/METADATA
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench clean
+.PHONY: help setup demo test test-all lint format bench docs clean
 
 help:
 	@echo "make demo    fine-tune a small QLoRA model: eager, stock Inductor, qfuse"
@@ -24,6 +24,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  apply ruff's fixes and format"
 	@echo "make bench   the benchmarks, at the sizes this machine can take"
+	@echo "make docs    write what docs/ takes from the registries"
 	@echo "make setup   only build $(VENV)"
 	@echo "make clean   remove $(VENV), builds and caches"
 
@@ -62,6 +63,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(STAMP)
+	$(BIN)/python -m docs.generate
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

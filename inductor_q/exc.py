@@ -158,6 +158,27 @@ class NotFused(QfuseError, RuntimeError):
         return "\n".join(f"  {site}: {reason}" for site, reason in self.sites)
 
 
+# --- reports of a run ---------------------------------------------------------------------------
+
+
+class NotAReport(QfuseError, ValueError):
+    """A file that `qfuse explain --json` did not write."""
+
+    path: str
+    problem: str
+    message = "{path} is not a report: {problem}. Write one with: qfuse explain --json FILE TARGET"
+
+
+class UnknownReportVersion(QfuseError, ValueError):
+    path: str
+    version: object
+    known: int
+    message = (
+        "{path} has schema_version {version}, this qfuse reads {known}. "
+        "Write it again with this version: qfuse explain --json FILE TARGET"
+    )
+
+
 # --- tensors ------------------------------------------------------------------------------------
 
 

@@ -77,6 +77,18 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         RuntimeError,
     ),
     (
+        exc.NotAReport(path="a.json", problem="it has no schema_version"),
+        "a.json is not a report: it has no schema_version. "
+        "Write one with: qfuse explain --json FILE TARGET",
+        ValueError,
+    ),
+    (
+        exc.UnknownReportVersion(path="a.json", version=7, known=1),
+        "a.json has schema_version 7, this qfuse reads 1. "
+        "Write it again with this version: qfuse explain --json FILE TARGET",
+        ValueError,
+    ),
+    (
         exc.CorruptQuantState(
             what="absmax of q_proj",
             expected="256 values",

@@ -7,8 +7,13 @@ Plain frozen records, filled by the observer, read by the renderers. A field is 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 SCHEMA_VERSION = 1
+
+
+#: What became of a quantized layer, the best first.
+LayerStatus = Literal["fused", "canonical", "rejected", "unseen"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class SuppressedError:
 
 @dataclass(frozen=True)
 class CudagraphSkip:
+    """A reason for which compiled code was not recorded as a CUDA graph."""
+
     reason: str
     count: int = 1
 
@@ -127,7 +134,7 @@ class Layer:
     module: str
     kind: str
     format: str
-    status: str
+    status: LayerStatus
     reason: str = ""
     shape: tuple[int, ...] = ()
     source: str = ""
