@@ -111,6 +111,10 @@ class UnknownFormat(_UnknownName):
     message = "no quantization format {name!r}{hint} Known: {known!j}"
 
 
+class UnknownAbsmax(_UnknownName):
+    message = "no absmax of k-bit blocks is called {name!r}{hint} Known: {known!j}"
+
+
 # --- options ------------------------------------------------------------------------------------
 
 
@@ -196,6 +200,12 @@ class UnsupportedBlocksize(QfuseError, ValueError):
     blocksize: int
     supported: Collection[int]
     message = "blocksize {blocksize} is not supported. Quantize again with one of {supported!j}"
+
+
+class UnsupportedBits(QfuseError, ValueError):
+    k: object
+    supported: Collection[int]
+    message = "k={k!r} bits are not supported. Quantize with one of {supported!j}"
 
 
 class _WrongTensor(QfuseError):

@@ -1,7 +1,8 @@
-"""Real bitsandbytes weights for tests, and what bitsandbytes makes of them."""
+"""Real quantized weights for tests: bitsandbytes' and what it makes of them, and our k-bit ones."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.formats import QuantFormat
+from inductor_q.formats.packing import BitPlanes
+from inductor_q.formats.scale import NestedScale
 
 bnb: Any = bitsandbytes.functional  # as shipped, it is typed in parts
 
@@ -76,6 +80,60 @@ def by_table(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Te
     table: Tensor = bnb.get_4bit_type(state.quant_type, device=packed.device)
     scale: Tensor = absmax.float().repeat_interleave(state.blocksize)[: codes.numel()]
     return (table[codes] * scale).reshape(state.shape).to(dtype or state.dtype)
+
+
+def sample(
+    fmt: QuantFormat, shape: Sequence[int], *, storage: torch.dtype = torch.uint8, seed: int = 0
+) -> tuple[list[Tensor], Tensor]:
+    """The operands of a weight in `fmt`, and its float32 values by another way than `decode`."""
+    if isinstance(fmt.packing, BitPlanes):
+        return sample_kbit(fmt, shape, seed=seed)
+    w = quantize(
+        shape,
+        fmt.name[:3],
+        blocksize=fmt.scale.block,
+        nested=isinstance(fmt.scale, NestedScale),
+        storage=storage,
+        seed=seed,
+    )
+    operands, name, _ = w.operands
+    assert name == fmt.name
+    return operands, by_table(w.packed, w.state, torch.float32)
+
+
+def sample_kbit(
+    fmt: QuantFormat, shape: Sequence[int], *, seed: int = 0
+) -> tuple[list[Tensor], Tensor]:
+    """Random codes under random scales and a skewed codebook."""
+    k, numel = fmt.packing.bits, math.prod(shape)
+    blocks = -(-numel // 32)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(2**k, (blocks, 32), generator=generator)
+    codes.reshape(-1)[numel:] = 0
+    codebook = torch.rand(2**k, generator=generator).sort().values * 1.5 - 0.5
+    if fmt.name.endswith("e4m4"):
+        absmax = torch.randint(256, (blocks,), generator=generator).to(torch.uint8)
+        scale = torch.tensor([e4m4_by_hand(code) for code in absmax.tolist()])
+    else:
+        absmax = torch.rand(blocks, generator=generator).to(torch.float16)
+        scale = absmax.float()
+    values = (codebook[codes] * scale[:, None]).reshape(-1)[:numel].reshape(tuple(shape))
+    return [pack_by_hand(codes, k), absmax, codebook], values
+
+
+def e4m4_by_hand(code: int) -> float:
+    e, m = code >> 4, code & 15
+    return 2.0 ** (e - 11) * (1 + m / 16) if e else 2.0**-10 * (m / 16)
+
+
+def pack_by_hand(codes: Tensor, k: int) -> Tensor:
+    """Bit planes of codes [blocks, 32], one Python integer a word."""
+    words = [
+        sum(((code >> p) & 1) << j for j, code in enumerate(block))
+        for block in codes.tolist()
+        for p in range(k)
+    ]
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 def bits(x: Tensor) -> Tensor:

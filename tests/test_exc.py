@@ -55,6 +55,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.UnknownAbsmax(name="e4m3", known=("e4m4", "fp16")),
+        "no absmax of k-bit blocks is called 'e4m3'; did you mean 'e4m4'? Known: e4m4, fp16",
+        KeyError,
+    ),
+    (
         exc.InvalidOptionValue(name="shape_padding", value="yes", expected="True or False"),
         "option 'shape_padding': 'yes' is not True or False. Drop the option to keep the default",
         TypeError,
@@ -102,6 +107,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
     (
         exc.UnsupportedBlocksize(blocksize=48, supported=(32, 64)),
         "blocksize 48 is not supported. Quantize again with one of 32, 64",
+        ValueError,
+    ),
+    (
+        exc.UnsupportedBits(k=6, supported=(2, 3, 4, 5)),
+        "k=6 bits are not supported. Quantize with one of 2, 3, 4, 5",
         ValueError,
     ),
     (

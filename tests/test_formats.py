@@ -32,6 +32,7 @@ from tests.quantized import (
     by_table,
     needs_0_50,
     quantize,
+    sample,
 )
 
 STORAGES = (torch.uint8, *DTYPES)
@@ -224,7 +225,7 @@ def test_registry() -> None:
         for quant_type in ("nf4", "fp4")
         for blocksize in (32, 64, 128, 256, 512, 1024, 2048, 4096)
         for suffix in ("", "_nested")
-    }
+    } | {f"kbit{k}_{absmax}" for k in (2, 3, 4, 5) for absmax in ("e4m4", "fp16")}
     assert set(FORMATS) == expected
     assert all(fmt.name == name for name, fmt in FORMATS.items())
     assert all(get_format(name) is fmt for name, fmt in FORMATS.items())
@@ -260,16 +261,19 @@ def test_operands_are_found_by_running_decode(fmt: QuantFormat) -> None:
             read.add(name)
             return super().gather(name, code, size)
 
-    nested = isinstance(fmt.scale, NestedScale)
     block = fmt.scale.block
-    w = quantize((2, block), fmt.name[:3], blocksize=block, nested=nested)
-    operands, name, _ = w.operands
-    assert name == fmt.name
+    operands, values = sample(fmt, (2, block))
     recorder = Recorder(dict(zip(fmt.operands, operands, strict=True)))
-    fmt.decode(recorder, torch.arange(2 * block))
+    decoded = fmt.decode(recorder, torch.arange(2 * block))
+    assert_same_bits(decoded.reshape(2, block), values)
     assert read == set(fmt.operands)
     assert fmt.operands[0] == "qweight"
     assert fmt.operands[1] == "absmax"
+    required = fmt.requirements(2 * block)
+    assert tuple(operand.name for operand in required) == fmt.operands
+    for operand, tensor in zip(required, operands, strict=True):
+        assert str(tensor.dtype).removeprefix("torch.") in (operand.dtypes or ("uint8",))
+        assert tensor.numel() == operand.numel
 
 
 def test_operands_of_a_new_format() -> None:

@@ -32,11 +32,26 @@ class Eager:
     def isub(self, a: int, b: Tensor) -> Tensor:
         return a - b
 
+    def iadd(self, a: Tensor, n: int) -> Tensor:
+        return a + n
+
+    def imul(self, a: Tensor, n: int) -> Tensor:
+        return a * n
+
     def zero(self, like: Tensor) -> Tensor:
         return torch.zeros_like(like)
 
     def bits(self, byte: Tensor, lane: Tensor, bits: int) -> Tensor:
         return (byte.to(torch.int32) >> (lane * bits).to(torch.int32)) & ((1 << bits) - 1)
+
+    def with_bit(self, code: Tensor, bit: Tensor, position: int) -> Tensor:
+        return code | (bit << position)
+
+    def minifloat(self, code: Tensor, mantissa_bits: int, bias: int) -> Tensor:
+        code = code.to(torch.int32)
+        normal = (code + ((127 - bias) << mantissa_bits)) << (23 - mantissa_bits)
+        subnormal = code.to(torch.float32) * 2.0 ** (1 - bias - mantissa_bits)
+        return torch.where(code < (1 << mantissa_bits), subnormal, normal.view(torch.float32))
 
     def to_float(self, a: Tensor) -> Tensor:
         return a.to(torch.float32)

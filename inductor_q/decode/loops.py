@@ -54,6 +54,12 @@ class Loops:
     def isub(self, a: int, b: Any) -> Any:
         return a - b
 
+    def iadd(self, a: Any, n: int) -> Any:
+        return a + n
+
+    def imul(self, a: Any, n: int) -> Any:
+        return a * n
+
     def zero(self, like: Any) -> Any:
         return sympy.S.Zero
 
@@ -61,6 +67,22 @@ class Loops:
         word = ops.to_dtype(byte, torch.int32)
         shifted = ops.bitwise_right_shift(word, ops.index_expr(lane * bits, torch.int32))
         return ops.bitwise_and(shifted, ops.constant((1 << bits) - 1, torch.int32))
+
+    def with_bit(self, code: Any, bit: Any, position: int) -> Any:
+        shifted = ops.bitwise_left_shift(bit, ops.constant(position, torch.int32))
+        return ops.bitwise_or(code, shifted)
+
+    def minifloat(self, code: Any, mantissa_bits: int, bias: int) -> Any:
+        code = ops.to_dtype(code, torch.int32)
+        rebias = ops.constant((127 - bias) << mantissa_bits, torch.int32)
+        shift = ops.constant(23 - mantissa_bits, torch.int32)
+        normal = ops.bitwise_left_shift(ops.add(code, rebias), shift)
+        unit = ops.constant(2.0 ** (1 - bias - mantissa_bits), torch.float32)
+        return ops.where(
+            ops.lt(code, ops.constant(1 << mantissa_bits, torch.int32)),
+            ops.mul(ops.to_dtype(code, torch.float32), unit),
+            ops.to_dtype_bitcast(normal, torch.float32, torch.int32),
+        )
 
     def to_float(self, a: Any) -> Any:
         return ops.to_dtype(a, torch.float32)

@@ -49,6 +49,17 @@ class Printer:
     def zero(self, like: str) -> str:
         return self._let(f"{like} * 0")
 
+    def minifloat(self, code: str, mantissa_bits: int, bias: int) -> str:
+        code = self._let(f"{code}.to(tl.int32)")
+        rebias = (127 - bias) << mantissa_bits
+        normal = self._let(f"({code} + {rebias}) << {23 - mantissa_bits}")
+        unit = 2.0 ** (1 - bias - mantissa_bits)
+        subnormal = self._let(f"{code}.to(tl.float32) * {unit!r}")
+        return self._let(
+            f"tl.where({code} < {1 << mantissa_bits}, {subnormal}, "
+            f"{normal}.to(tl.float32, bitcast=True))"
+        )
+
     def to_float(self, a: str) -> str:
         return self._let(f"{a}.to(tl.float32)")
 
@@ -63,28 +74,30 @@ class Printer:
 class DeviceFunctions:
     """Printed device code of a format and what it needs to be called.
 
-    `scale_operands` are pointer arguments of `scale_fn`; `codebook` the values `value_fn` reads
-    through its pointer argument (empty: none).
+    `scale_operands` are pointer arguments of `scale_fn`. `value_fn` reads a table through its last
+    argument: the values `codebook`, or the operand that `table` names (both empty: none).
     """
 
     source: str
     scale_operands: tuple[str, ...]
     codebook: tuple[float, ...]
+    table: str = ""
 
 
 def device_functions(fmt: QuantFormat) -> DeviceFunctions:
-    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, scale, codebook)`."""
+    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, scale, table)`."""
     scale = Printer(mask="mask")
     scale_result = fmt.scale.decode(scale, "i")
     value = Printer(mask=None)
     value_result = fmt.decode_code(value, "code", "scale")
     names = tuple(scale.operands)
+    table = next(iter(value.operands), "")
     source = (
         _function("scale_fn", ("i", "mask", *names), scale.lines, scale_result)
         + "\n\n"
-        + _function("value_fn", ("code", "scale", "codebook"), value.lines, value_result)
+        + _function("value_fn", ("code", "scale", table or "codebook"), value.lines, value_result)
     )
-    return DeviceFunctions(source, names, getattr(fmt.codec, "values", ()))
+    return DeviceFunctions(source, names, getattr(fmt.codec, "values", ()), table)
 
 
 def _function(name: str, args: tuple[str, ...], lines: list[str], result: Any) -> str:

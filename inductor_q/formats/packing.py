@@ -55,3 +55,28 @@ class BytePacking:
         if self.high_first:
             lane = o.isub(self.per_byte - 1, lane)
         return o.bits(byte, lane, self.bits)
+
+
+@dataclass(frozen=True)
+class BitPlanes:
+    """Blocks of 32 codes as `bits` int32 words: bit j of word p is bit p of the block's j-th code.
+
+    What a warp gets from `__ballot_sync` of each bit. The last block is whole; its missing elements
+    have code 0.
+    """
+
+    bits: int
+    unit = "int32"
+    block = 32
+
+    def operands(self, numel: int) -> tuple[Operand, ...]:
+        return (Operand("qweight", -(-numel // self.block) * self.bits, (self.unit,)),)
+
+    def code(self, o: Any, i: Any) -> Any:
+        first = o.imul(o.idiv(i, self.block), self.bits)
+        lane = o.imod(i, self.block)
+        code = o.bits(o.load("qweight", first), lane, 1)
+        for p in range(1, self.bits):
+            bit = o.bits(o.load("qweight", o.iadd(first, p)), lane, 1)
+            code = o.with_bit(code, bit, p)
+        return code

@@ -38,6 +38,27 @@ class BlockScale:
 
 
 @dataclass(frozen=True)
+class MinifloatScale:
+    """One unsigned 8-bit float per `block` consecutive elements: no sign, no infinity, no NaN.
+
+    With m of `mantissa_bits` bits and e the bits above them, the value is
+    2^(e - bias) * (1 + m / 2^mantissa_bits), and for e = 0 2^(1 - bias) * m / 2^mantissa_bits.
+    """
+
+    operand: str
+    block: int
+    mantissa_bits: int
+    bias: int
+
+    def operands(self, numel: int) -> tuple[Operand, ...]:
+        return (Operand(self.operand, -(-numel // self.block), ("uint8",)),)
+
+    def decode(self, o: Any, i: Any) -> Any:
+        code = o.load(self.operand, o.idiv(i, self.block))
+        return o.minifloat(code, self.mantissa_bits, self.bias)
+
+
+@dataclass(frozen=True)
 class NestedScale:
     """A scale that is quantized itself: `codec(scale code) * outer + offset`.
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import dequantize_cpp, dequantize_reference, dequantize_triton
-from inductor_q.kernels.kernel import DequantizeKernel
+from inductor_q.kernels.kernel import DequantizeKernel, QuantizeKbitKernel
 
 DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
     "cpu": (dequantize_cpp.KERNEL, dequantize_reference.KERNEL),
     "cuda": (dequantize_triton.KERNEL, dequantize_reference.KERNEL),
 }
 
+#: By device type; where none supports the call, `ops.quantize_kbit.reference` serves it.
+QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {}
+
+#: What compiled code chooses among.
 OPS: dict[str, dict[str, tuple[DequantizeKernel, ...]]] = {"dequantize": DEQUANTIZE}
 
 #: The provider that is no kernel: Inductor's own loops, fused with their neighbours.
@@ -23,7 +27,9 @@ __all__ = [
     "DEQUANTIZE",
     "OPS",
     "POINTWISE",
+    "QUANTIZE_KBIT",
     "DequantizeKernel",
+    "QuantizeKbitKernel",
     "candidates",
     "choose",
     "provider_names",

@@ -28,3 +28,19 @@ class DequantizeKernel(Protocol):
         ...
 
     def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None: ...
+
+
+class QuantizeKbitKernel(Protocol):
+    """Computes `qfuse::quantize_kbit`, bit for bit as `ops.quantize_kbit.reference`."""
+
+    name: str
+
+    def available(self) -> str:
+        """Empty when this machine can run the kernel, else the reason why not."""
+        ...
+
+    def supports(self, x: Tensor, codebook: Tensor, k: int, absmax: str) -> str:
+        """Empty when this kernel can serve the call, else the reason why not."""
+        ...
+
+    def launch(self, x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]: ...

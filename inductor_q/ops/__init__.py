@@ -8,8 +8,9 @@ from inductor_q.ops.dequantize import dequantize
 from inductor_q.ops.extend import extend
 from inductor_q.ops.linear import linear
 from inductor_q.ops.lora_linear import lora_linear
+from inductor_q.ops.quantize_kbit import quantize_kbit
 from inductor_q.ops.registry import define_ops
 
-__all__ = ["dequantize", "extend", "linear", "lora_linear"]
+__all__ = ["dequantize", "extend", "linear", "lora_linear", "quantize_kbit"]
 
 define_ops()

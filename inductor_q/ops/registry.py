@@ -8,10 +8,17 @@ from inductor_q.ops.dequantize import define_dequantize
 from inductor_q.ops.extend import define_extend
 from inductor_q.ops.linear import define_linear
 from inductor_q.ops.lora_linear import define_lora_linear
+from inductor_q.ops.quantize_kbit import define_quantize_kbit
 
 
 @functools.cache
 def define_ops() -> None:
     """Define the `qfuse::` ops (further calls do nothing)."""
-    for define in (define_dequantize, define_extend, define_linear, define_lora_linear):
+    for define in (
+        define_dequantize,
+        define_extend,
+        define_linear,
+        define_lora_linear,
+        define_quantize_kbit,
+    ):
         define()

@@ -1,0 +1,40 @@
+"""k-bit weights, K = 2 to 5: blocks of 32 in bit planes, any codebook, an absmax each.
+
+`value = codebook[code] * absmax`. A block is a warp: packing is a ballot, and reading a code takes
+no shared memory. The codebook is an operand, so a weight may bring its own. The absmax is fp16, or
+E4M4: 8 bits with four of exponent and four of mantissa, bias 11, which are steps of 2^-14 up to
+2^-10, then 16 steps an octave up to 31. Bits an element: K + 0.25 with E4M4, K + 0.5 with fp16.
+"""
+
+from __future__ import annotations
+
+from inductor_q.formats.codec import Table
+from inductor_q.formats.packing import BitPlanes
+from inductor_q.formats.quant_format import QuantFormat
+from inductor_q.formats.scale import BlockScale, MinifloatScale, Scale
+
+KBITS = (2, 3, 4, 5)
+BLOCK = BitPlanes.block
+
+E4M4 = MinifloatScale("absmax", BLOCK, mantissa_bits=4, bias=11)
+KBIT_SCALES: dict[str, Scale] = {
+    "e4m4": E4M4,
+    "fp16": BlockScale("absmax", BLOCK, dtypes=("float16",)),
+}
+
+
+def kbit_format_name(k: int, absmax: str) -> str:
+    """The name of the format of K = `k`, one of KBITS, with `absmax`, one of KBIT_SCALES."""
+    return f"kbit{k}_{absmax}"
+
+
+KBIT_FORMATS = tuple(
+    QuantFormat(
+        name=kbit_format_name(k, absmax),
+        packing=BitPlanes(bits=k),
+        codec=Table("codebook", 2**k),
+        scale=scale,
+    )
+    for k in KBITS
+    for absmax, scale in KBIT_SCALES.items()
+)
