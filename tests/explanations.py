@@ -96,7 +96,10 @@ def explanation(script: str = "train.py") -> Explanation:
         created=1_763_720_000.0,
         seconds=12.5,
         environment={"torch": "2.13.0+cpu", "peft": "0.21.2", "device": "cpu"},
-        options={"qfuse.preset": {"value": "cpu", "source": "default"}},
+        options={
+            "qfuse.preset": {"value": "", "source": "default"},
+            "qfuse.numerics": {"value": "strict", "source": "user"},
+        },
         compiles=(
             Compile("0/0", "forward", call, "qfuse", ops=412, seconds=4.25),
             Compile("0/1", "forward", call, "qfuse", ops=415, seconds=4.75, cached=True),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from inductor_q.diagnostics.explanation import Explanation
+from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak
+from inductor_q.diagnostics.render import github, schema, text, tree, words
 from inductor_q.diagnostics.render import json as as_json
-from inductor_q.diagnostics.render import schema
 from inductor_q.exc import NotAReport, UnknownReportVersion
-from tests.explanations import clean, explanation
+from tests.explanations import REASON, clean, explanation, layer, llama
 
 # --- JSON ---------------------------------------------------------------------------------------
 
@@ -79,3 +81,224 @@ def test_another_version_is_told() -> None:
 def test_a_field_of_a_later_version_is_left_out() -> None:
     data = {**json.loads(as_json.to_json(clean())), "weather": "fine"}
     assert as_json.from_json(json.dumps(data)) == clean()
+
+
+# --- the module tree ----------------------------------------------------------------------------
+
+
+def names(branches: tuple[tree.Branch, ...], depth: int = 0) -> list[str]:
+    return [
+        line
+        for branch in branches
+        for line in (
+            f"{'  ' * depth}{branch.name} {branch.fused}/{len(branch.layers)}",
+            *names(branch.children, depth + 1),
+        )
+    ]
+
+
+def test_equal_layers_fold_into_one_branch() -> None:
+    assert names(tree.build(llama(32))) == [
+        "base_model.model.model.layers.0-31 128/128",
+        "  self_attn 64/64",
+        "    q_proj, k_proj 64/64",
+        "  mlp 64/64",
+        "    gate_proj, down_proj 64/64",
+    ]
+
+
+def test_a_layer_that_fared_otherwise_stands_alone() -> None:
+    branches = tree.build(llama(4, broken={"2.mlp.down_proj": REASON}))
+    assert names(branches) == [
+        "base_model.model.model.layers 15/16",
+        "  0-1, 3 12/12",
+        "    self_attn 6/6",
+        "      q_proj, k_proj 6/6",
+        "    mlp 6/6",
+        "      gate_proj, down_proj 6/6",
+        "  2 3/4",
+        "    self_attn 2/2",
+        "      q_proj, k_proj 2/2",
+        "    mlp 1/2",
+        "      gate_proj 1/1",
+        "      down_proj 0/1",
+    ]
+    assert branches[0].status == "canonical"
+
+
+def test_chains_below_numbers_fold_and_keep_their_tail() -> None:
+    found = tree.build([layer(f"experts.{i}.w.proj") for i in range(3)])
+    assert names(found) == ["experts.0-2.w.proj 3/3"]
+    mixed = tree.build([layer("experts.0.up"), layer("experts.1.down")])
+    assert names(mixed) == ["experts 2/2", "  0.up 1/1", "  1.down 1/1"]
+
+
+def test_every_layer_is_in_the_tree_once() -> None:
+    layers = (*llama(3, broken={"1.mlp.gate_proj": REASON}), layer("lm_head"), layer(""))
+    layers += (layer("lm_head.inner"),)  # a quantized layer that holds another
+    branches = tree.build(layers)
+    found = [x.module for branch in branches for x in branch.layers]
+    assert sorted(found) == sorted(x.module for x in layers)
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def printed(run: Explanation, *, missed: tuple[str, ...] = ()) -> str:
+    file = io.StringIO()
+    text.write(run, file, missed=missed)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("run", [explanation(), clean(), Explanation(target="t.py")])
+def test_text_on_a_pipe_is_plain_and_fits_80_columns(run: Explanation) -> None:
+    out = printed(run, missed=("4 graph breaks, at most 0 allowed (--max-breaks 0)",))
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.isascii() and out.isprintable() is False and "\x1b" not in out
+    assert not re.search(r" $", out, re.MULTILINE)
+
+
+def test_text_says_everything_in_the_order_of_what_to_do() -> None:
+    out = printed(explanation(), missed=("4 graph breaks, at most 0 allowed",))
+    order = [
+        "qfuse explain train.py --steps 3",
+        "4 graph breaks (2 distinct), 8 recompiles (1 distinct)",
+        "the target raised ValueError: diverged",
+        "Budgets missed\n  4 graph breaks, at most 0 allowed",
+        "Graph breaks: 2\n  Unsupported Tensor.item() call",
+        "(x3) GB0124",
+        "at  train.py:7 in step\n          if loss.item() > 10:",
+        "in  your code",
+        "fix Compare on the device with torch._assert_async",
+        "in  peft 0.21.2 peft/tuners/lora/layer.py:2412 in forward",
+        "Recompiles\n  tensor 'batch' size mismatch at index 0: 16 -> 24 (x8)",
+        "the limit was reached",
+        "Left in eager mode\n  recompile limit of 8 reached",
+        "Suppressed errors\n  BackendCompilerFailed",
+        "CUDA graphs skipped\n  mutated inputs (x2)",
+        "Fusion: 15 of 16 quantized layers fused",
+        "0-1, 3                       12 layers fused by canonicalize (cpp),",
+        "down_proj                  recognized, not fused: the adapter's product is",
+        "Saved for backward: 4.0 MiB\n  aten.mm    3.0 MiB  x4",
+        "Compile time\n  backend_compile   8.5 s  x2",
+        "Options that were set\n  qfuse.numerics  strict  user\n\n",
+        "Warnings\n  torch.compile was called twice",
+        "Run with\n  torch 2.13.0+cpu, peft 0.21.2, device cpu",
+    ]
+    places = [out.find(part) for part in order]
+    assert -1 not in places, order[places.index(-1)] + "\n" + out
+    assert places == sorted(places)
+
+
+def test_a_clean_run_has_no_empty_sections() -> None:
+    out = printed(replace(clean(), phases=(), saved=(), options={}, environment={}))
+    assert out == (
+        "qfuse explain train.py --steps 3\n"
+        "no graph breaks, no recompiles, 16 of 16 quantized layers fused\n\n"
+        "Fusion: 16 of 16 quantized layers fused\n"
+        "  base_model.model.model.layers.0-3  16 layers fused by canonicalize (cpp),\n"
+        "                                     fold_lora, extend_k, keep_packed\n"
+    )
+
+
+def test_what_qfuse_would_do_is_told_as_such() -> None:
+    run = replace(clean(), layers=tuple(replace(x, would=True) for x in llama(2)))
+    assert "8 of 8 quantized layers would be fused" in printed(run)
+
+
+def test_nothing_compiled_is_said() -> None:
+    assert "nothing was compiled" in printed(Explanation(target="t.py"))
+
+
+def test_text_of_others_is_neither_markup_nor_an_escape_sequence() -> None:
+    run = replace(clean(), breaks=(GraphBreak(reason="[red]x[/red] \x1b[31mred\x07"),))
+    out = printed(run)
+    assert "[red]x[/red]" in out
+    assert "\x1b" not in out and "\x07" not in out
+
+
+def test_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    file = Terminal()
+    text.write(explanation(), file)
+    assert "\x1b[31m" in file.getvalue()
+    shown = re.sub("\x1b\\[[0-9;]*m", "", file.getvalue())
+    assert 80 < max(map(len, shown.splitlines())) <= text.WIDEST
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def test_sizes_and_ranges() -> None:
+    assert [words.size(n) for n in (0, 1023, 1536, 3 << 20, 5 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 MiB",
+        "5.00 GiB",
+    ]
+    assert words.numbers([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+# --- annotations --------------------------------------------------------------------------------
+
+
+def parse(line: str) -> tuple[str, dict[str, str], str]:
+    """As the runner reads a workflow command."""
+    found = re.fullmatch(r"::(\w+) (.*?)::(.*)", line)
+    assert found, line
+
+    def decode(value: str) -> str:
+        for code, char in (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
+            value = value.replace(code, char)
+        return value
+
+    pairs = (pair.split("=", 1) for pair in found[2].split(","))
+    return found[1], {k: decode(v) for k, v in pairs}, decode(found[3])
+
+
+def test_annotations_name_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    lines = github.annotations(explanation(str(tmp_path / "src" / "train.py")), ["4 breaks, not 0"])
+    parsed = [parse(line) for line in lines]
+    assert parsed[0] == ("error", {"title": "budget missed"}, "4 breaks, not 0")
+    level, properties, message = parsed[1]
+    assert level == "error"
+    assert properties == {"file": "src/train.py", "line": "7", "title": "graph break GB0124"}
+    assert message.startswith("Unsupported Tensor.item()") and "\nCompare on" in message
+    assert parsed[3][1]["title"] == "recompiled x8"
+    assert REASON in parsed[4][2] and "layers.2.mlp.down_proj" in parsed[4][2]
+    assert len(parsed) == 5
+
+
+def test_without_a_missed_budget_annotations_are_warnings() -> None:
+    assert {parse(line)[0] for line in github.annotations(explanation())} == {"warning"}
+    assert github.annotations(clean()) == []
+
+
+def test_annotations_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    odd = tmp_path / "a,b%3A:c.py"
+    item = GraphBreak(reason="100 %\r\n::error::no", user=Frame(str(odd), 3), gb_id="a:b,c")
+    [line] = github.annotations(replace(clean(), breaks=(item,)))
+    assert "\n" not in line and "\r" not in line
+    level, properties, message = parse(line)
+    assert (level, properties["file"], properties["line"]) == ("warning", odd.name, "3")
+    assert properties["title"] == "graph break a:b,c"
+    assert message == item.reason
+
+
+def test_a_file_outside_of_the_checkout_stands_in_the_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "repository"))
+    item = GraphBreak(reason="print", user=Frame("/elsewhere/train.py", 3, "step"))
+    [line] = github.annotations(replace(clean(), breaks=(item,)))
+    assert parse(line)[1] == {"title": "graph break"}
+    assert parse(line)[2] == "print\n/elsewhere/train.py:3 in step"

@@ -1,0 +1,70 @@
+"""Workflow commands that put breaks, rejected layers and missed budgets beside the code on GitHub.
+
+https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from inductor_q.diagnostics.explanation import Explanation, Frame, Layer
+from inductor_q.diagnostics.render import words
+
+_SOURCE = re.compile(r"(.+):(\d+)")
+
+
+def annotations(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
+    """One line each: missed budgets are errors; what may have caused them are errors where a budget
+    was missed, else warnings.
+
+    A file outside of the checkout cannot be annotated; its place then stands in the message.
+    """
+    level = "error" if missed else "warning"
+    lines = [_command("error", "budget missed", line) for line in missed]
+    for item in run.breaks:
+        title = f"graph break {item.gb_id}".rstrip()
+        cause = f"{item.reason} (x{item.count}, {item.library})" if item.library else item.reason
+        lines.append(_command(level, title, "\n".join(filter(None, (cause, item.fix))), item.user))
+    for again in run.recompiles:
+        said = "\n".join(filter(None, (words.failed_guard(again), again.fix)))
+        lines.append(_command(level, f"recompiled x{again.count}", said, again.where))
+    for reason, layers in _refused(run).items():
+        modules = ", ".join(layer.module for layer in layers)
+        said = f"{reason}\n{modules}"
+        title = f"{words.plural(len(layers), 'quantized layer')} not fused"
+        lines.append(_command(level, title, said, _frame(layers[0].source)))
+    return lines
+
+
+def _refused(run: Explanation) -> dict[str, list[Layer]]:
+    """Layers that could be fused and were not, by reason."""
+    found: dict[str, list[Layer]] = {}
+    for layer in run.layers:
+        if layer.status != "fused":
+            found.setdefault(words.outcome(layer), []).append(layer)
+    return found
+
+
+def _frame(source: str) -> Frame:
+    found = _SOURCE.fullmatch(source)
+    return Frame(found[1], int(found[2])) if found else Frame()
+
+
+def _command(level: str, title: str, message: str, frame: Frame | None = None) -> str:
+    properties = {"title": title}
+    if frame is not None and frame.file:
+        if path := words.repository_path(frame.file):
+            properties = {"file": path, "line": str(frame.line), **properties}
+        else:
+            message = f"{message}\n{words.place(frame)}"
+    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+    return f"::{level} {listed}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

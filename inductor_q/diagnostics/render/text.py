@@ -1,0 +1,182 @@
+"""An `Explanation` for a terminal or a log: what to do first stands first, nothing empty is shown.
+
+On a pipe: 80 columns, no colour, no trailing blanks. On a terminal: its width, up to 100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak, Recompile
+from inductor_q.diagnostics.render import words
+from inductor_q.diagnostics.render.tree import Branch, build
+
+PIPE_WIDTH, WIDEST, NAME_WIDTH = 80, 100, 36
+
+STYLE = {"fused": "green", "canonical": "yellow", "rejected": "red", "unseen": "magenta"}
+
+
+def write(run: Explanation, file: TextIO, *, missed: Sequence[str] = ()) -> None:
+    """Print the run; `missed` are the budgets that it did not keep, a sentence each."""
+    show(sections(run, missed), file)
+
+
+def show(parts: Iterable[RenderableType], file: TextIO) -> None:
+    """Print what rich renders, as plain as `file` needs it."""
+    console = Console(file=file, highlight=False, soft_wrap=False)
+    console.width = min(console.width, WIDEST) if console.is_terminal else PIPE_WIDTH
+    with console.capture() as captured:
+        console.print(Group(*parts))
+    text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    encoding = file.encoding or "utf-8"
+    file.write(text.encode(encoding, "replace").decode(encoding))
+    file.flush()
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text of others: nothing in it is markup, and no escape sequence reaches the terminal."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else " " for c in text), style=style)
+
+
+def sections(run: Explanation, missed: Sequence[str] = ()) -> Iterator[RenderableType]:
+    """The parts of the report, each with an empty line before it."""
+    rank = f" (rank {run.rank} of {run.world_size})" if run.world_size > 1 else ""
+    head = Text.assemble(("qfuse explain ", "bold"), plain(f"{words.command(run)}{rank}"))
+    yield Group(head, plain(words.summary(run)))
+    if ending := words.ending(run):
+        yield plain(ending, "red")
+    bodies = {
+        _title("Budgets missed", len(missed)): [plain(line, "red") for line in missed],
+        _title("Graph breaks", len(run.breaks)): [*map(_break, run.breaks)],
+        _title("Recompiles", len(run.recompiles)): [*map(_recompile, run.recompiles)],
+        _title("Left in eager mode", len(run.fallbacks)): [
+            _facts(_times(f.reason, f.count), ("at", plain(words.place(f.where))))
+            for f in run.fallbacks
+        ],
+        _title("Suppressed errors", len(run.suppressed)): [
+            _facts(_times(s.error, s.count), ("at", plain(words.place(s.where))))
+            for s in run.suppressed
+        ],
+        _title("CUDA graphs skipped", len(run.cudagraph_skips)): [
+            _times(skip.reason, skip.count) for skip in run.cudagraph_skips
+        ],
+        f"Fusion: {words.coverage(run)}": [_coverage(build(run.layers))] if run.layers else [],
+        f"Saved for backward: {words.size(run.saved_bytes)}": [
+            _columns((s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved)
+        ]
+        if run.saved
+        else [],
+        "Compile time": [
+            _columns((p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases)
+        ]
+        if run.phases
+        else [],
+        "Options that were set": [_columns(options)] if (options := [*_options(run)]) else [],
+        "Warnings": [*map(plain, run.warnings)],
+        "Run with": [plain(", ".join(f"{k} {v}" for k, v in run.environment.items()))]
+        if run.environment
+        else [],
+        "Graphs and code": [plain(run.dump)] if run.dump else [],
+    }
+    for title, body in bodies.items():
+        if body:
+            yield Text(f"\n{title}", style="bold")
+            yield Padding(Group(*body), (0, 0, 0, 2))
+
+
+def _title(name: str, count: int) -> str:
+    return f"{name}: {count}" if count > 1 else name
+
+
+def _times(text: str, count: int) -> Text:
+    return plain(f"{text} (x{count})" if count > 1 else text)
+
+
+def _facts(head: Text, *facts: tuple[str, Text]) -> RenderableType:
+    """A head, and labelled lines under it."""
+    head.stylize("bold")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for label, text in facts:
+        if text.plain:
+            grid.add_row(label, text)
+    return Group(head, Padding(grid, (0, 0, 0, 2)))
+
+
+def _place(frame: Frame) -> Text:
+    """Where, and the line that stands there."""
+    text = plain(words.place(frame))
+    return text.append_text(plain(f"\n  {frame.text.strip()}", "cyan")) if frame.text else text
+
+
+def _break(item: GraphBreak) -> RenderableType:
+    head = _times(item.reason, item.count)
+    if item.gb_id:
+        head.append(f" {item.gb_id}", style="dim")
+    elsewhere = item.origin if item.origin != item.user else Frame()
+    return _facts(
+        head,
+        ("at", _place(item.user)),
+        ("in", plain(" ".join(filter(None, (item.library, words.place(elsewhere)))))),
+        ("fix", plain(item.fix or " ".join(item.hints), "green")),
+    )
+
+
+def _recompile(item: Recompile) -> RenderableType:
+    limit = plain("the limit was reached: it runs in eager mode from then on", "red")
+    return _facts(
+        _times(words.failed_guard(item), item.count),
+        ("at", _place(item.where)),
+        ("", limit if item.hit_limit else Text()),
+        ("fix", plain(item.fix, "green")),
+    )
+
+
+def _coverage(branches: Iterable[Branch]) -> Table:
+    """Two columns: the module, indented by its depth, and what became of it."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(max_width=NAME_WIDTH, overflow="fold")
+    grid.add_column(overflow="fold")
+    for depth, branch in _opened(branches):
+        count = len(branch.layers)
+        if branch.alike:
+            many = f"{count} layers " if count > 1 else ""
+            said = f"{many}{words.outcome(branch.layers[0])}"
+        else:
+            said = f"{branch.fused} of {count} fused"
+        name = Padding(plain(branch.name, "bold"), (0, 0, 0, 2 * depth))
+        grid.add_row(name, plain(said, STYLE[branch.status]))
+    return grid
+
+
+def _opened(branches: Iterable[Branch], depth: int = 0) -> Iterator[tuple[int, Branch]]:
+    """Each branch before its children; one whose layers all fared alike is not opened."""
+    for branch in branches:
+        yield depth, branch
+        if not branch.alike:
+            yield from _opened(branch.children, depth + 1)
+
+
+def _options(run: Explanation) -> Iterator[tuple[str, str, str]]:
+    """The options that somebody set, and who."""
+    for name, option in sorted(run.options.items()):
+        if (source := option.get("source", "")) != "default":
+            yield name, option.get("value", ""), source
+
+
+def _columns(rows: Iterable[tuple[str, str, str]]) -> Table:
+    """What, how much (to the right), and a remark."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(max_width=NAME_WIDTH, overflow="fold")
+    grid.add_column(justify="right", overflow="fold")
+    grid.add_column(style="dim", overflow="fold")
+    for row in rows:
+        grid.add_row(*map(plain, row))
+    return grid

@@ -1,0 +1,138 @@
+"""The words that text, HTML and annotations share: counts, sizes, places, the summary line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from inductor_q.diagnostics.explanation import Explanation, Frame, Layer, Recompile
+
+_INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """1 break, 2 breaks, no breaks."""
+    return f"{count or 'no'} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def size(count: float) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def short(file: str) -> str:
+    """A path from the working directory, or from inside the installed packages."""
+    if found := _INSTALLED.match(file):
+        return file[found.end() :]
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
+def place(frame: Frame) -> str:
+    """file:line in function, the file as `short` has it."""
+    if not frame.file:
+        return ""
+    line = f":{frame.line}" if frame.line else ""
+    return f"{short(frame.file)}{line}" + (f" in {frame.function}" if frame.function else "")
+
+
+def command(run: Explanation) -> str:
+    """The target as it was called."""
+    return shlex.join(run.argv) if run.argv else run.target
+
+
+def ending(run: Explanation) -> str:
+    """How the target ended; empty where it ended well."""
+    if run.exit.signal:
+        return f"the target was ended by {run.exit.signal}"
+    if run.exit.exception:
+        return f"the target raised {run.exit.exception}"
+    return f"the target exited with status {run.exit.status}" if run.exit.status else ""
+
+
+def coverage(run: Explanation) -> str:
+    """How many quantized layers are fused, or would be."""
+    fused = sum(layer.status == "fused" for layer in run.layers)
+    would = "would be " if any(layer.would for layer in run.layers) else ""
+    return f"{fused} of {plural(len(run.layers), 'quantized layer')} {would}fused"
+
+
+def causes(count: int, distinct: int, noun: str) -> str:
+    """3 breaks, or 3 breaks of 2 causes."""
+    return plural(count, noun) + (f" ({distinct} distinct)" if distinct not in (0, count) else "")
+
+
+def summary(run: Explanation) -> str:
+    """The run in one line, the worst first."""
+    if not run.compiles and not run.breaks and not run.fallbacks:
+        return "nothing was compiled: no torch.compile ran in this process"
+    parts = [
+        causes(run.break_count, len(run.breaks), "graph break"),
+        causes(run.recompile_count, len(run.recompiles), "recompile"),
+    ]
+    if run.fallbacks:
+        parts.append(f"{plural(sum(f.count for f in run.fallbacks), 'frame')} left in eager mode")
+    if run.suppressed:
+        parts.append(plural(sum(s.count for s in run.suppressed), "suppressed error"))
+    if run.layers:
+        parts.append(coverage(run))
+    if run.saved_bytes:
+        parts.append(f"{size(run.saved_bytes)} saved for backward")
+    return ", ".join(parts)
+
+
+def failed_guard(recompile: Recompile) -> str:
+    """The guard with the values it saw."""
+    seen = f": {recompile.before} -> {recompile.after}" if recompile.after else ""
+    return f"{recompile.guard}{seen}"
+
+
+def outcome(layer: Layer) -> str:
+    """What became of a layer, in words."""
+    if layer.status == "fused":
+        done = "would be fused" if layer.would else "fused"
+        return f"{done} by {rewrites(layer)}" if layer.steps else done
+    said = {
+        "canonical": "recognized, not fused",
+        "rejected": "not fused",
+        "unseen": "in no compiled graph",
+    }[layer.status]
+    return f"{said}: {layer.reason}" if layer.reason else said
+
+
+def rewrites(layer: Layer) -> str:
+    """The passes that rewrote a layer, with the provider where it is not torch's own."""
+    done: dict[str, None] = {}
+    for step in layer.steps:
+        if not step.rejected:
+            own = f" ({step.provider})" if step.provider not in ("", "aten") else ""
+            done.setdefault(f"{step.pass_name}{own}")
+    return ", ".join(done)
+
+
+def numbers(indices: Sequence[int]) -> str:
+    """Ascending indices as ranges: 0-3, 5."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def repository_path(file: str) -> str:
+    """A path from the root of the checkout (GitHub's workspace); empty for a file outside of it."""
+    root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd()).resolve()
+    path = Path(file).resolve()
+    inside = path.is_relative_to(root) and not _INSTALLED.match(file)
+    return path.relative_to(root).as_posix() if inside else ""
