@@ -265,7 +265,7 @@ def parse(line: str) -> tuple[str, dict[str, str], str]:
 
 def test_annotations_name_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
-    lines = github.annotations(explanation(str(tmp_path / "src" / "train.py")), ["4 breaks, not 0"])
+    lines = github.annotate(explanation(str(tmp_path / "src" / "train.py")), ["4 breaks, not 0"])
     parsed = [parse(line) for line in lines]
     assert parsed[0] == ("error", {"title": "budget missed"}, "4 breaks, not 0")
     level, properties, message = parsed[1]
@@ -278,15 +278,15 @@ def test_annotations_name_file_and_line(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_without_a_missed_budget_annotations_are_warnings() -> None:
-    assert {parse(line)[0] for line in github.annotations(explanation())} == {"warning"}
-    assert github.annotations(clean()) == []
+    assert {parse(line)[0] for line in github.annotate(explanation())} == {"warning"}
+    assert github.annotate(clean()) == []
 
 
 def test_annotations_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
     odd = tmp_path / "a,b%3A:c.py"
     item = GraphBreak(reason="100 %\r\n::error::no", user=Frame(str(odd), 3), gb_id="a:b,c")
-    [line] = github.annotations(replace(clean(), breaks=(item,)))
+    [line] = github.annotate(replace(clean(), breaks=(item,)))
     assert "\n" not in line and "\r" not in line
     level, properties, message = parse(line)
     assert (level, properties["file"], properties["line"]) == ("warning", odd.name, "3")
@@ -299,6 +299,6 @@ def test_a_file_outside_of_the_checkout_stands_in_the_message(
 ) -> None:
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "repository"))
     item = GraphBreak(reason="print", user=Frame("/elsewhere/train.py", 3, "step"))
-    [line] = github.annotations(replace(clean(), breaks=(item,)))
+    [line] = github.annotate(replace(clean(), breaks=(item,)))
     assert parse(line)[1] == {"title": "graph break"}
     assert parse(line)[2] == "print\n/elsewhere/train.py:3 in step"

@@ -14,7 +14,7 @@ from inductor_q.diagnostics.render import words
 _SOURCE = re.compile(r"(.+):(\d+)")
 
 
-def annotations(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
+def annotate(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
     """One line each: missed budgets are errors; what may have caused them are errors where a budget
     was missed, else warnings.
 

@@ -51,43 +51,42 @@ def sections(run: Explanation, missed: Sequence[str] = ()) -> Iterator[Renderabl
     yield Group(head, plain(words.summary(run)))
     if ending := words.ending(run):
         yield plain(ending, "red")
-    bodies = {
-        _title("Budgets missed", len(missed)): [plain(line, "red") for line in missed],
-        _title("Graph breaks", len(run.breaks)): [*map(_break, run.breaks)],
-        _title("Recompiles", len(run.recompiles)): [*map(_recompile, run.recompiles)],
-        _title("Left in eager mode", len(run.fallbacks)): [
-            _facts(_times(f.reason, f.count), ("at", plain(words.place(f.where))))
-            for f in run.fallbacks
-        ],
-        _title("Suppressed errors", len(run.suppressed)): [
-            _facts(_times(s.error, s.count), ("at", plain(words.place(s.where))))
-            for s in run.suppressed
-        ],
-        _title("CUDA graphs skipped", len(run.cudagraph_skips)): [
-            _times(skip.reason, skip.count) for skip in run.cudagraph_skips
-        ],
-        f"Fusion: {words.coverage(run)}": [_coverage(build(run.layers))] if run.layers else [],
-        f"Saved for backward: {words.size(run.saved_bytes)}": [
-            _columns((s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved)
-        ]
-        if run.saved
-        else [],
-        "Compile time": [
-            _columns((p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases)
-        ]
-        if run.phases
-        else [],
-        "Options that were set": [_columns(options)] if (options := [*_options(run)]) else [],
-        "Warnings": [*map(plain, run.warnings)],
-        "Run with": [plain(", ".join(f"{k} {v}" for k, v in run.environment.items()))]
-        if run.environment
-        else [],
-        "Graphs and code": [plain(run.dump)] if run.dump else [],
-    }
-    for title, body in bodies.items():
+    for title, body in _bodies(run, missed):
         if body:
             yield Text(f"\n{title}", style="bold")
             yield Padding(Group(*body), (0, 0, 0, 2))
+
+
+_Bodies = Iterator[tuple[str, list[RenderableType]]]
+
+
+def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
+    """Every section with what stands in it, in order; an empty one is left out by the caller."""
+    yield _title("Budgets missed", len(missed)), [plain(line, "red") for line in missed]
+    yield _title("Graph breaks", len(run.breaks)), [_break(item) for item in run.breaks]
+    yield _title("Recompiles", len(run.recompiles)), [_recompile(item) for item in run.recompiles]
+    yield (
+        _title("Left in eager mode", len(run.fallbacks)),
+        [_facts(_times(f.reason, f.count), ("at", _place(f.where))) for f in run.fallbacks],
+    )
+    yield (
+        _title("Suppressed errors", len(run.suppressed)),
+        [_facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed],
+    )
+    yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
+    yield f"Fusion: {words.coverage(run)}", [_coverage(build(run.layers))] if run.layers else []
+    yield (
+        f"Saved for backward: {words.size(run.saved_bytes)}",
+        _columns((s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved),
+    )
+    yield (
+        "Compile time (phases nest)",
+        _columns((p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases),
+    )
+    yield "Options that were set", _columns(words.options(run))
+    yield "Warnings", [plain(line) for line in run.warnings]
+    yield "Run with", [plain(words.environment(run))] if run.environment else []
+    yield "Graphs and code", [plain(run.dump)] if run.dump else []
 
 
 def _title(name: str, count: int) -> str:
@@ -164,19 +163,12 @@ def _opened(branches: Iterable[Branch], depth: int = 0) -> Iterator[tuple[int, B
             yield from _opened(branch.children, depth + 1)
 
 
-def _options(run: Explanation) -> Iterator[tuple[str, str, str]]:
-    """The options that somebody set, and who."""
-    for name, option in sorted(run.options.items()):
-        if (source := option.get("source", "")) != "default":
-            yield name, option.get("value", ""), source
-
-
-def _columns(rows: Iterable[tuple[str, str, str]]) -> Table:
-    """What, how much (to the right), and a remark."""
+def _columns(rows: Iterable[tuple[str, str, str]]) -> list[RenderableType]:
+    """What, how much (to the right), and a remark; nothing without rows."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(max_width=NAME_WIDTH, overflow="fold")
     grid.add_column(justify="right", overflow="fold")
     grid.add_column(style="dim", overflow="fold")
     for row in rows:
         grid.add_row(*map(plain, row))
-    return grid
+    return [grid] if grid.row_count else []

@@ -119,6 +119,17 @@ def rewrites(layer: Layer) -> str:
     return ", ".join(done)
 
 
+def options(run: Explanation) -> list[tuple[str, str, str]]:
+    """Name, value and source of the options that were set, not those left as they are."""
+    listed = ((k, o.get("value", ""), o.get("source", "")) for k, o in sorted(run.options.items()))
+    return [row for row in listed if row[2] != "default"]
+
+
+def environment(run: Explanation) -> str:
+    """Versions and device in one line."""
+    return ", ".join(f"{name} {value}" for name, value in run.environment.items())
+
+
 def numbers(indices: Sequence[int]) -> str:
     """Ascending indices as ranges: 0-3, 5."""
     runs: list[list[int]] = []
