@@ -180,7 +180,7 @@ def test_text_says_everything_in_the_order_of_what_to_do() -> None:
         "12 layers fused by canonicalize (cpp),",
         "recognized, not fused: the adapter's product is",
         "Saved for backward: 4.0 MiB\n  aten.mm    3.0 MiB  x4",
-        "Compile time\n  backend_compile   8.5 s  x2",
+        "Compile time (phases nest)\n  backend_compile   8.5 s  x2",
         "Options that were set\n  qfuse.numerics  strict  user\n\n",
         "Warnings\n  torch.compile was called twice",
         "Run with\n  torch 2.13.0+cpu, peft 0.21.2, device cpu",
