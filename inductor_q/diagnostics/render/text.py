@@ -52,26 +52,31 @@ def sections(run: Explanation, missed: Sequence[str] = ()) -> Iterator[Renderabl
     if ending := words.ending(run):
         yield plain(ending, "red")
     for title, body in _bodies(run, missed):
-        if body:
-            yield Text(f"\n{title}", style="bold")
-            yield Padding(Group(*body), (0, 0, 0, 2))
+        yield from section(title, body)
+
+
+def section(title: str, body: Sequence[RenderableType]) -> Iterator[RenderableType]:
+    """A heading and what stands under it; nothing where that is empty."""
+    if body:
+        yield Text(f"\n{title}", style="bold")
+        yield Padding(Group(*body), (0, 0, 0, 2))
 
 
 _Bodies = Iterator[tuple[str, list[RenderableType]]]
 
 
 def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
-    """Every section with what stands in it, in order; an empty one is left out by the caller."""
+    """Every section with what stands in it, in order; `section` leaves the empty ones out."""
     yield _title("Budgets missed", len(missed)), [plain(line, "red") for line in missed]
     yield _title("Graph breaks", len(run.breaks)), [_break(item) for item in run.breaks]
     yield _title("Recompiles", len(run.recompiles)), [_recompile(item) for item in run.recompiles]
     yield (
         _title("Left in eager mode", len(run.fallbacks)),
-        [_facts(_times(f.reason, f.count), ("at", _place(f.where))) for f in run.fallbacks],
+        [facts(_times(f.reason, f.count), ("at", _place(f.where))) for f in run.fallbacks],
     )
     yield (
         _title("Suppressed errors", len(run.suppressed)),
-        [_facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed],
+        [facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed],
     )
     yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
     yield f"Fusion: {words.coverage(run)}", [_coverage(build(run.layers))] if run.layers else []
@@ -97,7 +102,7 @@ def _times(text: str, count: int) -> Text:
     return plain(f"{text} (x{count})" if count > 1 else text)
 
 
-def _facts(head: Text, *facts: tuple[str, Text]) -> RenderableType:
+def facts(head: Text, *facts: tuple[str, Text]) -> RenderableType:
     """A head, and labelled lines under it."""
     head.stylize("bold")
     grid = Table.grid(padding=(0, 1))
@@ -120,7 +125,7 @@ def _break(item: GraphBreak) -> RenderableType:
     if item.gb_id:
         head.append(f" {item.gb_id}", style="dim")
     elsewhere = item.origin if item.origin != item.user else Frame()
-    return _facts(
+    return facts(
         head,
         ("at", _place(item.user)),
         ("in", plain(" ".join(filter(None, (item.library, words.place(elsewhere)))))),
@@ -130,7 +135,7 @@ def _break(item: GraphBreak) -> RenderableType:
 
 def _recompile(item: Recompile) -> RenderableType:
     limit = plain("the limit was reached: it runs in eager mode from then on", "red")
-    return _facts(
+    return facts(
         _times(words.failed_guard(item), item.count),
         ("at", _place(item.where)),
         ("", limit if item.hit_limit else Text()),

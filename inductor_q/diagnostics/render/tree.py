@@ -55,6 +55,18 @@ def build(layers: Iterable[Layer]) -> tuple[Branch, ...]:
     return tuple(_folded(root))
 
 
+def paths(layers: Iterable[Layer]) -> list[str]:
+    """The module paths of the layers, folded as the tree folds them."""
+
+    def walk(branches: Iterable[Branch], prefix: str) -> Iterator[str]:
+        for branch in branches:
+            if branch.layer:
+                yield f"{prefix}{branch.name}"
+            yield from walk(branch.children, f"{prefix}{branch.name}.")
+
+    return list(walk(build(layers), ""))
+
+
 @dataclass
 class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
