@@ -54,16 +54,18 @@ def _print_json(changes: Sequence[Change]) -> None:
 
 
 def _print(changes: Sequence[Change], title: str) -> None:
-    from inductor_q.diagnostics.render.text import facts, plain, section, show
+    from rich.padding import Padding
+
+    from inductor_q.diagnostics.render.text import plain, section, show
 
     parts: list[RenderableType] = [plain(title, "bold")]
     if not changes:
         parts.append(plain("no difference"))
     for verdict, style in (("worse", "red"), ("better", "green"), ("changed", "")):
-        body = [
-            facts(plain(f"{c.kind}: {c.what}"), ("", plain(f"{c.before} -> {c.after}", style)))
-            for c in changes
-            if c.verdict == verdict
-        ]
+        body: list[RenderableType] = []
+        for change in changes:
+            if change.verdict == verdict:
+                values = plain(f"{change.before} -> {change.after}", style)
+                body += [plain(f"{change.kind}: {change.what}"), Padding(values, (0, 0, 0, 2))]
         parts += section(verdict.capitalize(), body)
     show(parts, sys.stdout)

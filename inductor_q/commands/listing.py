@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,32 +67,24 @@ def show(tables: Sequence[Table], args: argparse.Namespace) -> int:
 
 
 def _print(tables: Sequence[Table]) -> None:
-    from rich import box
-    from rich.console import Console
+    from rich.console import RenderableType
     from rich.table import Table as Grid
-    from rich.text import Text
 
-    console = Console(highlight=False)
-    for index, table in enumerate(tables):
-        if index:
-            console.print()
-        if table.title:
-            console.print(Text(table.title, style="bold"))
-        if table.note:
-            console.print(Text(table.note))
+    from inductor_q.diagnostics.render.text import plain, show
+
+    parts: list[RenderableType] = []
+    for table in tables:
+        head = [plain(table.title, "bold"), plain(table.note)]
+        parts += [*([plain("")] if parts else []), *(line for line in head if line.plain)]
         if not table.rows:
             continue
-        grid = Grid(
-            box=box.SIMPLE_HEAD if console.is_terminal else None,
-            pad_edge=False,
-            padding=(0, 2, 0, 0),
-            header_style="bold",
-        )
+        grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for position, column in enumerate(table.columns):
             grid.add_column(column, no_wrap=position == 0, overflow="fold")
         for row in table.rows:
-            grid.add_row(*map(Text, row))
-        console.print(grid)
+            grid.add_row(*map(plain, row))
+        parts.append(grid)
+    show(parts, sys.stdout)
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -72,11 +72,11 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     yield _title("Recompiles", len(run.recompiles)), [_recompile(item) for item in run.recompiles]
     yield (
         _title("Left in eager mode", len(run.fallbacks)),
-        [facts(_times(f.reason, f.count), ("at", _place(f.where))) for f in run.fallbacks],
+        [_facts(_times(f.reason, f.count), ("at", _place(f.where))) for f in run.fallbacks],
     )
     yield (
         _title("Suppressed errors", len(run.suppressed)),
-        [facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed],
+        [_facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed],
     )
     yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
     yield f"Fusion: {words.coverage(run)}", [_coverage(build(run.layers))] if run.layers else []
@@ -102,7 +102,7 @@ def _times(text: str, count: int) -> Text:
     return plain(f"{text} (x{count})" if count > 1 else text)
 
 
-def facts(head: Text, *facts: tuple[str, Text]) -> RenderableType:
+def _facts(head: Text, *facts: tuple[str, Text]) -> RenderableType:
     """A head, and labelled lines under it."""
     head.stylize("bold")
     grid = Table.grid(padding=(0, 1))
@@ -125,7 +125,7 @@ def _break(item: GraphBreak) -> RenderableType:
     if item.gb_id:
         head.append(f" {item.gb_id}", style="dim")
     elsewhere = item.origin if item.origin != item.user else Frame()
-    return facts(
+    return _facts(
         head,
         ("at", _place(item.user)),
         ("in", plain(" ".join(filter(None, (item.library, words.place(elsewhere)))))),
@@ -135,7 +135,7 @@ def _break(item: GraphBreak) -> RenderableType:
 
 def _recompile(item: Recompile) -> RenderableType:
     limit = plain("the limit was reached: it runs in eager mode from then on", "red")
-    return facts(
+    return _facts(
         _times(words.failed_guard(item), item.count),
         ("at", _place(item.where)),
         ("", limit if item.hit_limit else Text()),
