@@ -255,3 +255,15 @@ class UnsupportedTorch(QfuseError, RuntimeError):
     message = (
         "{feature} needs torch {supported}, this is torch {version}: pip install 'torch{supported}'"
     )
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+class NotAModelFactory(QfuseError, ValueError):
+    name: str
+    problem: str
+    message = (
+        "{name!r} is no model factory: {problem}. "
+        "Give package.module:function, a function without arguments that returns the model"
+    )

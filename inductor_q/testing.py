@@ -44,6 +44,7 @@ __all__ = [
     "static_storages",
     "tiny_llama_config",
     "tiny_qwen3_config",
+    "tiny_qwen3_moe_config",
 ]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -80,6 +81,18 @@ def tiny_llama_config(**overrides: Any) -> Any:
 def tiny_qwen3_config(**overrides: Any) -> Any:
     """The same size as a Qwen3 (RMS norm on queries and keys)."""
     return _config("qwen3", _TINY, overrides)
+
+
+def tiny_qwen3_moe_config(**overrides: Any) -> Any:
+    """The same as a mixture of four experts, two a token, with fused expert weights."""
+    moe = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return _config("qwen3_moe", {**_TINY, **moe}, overrides)
 
 
 def qwen3_8b_config(num_hidden_layers: int = 8, **overrides: Any) -> Any:

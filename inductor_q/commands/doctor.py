@@ -1,0 +1,116 @@
+"""`qfuse doctor`: whether this machine, and a model, are ready to be compiled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from inductor_q.exc import NotAModelFactory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from inductor_q.commands import Subparsers
+    from inductor_q.diagnostics.checks import Finding
+    from inductor_q.diagnostics.checks.finding import Status
+
+SCHEMA_VERSION = 1
+
+
+def register(subparsers: Subparsers) -> None:
+    about = "check versions, GPU, compilers, caches and settings; and a model for known faults"
+    parser = subparsers.add_parser("doctor", help=about, description=about)
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="also check the model that this function returns (called without arguments)",
+    )
+    parser.add_argument("--json", action="store_true", help="one document, see docs/cli.md")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Exit status 1 if anything fails; a warning does not count."""
+    from inductor_q.diagnostics.checks import caches, check_environment, check_model, worst
+
+    # The model first: building it imports the user's code, which may configure Dynamo.
+    with caches.usable():
+        model = build(args.model) if args.model else None
+    environment = check_environment()
+    findings = [] if model is None else check_model(model)
+    status = worst([*environment, *findings])
+    if args.json:
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "status": status,
+            "environment": [asdict(finding) for finding in environment],
+            "model": [asdict(finding) for finding in findings],
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        _print({"environment": environment, f"model {args.model}": findings})
+    return int(status == "fail")
+
+
+def build(name: str) -> nn.Module:
+    """The model that the function `package.module:function` returns.
+
+    As with `python -m`, modules of the current folder can be imported. What the user's code raises
+    is not caught.
+    """
+    import pkgutil
+
+    from torch import nn
+
+    def wrong(problem: str) -> NotAModelFactory:
+        return NotAModelFactory(name=name, problem=problem)
+
+    module = name.partition(":")[0]
+    if ":" not in name:
+        raise wrong("no function is named")
+    sys.path.insert(0, "")
+    try:
+        factory = pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # it is there, and lacks something itself
+            raise
+        raise wrong(f"no module {error.name}") from None
+    except (AttributeError, ValueError) as error:
+        raise wrong(str(error)) from None
+    if not callable(factory):
+        raise wrong(f"a {type(factory).__name__} cannot be called")
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise wrong(f"it returned a {type(model).__name__}")
+    return model
+
+
+def _print(sections: dict[str, Sequence[Finding]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    console = Console(highlight=False)
+    for title, findings in sections.items():
+        if not findings:
+            continue
+        console.print(Text(title, style="bold"))
+        grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for _ in ("status", "check"):
+            grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for finding in findings:
+            status = Text(finding.status, style=styles[finding.status])
+            grid.add_row(status, finding.check, Text(finding.found))
+            if finding.remedy:
+                grid.add_row("", "", Text(f"-> {finding.remedy}", style="cyan"))
+        console.print(grid)
+        console.print()
+    everything = [finding.status for findings in sections.values() for finding in findings]
+    counts = (f"{everything.count(status)} {status}" for status in styles)
+    console.print(Text(", ".join(counts)))

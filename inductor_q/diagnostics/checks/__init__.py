@@ -1,0 +1,64 @@
+"""What `qfuse doctor` looks at: checks of the environment, and of a model.
+
+A check yields findings and changes nothing. To add one: a file here with a `check`, a line below, a
+section in docs/troubleshooting.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from inductor_q.diagnostics.checks import (
+    caches,
+    compiled_regions,
+    compiler,
+    compute_dtype,
+    device,
+    experts,
+    int8_outliers,
+    late_adapter,
+    nvrtc,
+    require_grads_hook,
+    settings,
+    target_parameters,
+    versions,
+)
+from inductor_q.diagnostics.checks.finding import Finding, worst
+
+__all__ = ["ENVIRONMENT", "MODEL", "Finding", "check_environment", "check_model", "worst"]
+
+# After the caches, which are always looked at.
+ENVIRONMENT: tuple[Callable[[], Iterator[Finding]], ...] = (
+    versions.check,
+    device.check,
+    compiler.check,
+    nvrtc.check,
+    settings.check,
+)
+
+MODEL: tuple[Callable[[nn.Module], Iterator[Finding]], ...] = (
+    compute_dtype.check,
+    int8_outliers.check,
+    experts.check,
+    target_parameters.check,
+    require_grads_hook.check,
+    late_adapter.check,
+    compiled_regions.check,
+)
+
+
+def check_environment() -> list[Finding]:
+    """The machine, the packages and torch's settings in this process."""
+    found = list(caches.check())  # first: without the folder the others cannot import what they ask
+    with caches.usable():
+        return found + [finding for check in ENVIRONMENT for finding in check()]
+
+
+def check_model(model: nn.Module) -> list[Finding]:
+    """What is known to go wrong when `model`, as it stands, is compiled (or has been).
+
+    For a model as it is trained: quantized, with adapters, in its mode. Nothing is run.
+    """
+    return [finding for check in MODEL for finding in check(model)]

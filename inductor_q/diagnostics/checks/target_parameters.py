@@ -1,0 +1,90 @@
+"""LoRA on parameters instead of modules (PEFT's `target_parameters`, for fused experts)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from inductor_q.diagnostics.checks.finding import Finding
+from inductor_q.diagnostics.checks.modules import compiled_alone, instances, several, tidy
+
+NAME = "target_parameters"
+ATTENTION = "for layer in model.get_base_model().model.layers: layer.self_attn.compile()"
+NAMES = "LoraConfig(target_parameters=[...])  # the ends of names in model.named_parameters()"
+UNQUANTIZED = "no bitsandbytes.nn.parametrize.replace_parameter_4bit on parameters to adapt"
+
+
+def check(model: nn.Module) -> Iterator[Finding]:
+    """Two faults: asked for and not there, or there and breaking every graph that meets them."""
+    asked = _asked(model)
+    if not asked:
+        yield Finding(NAME, "ok", "not used")
+        return
+    wrappers = list(instances(model, "peft.tuners.lora.layer", "ParamWrapper"))
+    quantized = _quantized_parameters(model)
+    # A parametrized parameter is no longer among named_parameters(), where PEFT looks for the name.
+    missing = sorted(
+        name for name in asked if not any(_matches(name, *where) for where in _adapted(wrappers))
+    )
+    hidden = [n for n in missing if any(path.endswith(f".{n}") for path in quantized)]
+    if missing:
+        why = ": 4-bit parameters of bitsandbytes hide from PEFT" if hidden else ""
+        found = f"no LoRA parameters were made for {', '.join(missing)}{why}"
+        yield Finding(NAME, "fail", found, UNQUANTIZED if hidden else NAMES)
+    over = [tidy(path) for path, w in wrappers if _is_quantized(w)]
+    if over:
+        found = f"LoRA over {several(over, '4-bit expert parameter')}: gradients are lost"
+        yield Finding(NAME, "fail", found, UNQUANTIZED)
+    elif traced := _compiled(model, wrappers):
+        paths = [f"{path}.{w.parameter_name}" for path, w in traced]
+        found = (
+            f"LoRA on {several(paths, 'parameter')}: PEFT registers and removes a parametrization "
+            "in each forward, which breaks the graph in every layer"
+        )
+        yield Finding(NAME, "warn", found, f"compile what lies around them: {ATTENTION}")
+    elif not missing:
+        yield Finding(NAME, "ok", "outside of what is compiled")
+
+
+def _asked(model: nn.Module) -> set[str]:
+    """The names in `target_parameters` of the model's adapters."""
+    names: set[str] = set()
+    for submodule in model.modules():
+        configs = getattr(submodule, "peft_config", None)
+        for config in configs.values() if isinstance(configs, dict) else ():
+            names.update(getattr(config, "target_parameters", None) or ())
+    return names
+
+
+def _adapted(wrappers: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str]]:
+    for path, wrapper in wrappers:
+        yield path, str(wrapper.parameter_name)
+
+
+def _matches(name: str, path: str, parameter: str) -> bool:
+    full = f"{path}.{parameter}"
+    return full == name or full.endswith(f".{name}")
+
+
+def _quantized_parameters(model: nn.Module) -> list[str]:
+    """The paths of what `bitsandbytes.nn.parametrize.replace_parameter_4bit` took over."""
+    found = instances(model, "bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
+    # experts.parametrizations.gate_up_proj.0 stands for experts.gate_up_proj
+    return [path.rpartition(".")[0].replace(".parametrizations.", ".") for path, _ in found]
+
+
+def _compiled(model: nn.Module, wrappers: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Those inside of what is compiled: of the submodules that are, or else of the whole model."""
+    regions = [path for path, _ in compiled_alone(model)]
+    if not regions:
+        return wrappers
+    return [w for w in wrappers if any(f"{w[0]}.".startswith(f"{r}.") for r in regions)]
+
+
+def _is_quantized(wrapper: nn.Module) -> bool:
+    base = wrapper
+    while isinstance(inner := getattr(base, "base_layer", None), nn.Module):
+        base = inner
+    return any(_quantized_parameters(base))
