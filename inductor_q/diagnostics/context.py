@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from inductor_q import kernels
+from inductor_q.diagnostics.frames import user_frame
 from inductor_q.diagnostics.report import Report, SiteRecord
 from inductor_q.formats import QuantFormat
 from inductor_q.options import Resolved
 
 _MODULE = re.compile(r"_modules\['([^']+)'\]")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 @dataclass
@@ -95,13 +95,6 @@ def input_index(node: fx.Node) -> int | None:
         desc = desc.base
     index = getattr(desc, "idx", None)
     return index if isinstance(index, int) else None
-
-
-def user_frame(node: fx.Node) -> str:
-    """The innermost frame outside of installed packages, as `file:line`."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in frames if "site-packages" not in f[0] and "dist-packages" not in f[0]]
-    return ":".join((own or frames)[-1]) if frames else ""
 
 
 def _from_stack(node: fx.Node) -> str:
