@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,13 +26,13 @@ from inductor_q.backend import qfuse
 from inductor_q.diagnostics.report import Report
 from inductor_q.exc import NotFused
 from tests.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
+from tests.processes import ROOT, environment
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 BF16 = torch.bfloat16
 N, K = 128, 64
-ROOT = Path(__file__).parents[1]
 
 
 def lora(adapter_dtype: torch.dtype = BF16) -> nn.Module:
@@ -352,7 +351,7 @@ def test_torch_logs_takes_our_logger() -> None:
         "linear = testing.quantized_linear(torch.randn(64, 64).bfloat16())\n"
         "torch.compile(linear, backend=qfuse)(torch.randn(4, 64).bfloat16())\n"
     )
-    quiet = {**os.environ, "PYTHONPATH": str(ROOT)}
+    quiet = environment()
     quiet.pop("TORCH_LOGS", None)
     for env, told in (({**quiet, "TORCH_LOGS": "+inductor_q"}, True), (quiet, False)):
         result = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.processes import ROOT, environment
+
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
-
-ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
 import json, sys
@@ -67,7 +66,7 @@ def run(
     train: bool = True,
 ) -> Any:
     """One process: counters as [hit, miss, bypass] and its report."""
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(package)}
+    env = environment(package, TORCHINDUCTOR_CACHE_DIR=str(cache))
     arguments = [json.dumps({**SMALL, **(options or {})}), "train" if train else "infer"]
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],

@@ -29,21 +29,19 @@ from inductor_q.diagnostics.checks import (
 from inductor_q.diagnostics.checks.tested import PACKAGES, Package, release, table
 from inductor_q.diagnostics.checks.versions import judge
 from inductor_q.exc import NotAModelFactory
+from tests.processes import ROOT, environment
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def run(*args: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     return subprocess.run(
         [sys.executable, "-m", "inductor_q", "doctor", *args],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, **variables},
+        env=environment(**variables),
         capture_output=True,
         text=True,
     )

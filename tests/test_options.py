@@ -30,6 +30,7 @@ from inductor_q.exc import (
     UnknownProvider,
 )
 from inductor_q.options import Resolved, list_options, resolve
+from tests.processes import environment
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -612,11 +613,7 @@ def test_import_has_no_effects() -> None:
         "assert not [n for n in new if n.startswith(('torch.', 'triton', 'bitsandbytes'))], new\n"
         "assert not logging.getLogger('inductor_q').handlers\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
-
-
-def _environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **more}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
 
 
 # --- the result ----------------------------------------------------------------------------------
@@ -697,7 +694,7 @@ def test_fingerprint_is_the_same_in_another_process() -> None:
             check=True,
             capture_output=True,
             text=True,
-            env=_environment(PYTHONHASHSEED=seed),
+            env=environment(PYTHONHASHSEED=seed),
         ).stdout
         for seed in ("1", "2")
     }

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
+from tests.processes import ROOT, environment_without_checkout
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
 PLACES = {
     "inductor_q": "inductor_q",
     "passes": "inductor_q/passes",
@@ -90,7 +91,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        env=environment_without_checkout(),
         capture_output=True,
         text=True,
         timeout=300,

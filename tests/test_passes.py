@@ -21,11 +21,11 @@ from inductor_q import ops, testing
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.passes import PIPELINE
 from tests.compiling import Between, Compiled, compile_step, step
+from tests.processes import ROOT, environment
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
-ROOT = Path(__file__).parents[1]
 OLD_BNB = Path(os.environ.get("INDUCTOR_Q_BNB049") or Path(sys.prefix) / "bnb049")
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -306,11 +306,10 @@ def test_match_counts(name: str) -> None:
 def test_match_counts_of_the_previous_bitsandbytes() -> None:
     """The same counts, pinned above, for the graphs of 0.49."""
     chosen = "test_match_counts and (adapter or bias or hand) and not previous or of_this_version"
-    path = os.pathsep.join((str(OLD_BNB), str(ROOT), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-W", "ignore", __file__]
     result = subprocess.run(
         [*command, "-k", chosen],
-        env={**os.environ, "PYTHONPATH": path, "EXPECTED_BNB": "0.49"},
+        env=environment(OLD_BNB, ROOT, EXPECTED_BNB="0.49"),
         cwd=ROOT,
         capture_output=True,
         text=True,
