@@ -16,6 +16,7 @@ from inductor_q.backend import qfuse
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.kernels import providers
 from tests.compiling import SMALL, Between
+from tests.quantized import assert_same_as_native, replace_dtype
 
 bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -91,9 +92,8 @@ def test_pointwise_lowering_is_bitwise_eager(dtype: torch.dtype, nested: bool) -
         module = Decode(lambda values: values, dtype, nested=nested, quant_type=quant_type)
         got, codes = code_of(module, options=INDUCTOR)
         assert "qfuse.dequantize" not in codes[0]
-        state = module.linear.weight.quant_state
-        state.dtype = dtype
-        assert torch.equal(got, bnb.functional.dequantize_4bit(module.linear.weight.data, state))
+        weight = module.linear.weight
+        assert_same_as_native(got, weight.data, replace_dtype(weight.quant_state, dtype))
         assert torch.equal(got, module())
 
 
