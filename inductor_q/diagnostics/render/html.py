@@ -130,7 +130,6 @@ def _template() -> Any:
         "outcome": words.outcome,
         "place": words.place,
         "product": math.prod,
-        "rewrites": words.rewrites,
         "sentence": _sentence,
         "size": words.size,
     }

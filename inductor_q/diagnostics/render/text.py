@@ -17,7 +17,9 @@ from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak, R
 from inductor_q.diagnostics.render import words
 from inductor_q.diagnostics.render.tree import Branch, build
 
-PIPE_WIDTH, WIDEST, NAME_WIDTH = 80, 100, 36
+PIPE_WIDTH, WIDEST = 80, 100
+MODULE_WIDTH, NAME_WIDTH = 36, 48
+MOST_ROWS = 10  # of a table; the rest of it is in the JSON and the HTML
 
 STYLE = {"fused": "green", "canonical": "yellow", "rejected": "red", "unseen": "magenta"}
 
@@ -79,14 +81,14 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
         [_facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed],
     )
     yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
-    yield f"Fusion: {words.coverage(run)}", [_coverage(build(run.layers))] if run.layers else []
+    yield f"Fusion: {words.coverage(run)}", [*_fusion(run)]
     yield (
         f"Saved for backward: {words.size(run.saved_bytes)}",
-        _columns((s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved),
+        _columns([(s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved]),
     )
     yield (
         "Compile time (phases nest)",
-        _columns((p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases),
+        _columns([(p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases]),
     )
     yield "Options that were set", _columns(words.options(run))
     yield "Warnings", [plain(line) for line in run.warnings]
@@ -137,43 +139,53 @@ def _recompile(item: Recompile) -> RenderableType:
     limit = plain("the limit was reached: it runs in eager mode from then on", "red")
     return _facts(
         _times(words.failed_guard(item), item.count),
-        ("at", _place(item.where)),
+        ("at", plain(words.place(item.where))),
         ("", limit if item.hit_limit else Text()),
         ("fix", plain(item.fix, "green")),
     )
 
 
-def _coverage(branches: Iterable[Branch]) -> Table:
-    """Two columns: the module, indented by its depth, and what became of it."""
+def _fusion(run: Explanation) -> Iterator[RenderableType]:
+    """The tree of modules, and which passes stood back where, with their reasons."""
+    if not run.layers:
+        return
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(max_width=NAME_WIDTH, overflow="fold")
+    grid.add_column(max_width=MODULE_WIDTH, overflow="fold")
     grid.add_column(overflow="fold")
-    for depth, branch in _opened(branches):
-        count = len(branch.layers)
-        if branch.alike:
-            many = f"{count} layers " if count > 1 else ""
-            said = f"{many}{words.outcome(branch.layers[0])}"
-        else:
-            said = f"{branch.fused} of {count} fused"
-        name = Padding(plain(branch.name, "bold"), (0, 0, 0, 2 * depth))
-        grid.add_row(name, plain(said, STYLE[branch.status]))
-    return grid
+    for depth, branch in _opened(build(run.layers)):
+        module = Padding(plain(branch.name, "bold"), (0, 0, 0, 2 * depth))
+        grid.add_row(module, plain(_fate(branch), STYLE[branch.status]))
+    yield grid
+    for (name, reason), count in words.refusals(run).items():
+        yield plain(f"no {name} in {words.plural(count, 'layer')}: {reason}", "dim")
 
 
 def _opened(branches: Iterable[Branch], depth: int = 0) -> Iterator[tuple[int, Branch]]:
-    """Each branch before its children; one whose layers all fared alike is not opened."""
+    """Each branch before its children; one in which there is nothing to mend is not opened."""
     for branch in branches:
         yield depth, branch
-        if not branch.alike:
+        if branch.status != "fused" and not branch.alike:
             yield from _opened(branch.children, depth + 1)
 
 
-def _columns(rows: Iterable[tuple[str, str, str]]) -> list[RenderableType]:
-    """What, how much (to the right), and a remark; nothing without rows."""
+def _fate(branch: Branch) -> str:
+    """What became of the layers in a branch, in one sentence."""
+    count = len(branch.layers)
+    many = f"{count} layers " if count > 1 else ""
+    if branch.status == "fused":
+        return f"{many}{words.fused_by(branch.layers)}"
+    if branch.alike:
+        return f"{many}{words.outcome(branch.layers[0])}"
+    return f"{branch.fused} of {count} fused"
+
+
+def _columns(rows: Sequence[tuple[str, str, str]]) -> list[RenderableType]:
+    """What, how much (to the right), and a remark: the first rows; nothing without any."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(max_width=NAME_WIDTH, overflow="fold")
     grid.add_column(justify="right", overflow="fold")
     grid.add_column(style="dim", overflow="fold")
-    for row in rows:
+    for row in rows[:MOST_ROWS]:
         grid.add_row(*map(plain, row))
-    return [grid] if grid.row_count else []
+    left = len(rows) - MOST_ROWS
+    return [*([grid] if rows else []), *([plain(f"and {left} more", "dim")] if left > 0 else [])]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from inductor_q.diagnostics.explanation import Explanation, Frame, Layer, Recompile
+from inductor_q.diagnostics.explanation import Explanation, Frame, Layer, Recompile, Step
 
 _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
@@ -91,16 +92,17 @@ def summary(run: Explanation) -> str:
 
 
 def failed_guard(recompile: Recompile) -> str:
-    """The guard with the values it saw."""
-    seen = f": {recompile.before} -> {recompile.after}" if recompile.after else ""
-    return f"{recompile.guard}{seen}"
+    """The guard with the values it saw, unless its own words name them."""
+    values = (recompile.before, recompile.after)
+    if not recompile.after or all(value in recompile.guard for value in values):
+        return recompile.guard
+    return f"{recompile.guard}: {' -> '.join(values)}"
 
 
 def outcome(layer: Layer) -> str:
     """What became of a layer, in words."""
     if layer.status == "fused":
-        done = "would be fused" if layer.would else "fused"
-        return f"{done} by {rewrites(layer)}" if layer.steps else done
+        return fused_by([layer])
     said = {
         "canonical": "recognized, not fused",
         "rejected": "not fused",
@@ -109,14 +111,33 @@ def outcome(layer: Layer) -> str:
     return f"{said}: {layer.reason}" if layer.reason else said
 
 
-def rewrites(layer: Layer) -> str:
-    """The passes that rewrote a layer, with the provider where it is not torch's own."""
-    done: dict[str, None] = {}
-    for step in layer.steps:
-        if not step.rejected:
-            own = f" ({step.provider})" if step.provider not in ("", "aten") else ""
-            done.setdefault(f"{step.pass_name}{own}")
-    return ", ".join(done)
+def fused_by(layers: Sequence[Layer]) -> str:
+    """The passes that rewrote fused layers, with the provider where it is not torch's own, and with
+    the number of layers where it was not all of them.
+    """
+    counts: Counter[str] = Counter()
+    for layer in layers:
+        counts.update(
+            dict.fromkeys(map(_applied, filter(lambda s: not s.rejected, layer.steps)), 1)
+        )
+    named = [name if n == len(layers) else f"{name} in {n}" for name, n in counts.items()]
+    done = "would be fused" if layers[0].would else "fused"
+    return f"{done} by {', '.join(named)}" if named else done
+
+
+def _applied(step: Step) -> str:
+    own = f" ({step.provider})" if step.provider not in ("", "aten") else ""
+    return f"{step.pass_name}{own}"
+
+
+def refusals(run: Explanation) -> Counter[tuple[str, str]]:
+    """Which passes stood back at fused layers, for which reason, at how many of them."""
+    return Counter(
+        refused
+        for layer in run.layers
+        if layer.status == "fused"
+        for refused in {(s.pass_name, s.rejected) for s in layer.steps if s.rejected}
+    )
 
 
 def options(run: Explanation) -> list[tuple[str, str, str]]:
