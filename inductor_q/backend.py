@@ -68,14 +68,14 @@ def qfuse(
     global _last
     lowerings.register()
     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
-    device = _device(example_inputs)
+    device = device_of(example_inputs)
     resolved = resolve(mode, options, device=device, dynamic=dynamic)
-    report = _new_report(resolved, device)
-    if not _is_quantized(gm):
+    report = new_report(resolved, device)
+    if not is_quantized(gm):
         # Nothing of ours applies: this is Inductor, at no cost.
         _last = report
         return compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
-    context = Context(resolved, report, sources=_sources(gm))
+    context = Context(resolved, report, sources=input_sources(gm))
     provider = context.provider("dequantize", device)
     patches = {
         **(FUSION_LIMITS if provider == kernels.POINTWISE else {}),
@@ -113,7 +113,7 @@ def _reset() -> None:
 qfuse.reset = _reset  # type: ignore[attr-defined]
 
 
-def _is_quantized(gm: fx.GraphModule) -> bool:
+def is_quantized(gm: fx.GraphModule) -> bool:
     """Whether anything in the graph could be ours: a packed weight, or a tensor subclass."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
@@ -135,23 +135,26 @@ def _is_plain(value: torch.Tensor) -> bool:
     return value.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _device(example_inputs: Sequence[Any]) -> torch.device:
+def device_of(example_inputs: Sequence[Any]) -> torch.device:
     """Where the graph computes: an accelerator if any input lies on one."""
     devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _sources(gm: fx.GraphModule) -> list[str]:
+def input_sources(gm: fx.GraphModule) -> list[str]:
     """Dynamo's name of each input: where module paths in the report come from."""
-    names = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        name = source.name if source is not None else ""
-        names.append(name() if callable(name) else str(name))
-    return names
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [source_name(getattr(node, "_dynamo_source", None)) for node in placeholders]
 
 
-def _new_report(resolved: Resolved, device: torch.device) -> Report:
+def source_name(source: Any) -> str:
+    """The text of one of Dynamo's sources; "" for none. torch 2.11 has it as a method."""
+    name = source.name if source is not None else ""
+    return name() if callable(name) else str(name)
+
+
+def new_report(resolved: Resolved, device: torch.device) -> Report:
+    """An empty report that says under which options a graph is compiled."""
     values = {**resolved.inductor, "qfuse.numerics": resolved.numerics}
     return Report(
         preset=resolved.preset.name,

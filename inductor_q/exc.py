@@ -165,6 +165,28 @@ class NotFused(QfuseError, RuntimeError):
 # --- reports of a run ---------------------------------------------------------------------------
 
 
+class UnknownTarget(QfuseError, ValueError):
+    """Something to run that cannot be found, or cannot be run."""
+
+    target: str
+    problem: str
+    message = (
+        "cannot run {target!r}: {problem}. Give a script, -m module, package.module:callable or a "
+        "pytest node (tests/test_x.py::test_y)"
+    )
+
+
+class InvalidInputs(QfuseError, TypeError):
+    """What a factory of inputs returned is neither arguments nor arguments and keywords."""
+
+    factory: str
+    got: str
+    message = (
+        "{factory} returned a {got}. Return a tuple of arguments, or a pair of a tuple and a dict "
+        "of keywords"
+    )
+
+
 class NotAReport(QfuseError, ValueError):
     """A file that `qfuse explain --json` did not write."""
 

@@ -28,7 +28,7 @@ class _Hook:
         self.previous = previous
 
     def uuid(self) -> Any:
-        previous = _uuids(self.previous)
+        previous = previous_uuids(self.previous)
         if previous is None:
             return None  # an uncacheable pass of the user's: torch bypasses its caches
         return ("qfuse", source_digest(), self.context.resolved.fingerprint(), *previous)
@@ -47,7 +47,8 @@ class _Hook:
         return self  # Inductor copies its configuration; the context is shared
 
 
-def _uuids(previous: Any) -> tuple[Any, ...] | None:
+def previous_uuids(previous: Any) -> tuple[Any, ...] | None:
+    """The keys of the passes that a hook held before; None where one of them has none."""
     hooks = previous if isinstance(previous, (list, tuple)) else [previous]
     found = []
     for hook in hooks:

@@ -7,7 +7,7 @@ edits. The runner counts, times, sorts, lints and reports, so "why did it not fu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -46,8 +46,14 @@ class Pass(Protocol):
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None: ...
 
 
+#: Called with the pass, the graph, and "before" or "after": how a dump sees the graphs.
+listeners: list[Callable[[Pass, fx.Graph, str], None]] = []
+
+
 def run(step: Pass, graph: fx.Graph, context: Context) -> None:
     """Run one pass over `graph` and record what it did."""
+    for listen in listeners:
+        listen(step, graph, "before")
     start = time.perf_counter()
     sites = list(step.match(graph, context))
     records = [
@@ -70,3 +76,5 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
         graph.eliminate_dead_code()
         graph.lint()
     context.report.add(PassRecord(step.name, len(applied), time.perf_counter() - start), records)
+    for listen in listeners:
+        listen(step, graph, "after")

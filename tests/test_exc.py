@@ -50,6 +50,18 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.UnknownTarget(target="trian.py", problem="no such file"),
+        "cannot run 'trian.py': no such file. Give a script, -m module, package.module:callable or "
+        "a pytest node (tests/test_x.py::test_y)",
+        ValueError,
+    ),
+    (
+        exc.InvalidInputs(factory="model:inputs", got="list"),
+        "model:inputs returned a list. Return a tuple of arguments, or a pair of a tuple and a "
+        "dict of keywords",
+        TypeError,
+    ),
+    (
         exc.UnknownFormat(name="nf5", known=("nf4", "fp4")),
         "no quantization format 'nf5'; did you mean 'nf4'? Known: nf4, fp4",
         KeyError,

@@ -16,7 +16,9 @@ from inductor_q.diagnostics.report import Report, SiteRecord
 from inductor_q.formats import QuantFormat
 from inductor_q.options import Resolved
 
-_MODULE = re.compile(r"_modules\['([^']+)'\]")
+# `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
+_MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
+_STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 
 @dataclass
@@ -84,8 +86,12 @@ class Context:
         index = input_index(weight)
         if index is None or index >= len(self.sources):
             return ""
-        names = _MODULE.findall(self.sources[index])
-        return ".".join(n for n in names if n != "base_layer")
+        return ".".join(n for n in module_names(self.sources[index]) if n != "base_layer")
+
+
+def module_names(source: str) -> list[str]:
+    """The submodule names on the way from the compiled module to what a source names."""
+    return _MODULE.findall(source)
 
 
 def input_index(node: fx.Node) -> int | None:
@@ -98,12 +104,13 @@ def input_index(node: fx.Node) -> int | None:
 
 
 def _from_stack(node: fx.Node) -> str:
+    """The innermost module of the traced call, whichever way Dynamo spells the path to it."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     path = ""
     for entry in stack.values():
         path = entry[0]
-    names = _MODULE.findall(path) or path.removeprefix("L['self']").strip(".").split(".")
-    return ".".join(n for n in names if n != "base_layer")
+    names = (bracket or dotted for bracket, dotted in _STEP.findall(path.removeprefix("L['self']")))
+    return ".".join(n for n in names if n not in ("__dict__", "_modules", "base_layer"))
 
 
 def _number(size: Any) -> int:

@@ -1,0 +1,55 @@
+"""`qfuse explain [options] TARGET [args]`: run a target unchanged, and tell what was compiled."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from inductor_q.commands import Subparsers
+
+EPILOG = """\
+TARGET is a script, -m module, package.module:callable or a pytest node (tests/test_x.py::test_y).
+Its output and exit status are its own; the report goes to standard error. Exit status: the target's
+if it is not 0, else 1 when a budget was missed, else 0. Under torchrun every rank writes
+FILE.rankN.json, and one of them the merged FILE:
+torchrun --nproc-per-node 2 -m inductor_q explain --json FILE script.py
+"""
+
+
+def register(subparsers: Subparsers) -> None:
+    help = "run a target and tell its graph breaks, recompiles and fused layers"
+    parser = subparsers.add_parser(
+        "explain",
+        help=help,
+        description=help,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="qfuse explain [options] TARGET [args ...]",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", metavar="FILE", help="the report as JSON")
+    out.add_argument("--html", metavar="FILE", help="the report as one self-contained HTML file")
+    out.add_argument("--github", action="store_true", help="annotations for GitHub Actions")
+    out.add_argument(
+        "--dump", metavar="DIR", help="graphs before and after each pass, code, bytecode"
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--backend", metavar="NAME", help="force a backend, such as qfuse")
+    run.add_argument("--inputs", metavar="MODULE:FUNCTION", default="", help="makes the arguments")
+    limits = parser.add_argument_group("budgets", "exit status 1 when one is missed")
+    limits.add_argument("--max-breaks", type=int, metavar="N")
+    limits.add_argument("--max-recompiles", type=int, metavar="N")
+    limits.add_argument("--min-fused", type=float, metavar="SHARE", help="0 to 1")
+    limits.add_argument("--max-saved-mb", type=float, metavar="MB", help="saved for backward")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=main, usage_error=parser.error)
+
+
+def main(args: argparse.Namespace) -> int:
+    from inductor_q.diagnostics import launch
+
+    if not args.module and not args.target:
+        args.usage_error("no TARGET")
+    return launch.explain(args)

@@ -1,0 +1,163 @@
+"""The compiles of a run while they happen: who compiles, from which modules, what is saved.
+
+Everything that is kept here is plain data; no graph and no tensor outlives its compile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_q.diagnostics.context import module_names
+from inductor_q.diagnostics.dry_run import DryRun, dry_run
+from inductor_q.diagnostics.explanation import SavedTensors
+from inductor_q.diagnostics.live import Quantized, module_path, quantized_layers
+from inductor_q.diagnostics.report import Report
+from inductor_q.diagnostics.saved import saved_tensors
+
+_PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
+
+
+@dataclass
+class Compiled:
+    """One graph in a backend's hands."""
+
+    compile_id: str
+    backend: str
+    read: tuple[str, ...] = ()
+    dry: DryRun | None = None
+    report: Report | None = None
+    saved: tuple[SavedTensors, ...] = ()
+    observed: bool = False
+    training: bool = False
+
+
+@dataclass
+class Compiles:
+    """The observer behind `hooks.installed`: one `Compiled` for each graph, in order."""
+
+    dry_runs: bool = True
+    all: list[Compiled] = field(default_factory=list)
+    layers: dict[str, Quantized] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _open: list[Compiled] = field(default_factory=list)
+
+    def look_at_layers(self) -> None:
+        """Add the quantized layers that are alive now."""
+        for layer in quantized_layers():
+            self.layers.setdefault(layer.module, layer)
+
+    def compiling(self, compiler: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        if not self.all:
+            self.look_at_layers()  # the model may be gone when the run is over
+        one = Compiled(_current_id(), backend_name(compiler))
+        self._open.append(one)
+        self.all.append(one)
+        sources = _sources(gm)
+        one.read = tuple(dict.fromkeys(_layer_path(s) for s in sources))
+        if self.dry_runs and one.backend != "qfuse":
+            with self._noted(one):
+                from inductor_q.backend import device_of, is_quantized
+
+                if is_quantized(gm):
+                    dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
+                    one.dry = dry_run(device_of(example_inputs), dynamic, sources)
+
+    def compiled(self) -> None:
+        one = self._open.pop()
+        if one.dry is not None and one.observed:
+            one.report = one.dry.report
+        one.dry = None
+
+    def joint(self, graph: fx.Graph) -> None:
+        if not self._open:
+            return
+        one = self._open[-1]
+        one.observed = True
+        if one.dry is not None:
+            with self._noted(one):
+                one.dry.joint(graph)
+
+    def partitioned(
+        self, gm: fx.GraphModule, forward: fx.GraphModule, options: dict[str, Any]
+    ) -> None:
+        if not self._open:
+            return
+        one = self._open[-1]
+        with self._noted(one):
+            one.saved = saved_tensors(forward.graph, int(options.get("num_fwd_outputs", 0)))
+            if one.dry is not None:
+                static = options.get("static_lifetime_input_indices") or ()
+                one.dry.partition(gm.graph, static)
+
+    def _noted(self, one: Compiled) -> _Noted:
+        return _Noted(self, one)
+
+
+@dataclass
+class _Noted:
+    """An error of ours must not become one of the target's: it is told in the report instead."""
+
+    compiles: Compiles
+    one: Compiled
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
+        if kind is None or not issubclass(kind, Exception):
+            return False
+        self.one.dry = None
+        self.compiles.problems.append(
+            f"what qfuse would do with compile {self.one.compile_id} is not known: "
+            f"{kind.__name__}: {error}"
+        )
+        return True
+
+
+def backend_name(compiler: Any) -> str:
+    """The name a user knows a compiler by: "inductor", "qfuse", the function's own."""
+    seen = compiler
+    while seen is not None:
+        name = getattr(seen, "compiler_name", None)
+        if isinstance(name, str):
+            return name
+        inner = getattr(seen, "_torchdynamo_orig_backend", None)
+        if inner is None:
+            break
+        seen = inner
+    inner = getattr(seen, "compiler_fn", seen)
+    inner = getattr(inner, "func", inner)  # a partial
+    module = getattr(inner, "__module__", "")
+    if module == "inductor_q.backend":
+        return "qfuse"
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _current_id() -> str:
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id() or "")
+
+
+def _sources(gm: fx.GraphModule) -> list[str]:
+    """Dynamo's name of each input; a graph that it has just finished has them in the metadata."""
+    from inductor_q.backend import source_name
+
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        if source is None:
+            source = getattr(node.meta.get("grapharg"), "source", None)
+        names.append(source_name(source))
+    return names
+
+
+def _layer_path(source: str) -> str:
+    names = _PARAMETER.findall(source)
+    return module_path(".".join(module_names(source)), names[-1] if names else "")

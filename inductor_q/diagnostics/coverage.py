@@ -1,0 +1,154 @@
+"""Fusion coverage: what became of each quantized layer, by module path.
+
+Put together from the reports of the compiles (one site a pass and layer), the names of the graphs'
+inputs (what a graph read at all) and the layers alive in the process (what there is to cover).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from inductor_q.diagnostics.explanation import Layer, LayerStatus, Step
+from inductor_q.diagnostics.live import Quantized
+from inductor_q.diagnostics.report import Report, SiteRecord
+
+UNSEEN = "in no compiled graph: its forward ran uncompiled, or did not run"
+UNKNOWN = "compiled, but no pass knows this kind of quantized weight"
+BLIND = "compiled by backend {!r}, where the passes cannot look: run with --backend qfuse"
+
+_ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
+
+
+def layers(
+    reports: Iterable[tuple[Report, bool]],
+    live: Iterable[Quantized],
+    read: Mapping[str, str],
+) -> tuple[Layer, ...]:
+    """One record a layer, in the order of the model.
+
+    Args:
+        reports: of the compiles; True where the report tells what qfuse would do.
+        live: the quantized layers found in memory.
+        read: module paths that the inputs of compiled graphs come from, each with the reason why
+            a layer there may have no site.
+    """
+    covered: dict[str, Layer] = {}
+    for report, would in reports:
+        for name, sites in _by_layer(report.sites).items():
+            _add(covered, _layer(name, sites, would))
+    found: dict[str, Layer] = {}
+    for weight in live:
+        known = _match(weight.module, covered)
+        layer = covered[known] if known else _uncovered(weight, read)
+        found[weight.module] = replace(
+            layer,
+            module=weight.module,
+            kind=weight.kind,
+            format=weight.format,
+            shape=weight.shape or layer.shape,
+        )
+    matched = {_match(name, covered) for name in found}
+    rest = {name: layer for name, layer in covered.items() if name not in matched}
+    return (*found.values(), *rest.values())
+
+
+def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
+    """The sites of each quantized layer: those about its weight, and those about its adapter."""
+    own = [s.module for s in sites if s.module and not _ADAPTER.search(f".{s.module}")]
+    groups: dict[str, list[SiteRecord]] = {name: [] for name in own}
+    for site in sites:
+        name = _ADAPTER.sub("", site.module)
+        target = name if name in groups else _match(name, groups)
+        if target:
+            groups[target].append(site)
+    return groups
+
+
+def _layer(name: str, sites: Sequence[SiteRecord], would: bool) -> Layer:
+    status, reason = _status(sites)
+    main = sites[0]
+    return Layer(
+        module=name,
+        kind="linear" if len(main.shape) < 3 or "gemm" in main.target else "experts",
+        format="",
+        status=status,
+        reason=reason,
+        source=next((s.source for s in sites if s.source), ""),
+        steps=_steps(sites),
+        would=would,
+    )
+
+
+def _status(sites: Sequence[SiteRecord]) -> tuple[LayerStatus, str]:
+    """Fused: its product was rewritten, or left to a faster plan by choice, and nothing about it
+    was impossible; the condition under which `qfuse.strict` accepts it."""
+    refused = [s.rejected for s in sites if s.rejected and not s.by_choice]
+    rewritten = [s for s in sites if not s.rejected and s.pass_name != "keep_packed"]
+    preferred = [s.rejected for s in sites if s.rejected and s.by_choice]
+    if refused:
+        return ("canonical" if rewritten else "rejected"), refused[0]
+    if rewritten:
+        return "fused", ""
+    if preferred:
+        return "fused", preferred[0]
+    return "canonical", "its dequantized weight is not saved; its product is left as it was"
+
+
+def _steps(sites: Sequence[SiteRecord]) -> tuple[Step, ...]:
+    found: dict[tuple[str, str, str], Step] = {}
+    for site in sites:
+        key = (site.pass_name, site.provider, site.rejected)
+        step = found.get(key) or Step(
+            site.pass_name, site.provider, site.rejected, site.by_choice, count=0
+        )
+        found[key] = replace(
+            step, count=step.count + 1, bytes_saved=step.bytes_saved + site.bytes_saved
+        )
+    return tuple(found.values())
+
+
+_RANK: dict[LayerStatus, int] = {"unseen": 0, "rejected": 1, "canonical": 2, "fused": 3}
+
+
+def _add(covered: dict[str, Layer], layer: Layer) -> None:
+    """A layer compiled more than once counts as its worst compile, with the steps of all."""
+    known = covered.get(layer.module)
+    if known is not None:
+        worst = min(known, layer, key=lambda one: _RANK[one.status])
+        layer = replace(
+            worst,
+            steps=tuple(dict.fromkeys((*known.steps, *layer.steps))),
+            would=known.would and layer.would,
+        )
+    covered[layer.module] = layer
+
+
+def _uncovered(weight: Quantized, read: Mapping[str, str]) -> Layer:
+    compiled = _match(weight.module, read)
+    status: LayerStatus = "rejected" if compiled else "unseen"
+    return Layer(
+        module=weight.module,
+        kind=weight.kind,
+        format=weight.format,
+        status=status,
+        reason=read[compiled] if compiled else UNSEEN,
+        shape=weight.shape,
+    )
+
+
+def _match(path: str, names: Iterable[str]) -> str:
+    """The longest of `names` that ends `path` or is ended by it: a graph names a layer from the
+    module that was compiled, which may be a part of the model or a wrapper around it."""
+    parts = path.split(".")
+    best, score = "", 0
+    for name in names:
+        other = name.split(".")
+        short = min(len(parts), len(other))
+        if short > score and parts[-short:] == other[-short:]:
+            best, score = name, short
+    return best
+
+
+__all__ = ["BLIND", "UNKNOWN", "UNSEEN", "layers"]

@@ -1,0 +1,76 @@
+"""What qfuse would do with a graph that another backend compiles.
+
+Runs the pipeline on a copy of the joint graph, in the place where the real one would run, and
+throws the copy away: the graph that is compiled is not touched, no guard is added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_q.diagnostics.context import Context
+from inductor_q.diagnostics.report import Report
+
+
+@dataclass
+class DryRun:
+    """The passes over copies of one compile's graphs; `report` fills as torch calls the hooks."""
+
+    context: Context
+    copies: list[fx.Graph] = field(default_factory=list)
+
+    @property
+    def report(self) -> Report:
+        return self.context.report
+
+    def joint(self, graph: fx.Graph) -> None:
+        """The joint stage, on a copy that is kept for the partition stage."""
+        own = copy.deepcopy(graph)
+        self.copies.append(own)
+        self._run("joint", own)
+
+    def partition(self, graph: fx.Graph, static_inputs: Sequence[int]) -> None:
+        """The partition stage, on the copy of the graph that is being partitioned."""
+        self.context.static_inputs = frozenset(static_inputs)
+        names = [node.name for node in graph.find_nodes(op="placeholder")]
+        for own in self.copies:
+            if [node.name for node in own.find_nodes(op="placeholder")] == names:
+                self._run("partition", own)
+        self.copies.clear()
+
+    def _run(self, stage: str, graph: fx.Graph) -> None:
+        from inductor_q.passes import PIPELINE
+        from inductor_q.passes.runner import run
+
+        with _no_guards(graph):
+            for step in PIPELINE:
+                if step.stage == stage and step.name in self.context.resolved.passes:
+                    run(step, graph, self.context)
+
+
+def dry_run(device: torch.device, dynamic: bool, sources: Sequence[str]) -> DryRun:
+    """A run with the options that qfuse would have by default here (environment included)."""
+    from inductor_q.backend import new_report
+    from inductor_q.options import resolve
+
+    resolved = resolve(None, None, device=device, dynamic=dynamic)
+    return DryRun(Context(resolved, new_report(resolved, device), sources=sources))
+
+
+@contextlib.contextmanager
+def _no_guards(graph: fx.Graph) -> Any:
+    """What the passes compare must not become a condition of the compiled code."""
+    from torch._guards import detect_fake_mode
+
+    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+    shape_env = getattr(mode, "shape_env", None)
+    with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
+        yield

@@ -1,0 +1,155 @@
+"""Run one target under observation, report, and end as the target ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from inductor_q.diagnostics.budgets import Budget
+from inductor_q.diagnostics.explanation import Exit, Explanation
+from inductor_q.diagnostics.merge import Exchange, Ranks, merge, write_whole
+from inductor_q.diagnostics.observe import Observation, observe
+from inductor_q.diagnostics.targets import Target
+
+_PATIENCE = 20.0  # seconds that rank 0 waits for the other ranks' reports
+
+BUDGET_MISSED = 1
+
+
+def explain(args: Namespace) -> int:
+    """`qfuse explain`: the exit status of the process."""
+    if args.module is not None:
+        args.target = ["-m", *args.module]
+    target = Target.parse(args.target, inputs=args.inputs)
+    ranks = Ranks.here()
+    reporter = Reporter(args, ranks)
+    with observe(
+        target=str(target),
+        argv=(target.name, *target.args),
+        backend=args.backend,
+        dump=reporter.dump,
+    ) as observation:
+        observation.rank, observation.world_size = ranks.rank, ranks.world_size
+        with _on_sigterm(lambda: reporter.report(observation, Exit(143, "", "SIGTERM"))):
+            ended = target.run(at_end=observation.close)
+    missed = reporter.report(observation, ended)
+    if ended.signal == "SIGINT":
+        _die_interrupted()
+    return ended.status or (BUDGET_MISSED if missed else 0)
+
+
+@dataclass
+class Reporter:
+    """Writes what was asked for: of this process, or of all ranks where this one merges them."""
+
+    args: Namespace
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        if self.ranks.world_size > 1:
+            self._exchange().clear()
+
+    @property
+    def dump(self) -> Path | None:
+        if not self.args.dump:
+            return None
+        folder = Path(self.args.dump)
+        return folder / f"rank{self.ranks.rank}" if self.ranks.world_size > 1 else folder
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(
+            max_breaks=self.args.max_breaks,
+            max_recompiles=self.args.max_recompiles,
+            min_fused=self.args.min_fused,
+            max_saved_mb=self.args.max_saved_mb,
+        )
+
+    def report(self, observation: Observation, ended: Exit) -> list[str]:
+        """Write the reports; returns the budgets that this process missed."""
+        observation.exit = ended
+        run = observation.explanation()
+        missed = self.budget.missed(run)
+        if self.ranks.world_size == 1:
+            self._write(run, missed)
+            return missed
+        exchange = self._exchange()
+        exchange.leave(run)
+        first = self.ranks.rank == 0
+        runs = exchange.collect(_PATIENCE if first and not ended.signal else 0.0)
+        if first or len(runs) == self.ranks.world_size:
+            merged = merge(runs)
+            # The last rank to end completes the file; the text is rank 0's to print, once.
+            self._write(merged, self.budget.missed(merged), text=first)
+        return missed
+
+    def _write(self, run: Explanation, missed: Sequence[str], *, text: bool = True) -> None:
+        if self.args.json:
+            from inductor_q.diagnostics.render.json import to_json
+
+            write_whole(Path(self.args.json), to_json(run))
+        if self.args.html:
+            from inductor_q.diagnostics.render.html import render
+
+            page = Path(self.args.html)
+            write_whole(page, render(run, missed=missed, folder=page.parent))
+        if not text:
+            return
+        from inductor_q.diagnostics.render import github
+        from inductor_q.diagnostics.render import text as as_text
+
+        sys.stdout.flush()
+        as_text.write(run, sys.stderr, missed=missed)
+        if self.args.github:
+            print(*github.annotate(run, missed), sep="\n", file=sys.stderr, flush=True)
+
+    def _exchange(self) -> Exchange:
+        if self.args.json:
+            return Exchange(Path(self.args.json), self.ranks)
+        folder = Path(tempfile.gettempdir()) / f"qfuse-explain-{os.getuid()}"
+        name = "".join(c if c.isalnum() else "-" for c in self.ranks.run)
+        return Exchange(folder / f"{name}.json", self.ranks)
+
+
+@contextlib.contextmanager
+def _on_sigterm(report: Callable[[], object]) -> Iterator[None]:
+    """Report before SIGTERM ends the process, as it would without us: nothing of the target runs.
+
+    Only where SIGTERM still has its default effect; a handler that the target installs replaces
+    ours.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    process = os.getpid()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:  # not in a worker that the target forked
+            report()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _die_interrupted() -> NoReturn:
+    """Let the interpreter end the process the way an uncaught Ctrl-C does: exit handlers run, then
+    the process dies of SIGINT. The traceback has been printed."""
+    sys.excepthook = lambda kind, error, trace: None
+    raise KeyboardInterrupt

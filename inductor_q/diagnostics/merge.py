@@ -1,0 +1,170 @@
+"""One report of several ranks: each rank writes its own, whoever comes last puts them together.
+
+By files alone, without a collective: a rank may have died, and its report matters most.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inductor_q.diagnostics.explanation import Explanation, Layer
+from inductor_q.diagnostics.render.json import from_json, to_json
+
+_POLL = 0.1
+RUN = "run"  # the key of `environment` that tells one launch from another
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a launch; `local` of them share this machine's files."""
+
+    rank: int = 0
+    world_size: int = 1
+    local: int = 1
+    run: str = ""
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] = os.environ) -> Ranks:
+        """As torchrun tells it; a single process otherwise."""
+        if "RANK" not in environ or "WORLD_SIZE" not in environ:
+            return cls()
+        size = int(environ["WORLD_SIZE"])
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        run = "-".join(environ.get(name, "") for name in names)
+        local = int(environ.get("LOCAL_WORLD_SIZE", size))
+        return cls(int(environ["RANK"]), size, local, run)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Where the ranks of a launch leave their reports: `FILE.rankN.json` beside the merged FILE."""
+
+    file: Path
+    ranks: Ranks
+
+    def rank_file(self, rank: int) -> Path:
+        return self.file.with_name(f"{self.file.stem}.rank{rank}.json")
+
+    def clear(self) -> None:
+        """Forget what an earlier launch left under this rank's name."""
+        self.rank_file(self.ranks.rank).unlink(missing_ok=True)
+
+    def leave(self, run: Explanation) -> None:
+        """Write this rank's report."""
+        run = replace(run, environment={**run.environment, RUN: self.ranks.run})
+        write_whole(self.rank_file(self.ranks.rank), to_json(run))
+
+    def collect(self, timeout: float) -> list[Explanation]:
+        """The reports of this launch, once all are there or `timeout` seconds are over."""
+        end = time.monotonic() + timeout
+        while True:
+            found = [*filter(None, map(self._read, range(self.ranks.world_size)))]
+            if len(found) == self.ranks.world_size or time.monotonic() >= end:
+                return found
+            time.sleep(_POLL)
+
+    def _read(self, rank: int) -> Explanation | None:
+        path = self.rank_file(rank)
+        if not path.exists():
+            return None
+        run = from_json(path.read_text(), path=str(path))
+        return run if run.environment.get(RUN) == self.ranks.run else None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(scratch, path)
+
+
+def merge(runs: Sequence[Explanation]) -> Explanation:
+    """The ranks as one run.
+
+    Ranks repeat each other, so counts, times and bytes are those of the worst rank, not sums: a
+    budget means the same with one process and with eight. A layer counts as its worst rank; what
+    only some ranks saw is told in the warnings.
+    """
+    runs = sorted(runs, key=lambda run: run.rank)
+    first = runs[0]
+    missing = sorted(set(range(first.world_size)) - {run.rank for run in runs})
+    warnings = [f"no report of rank {rank}: it was killed, or is still running" for rank in missing]
+    return replace(
+        first,
+        exit=next((run.exit for run in runs if run.exit.status), first.exit),
+        seconds=max(run.seconds for run in runs),
+        environment={k: v for k, v in first.environment.items() if k != RUN},
+        compiles=_worst(runs, lambda r: r.compiles, lambda c: c.compile_id, "seconds"),
+        breaks=_worst(runs, lambda r: r.breaks, lambda b: (b.gb_id, b.reason, str(b.origin))),
+        recompiles=_worst(runs, lambda r: r.recompiles, lambda r: (r.function, r.guard)),
+        fallbacks=_worst(runs, lambda r: r.fallbacks, lambda f: (f.function, f.reason)),
+        suppressed=_worst(runs, lambda r: r.suppressed, lambda s: (s.function, s.error)),
+        cudagraph_skips=_worst(runs, lambda r: r.cudagraph_skips, lambda s: s.reason),
+        phases=_worst(runs, lambda r: r.phases, lambda p: p.name, "seconds"),
+        saved=_worst(runs, lambda r: r.saved, lambda s: s.op, "bytes"),
+        layers=_layers(runs),
+        warnings=(*warnings, *_warnings(runs)),
+    )
+
+
+def _worst(
+    runs: Iterable[Explanation],
+    records: Callable[[Explanation], Sequence[_T]],
+    key: Callable[[_T], Hashable],
+    size: str = "count",
+) -> tuple[_T, ...]:
+    found: dict[Hashable, _T] = {}
+    for run in runs:
+        for record in records(run):
+            known = found.get(key(record))
+            if known is None or getattr(record, size) > getattr(known, size):
+                found[key(record)] = record
+    return tuple(found.values())
+
+
+def _layers(runs: Sequence[Explanation]) -> tuple[Layer, ...]:
+    order = ("unseen", "rejected", "canonical", "fused")
+    found: dict[str, tuple[Layer, int]] = {}
+    for run in runs:
+        for layer in run.layers:
+            known, _ = found.get(layer.module, (None, 0))
+            if known is None or order.index(layer.status) < order.index(known.status):
+                found[layer.module] = (layer, run.rank)
+    return tuple(layer for layer, _ in found.values())
+
+
+def _warnings(runs: Sequence[Explanation]) -> list[str]:
+    """Each warning once, with the ranks that have it unless all do."""
+    lines = [
+        _of_ranks(text, [run.rank for run in runs if text in run.warnings], runs)
+        for text in dict.fromkeys(w for run in runs for w in run.warnings)
+    ]
+    for item in _worst(runs, lambda r: r.breaks, lambda b: (b.gb_id, b.reason, str(b.origin))):
+        key = (item.gb_id, item.reason, item.origin.file, item.origin.line)
+        having = [
+            run.rank
+            for run in runs
+            if key in {(b.gb_id, b.reason, b.origin.file, b.origin.line) for b in run.breaks}
+        ]
+        if len(having) < len(runs):
+            lines.append(_of_ranks(f"graph break at {item.origin}: {item.reason}", having, runs))
+    return lines
+
+
+def _of_ranks(text: str, ranks: Sequence[int], runs: Sequence[Any]) -> str:
+    if len(ranks) == len(runs):
+        return text
+    return f"rank {', '.join(map(str, ranks))} only: {text}"
+
+
+__all__ = ["Exchange", "Ranks", "merge", "write_whole"]

@@ -1,0 +1,195 @@
+"""Observe what torch.compile does in this process, and say it as one `Explanation`.
+
+    with observe(target="train.py") as observation:
+        ...
+    explanation = observation.explanation()
+
+Torch's structured trace tells of breaks, recompiles, errors and time; the hooks of `hooks.py` tell
+who compiled which layers and what is saved. Both are in force inside the block only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inductor_q.diagnostics import summary
+from inductor_q.diagnostics.compiles import Compiles
+from inductor_q.diagnostics.coverage import layers
+from inductor_q.diagnostics.events import OUTPUT_CODE, WANTED, TraceHandler
+from inductor_q.diagnostics.explanation import CudagraphSkip, Exit, Explanation
+from inductor_q.diagnostics.hooks import installed
+from inductor_q.diagnostics.recompiles import value_now
+
+_TRACE = "torch.__trace"
+_CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
+_LIBRARIES = ("torch", "triton", "bitsandbytes", "peft", "transformers", "torchao", "accelerate")
+
+
+@dataclass
+class Observation:
+    """What was seen; `explanation()` may be asked for at any time, also inside the block."""
+
+    target: str = ""
+    argv: tuple[str, ...] = ()
+    forced: str = ""
+    dump: Path | None = None
+    handler: TraceHandler = field(default_factory=TraceHandler)
+    compiles: Compiles = field(default_factory=Compiles)
+    skips: _Skips = field(default_factory=lambda: _Skips())
+    exit: Exit = field(default_factory=Exit)
+    rank: int = 0
+    world_size: int = 1
+    created: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    _start: float = field(default_factory=time.perf_counter)
+    _open: bool = True
+
+    def close(self) -> None:
+        """Take the last look: the time, and the layers that are alive now."""
+        if self._open:
+            self._open = False
+            self.seconds = time.perf_counter() - self._start
+            self.compiles.look_at_layers()
+
+    def explanation(self) -> Explanation:
+        """Everything seen so far, as plain data."""
+        run = summary.Run(self.handler.events, self.compiles.all)
+        reports = run.reports()
+        return Explanation(
+            target=self.target,
+            argv=self.argv,
+            exit=self.exit,
+            rank=self.rank,
+            world_size=self.world_size,
+            created=self.created,
+            seconds=self.seconds if not self._open else time.perf_counter() - self._start,
+            environment=environment(),
+            options=run.options(),
+            compiles=run.compiles(),
+            breaks=run.breaks(),
+            recompiles=run.recompiles(),
+            fallbacks=run.fallbacks(),
+            suppressed=run.suppressed(),
+            cudagraph_skips=self.skips.records(),
+            phases=run.phases(),
+            saved=run.saved(),
+            layers=layers(reports, self.compiles.layers.values(), run.read()),
+            warnings=(*run.warnings(self.forced), *dict.fromkeys(self.compiles.problems)),
+            dump=str(self.dump) if self.dump else "",
+        )
+
+
+@contextlib.contextmanager
+def observe(
+    *,
+    target: str = "",
+    argv: Sequence[str] = (),
+    backend: str | None = None,
+    dump: Path | None = None,
+    dry_run: bool = True,
+) -> Iterator[Observation]:
+    """Observe every compile of this process inside the block.
+
+    Args:
+        target, argv: what the report says was run.
+        backend: force this backend on everything that torch.compile compiles.
+        dump: write graphs, generated code and bytecode under this directory.
+        dry_run: run the passes on copies of what other backends compile, to say what qfuse would
+            do.
+    """
+    from inductor_q.diagnostics.dump import dumping
+
+    observation = Observation(
+        target=target,
+        argv=tuple(argv),
+        forced=backend or "",
+        dump=dump,
+        compiles=Compiles(dry_runs=dry_run),
+    )
+    handler = observation.handler
+    handler.notes["recompile_reasons"] = value_now
+    if dump is not None:
+        handler.wanted = WANTED | {OUTPUT_CODE}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_listening(_TRACE, handler, logging.DEBUG))
+        stack.enter_context(_listening(_CUDAGRAPHS, observation.skips))
+        stack.enter_context(installed(observation.compiles))
+        if dump is not None:
+            stack.enter_context(dumping(dump, handler))
+        if backend is not None:
+            stack.enter_context(_forced(backend))
+        try:
+            yield observation
+        finally:
+            observation.close()
+
+
+@contextlib.contextmanager
+def _listening(name: str, handler: logging.Handler, level: int | None = None) -> Iterator[None]:
+    """Attach a handler to a logger, and give the logger back as it was."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.addHandler(handler)
+    if level is not None:
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        if level is not None and logger.level == level:
+            logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _forced(backend: str) -> Iterator[None]:
+    """Everything that torch.compile compiles goes to `backend`, whatever the target asked for."""
+    import torch
+
+    if backend == "qfuse":
+        from inductor_q.testing import qfuse_backend
+
+        chosen: Any = qfuse_backend()
+    else:
+        chosen = backend
+        torch._dynamo.lookup_backend(backend)  # an unknown name fails here, not in the target
+    with torch.compiler.set_stance(force_backend=chosen):
+        yield
+
+
+class _Skips(logging.Handler):
+    """The reasons for which Inductor did not record CUDA graphs, as it logs them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reasons: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reasons[record.getMessage()] += 1
+
+    def records(self) -> tuple[CudagraphSkip, ...]:
+        return tuple(CudagraphSkip(reason, count) for reason, count in self.reasons.most_common())
+
+
+def environment() -> dict[str, str]:
+    """What a reader must know to repeat the run."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["device"] = torch.cuda.get_device_name()
+    return found
+
+
+__all__ = ["Observation", "environment", "observe"]

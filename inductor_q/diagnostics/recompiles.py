@@ -1,0 +1,244 @@
+"""Recompiles: the guard that failed, on what values, and how to keep it from failing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from inductor_q.diagnostics.explanation import Frame, Recompile
+
+#: The function of torch that emits the event; its locals hold the frame about to be compiled.
+_EMITTER = "get_and_maybe_log_recompilation_reasons"
+
+_TENSOR = re.compile(
+    r"tensor '(?P<name>.+?)' (?P<what>[\w ]+?) mismatch(?: at index (?P<dim>\d+))?\. "
+    r"expected (?P<before>[^,]+)(?:, actual (?P<after>.+))?"
+)
+_SHOWN = 4  # values of one guard that a record lists
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A failed guard: its text, what it is about, the value compiled for, the value found."""
+
+    text: str
+    subject: str
+    before: str = ""
+    after: str = ""
+
+
+def first_reason(payload: str) -> str:
+    """The reason of the newest compiled version: the last one that a stable call would have hit."""
+    try:
+        reasons = json.loads(payload)
+    except ValueError:
+        return payload
+    return str(reasons[0] if isinstance(reasons, list) and reasons else reasons)
+
+
+def parse(reason: str, after: str = "") -> Guard:
+    """Take apart "0/1: n == 2   # code  # file:line in f"; `after` is the value seen now."""
+    text = re.sub(r"^(\[?[!\d]+/[\d/]+\]?): ", "", reason).splitlines()[0]
+    text = re.split(r"\s+# ", text)[0].strip()
+    tensor = _TENSOR.match(text)
+    if tensor:
+        dim = f" at index {tensor['dim']}" if tensor["dim"] else ""
+        subject = f"tensor '{tensor['name']}' {tensor['what']}{dim}"
+        return Guard(text, subject, tensor["before"].strip(), (tensor["after"] or after).strip())
+    subject, before = _subject(text)
+    return Guard(text, subject, before, after)
+
+
+def value_now() -> str:
+    """The value that the failed guard's expression has in the call being recompiled.
+
+    Called while torch emits `recompile_reasons`: the frame is still there. Only names, attributes,
+    subscripts and `len`, `type`, `.size()` are evaluated, which is what guards are made of.
+    """
+    torch_frame: FrameType | None = sys._getframe()
+    while torch_frame is not None and torch_frame.f_code.co_name != _EMITTER:
+        torch_frame = torch_frame.f_back
+    if torch_frame is None or not torch_frame.f_locals.get("reasons"):
+        return ""
+    guard = parse(torch_frame.f_locals["reasons"][0])
+    frame = torch_frame.f_locals.get("frame")
+    return _evaluate(guard.subject, getattr(frame, "f_locals", {}), _globals(frame))
+
+
+def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile, ...]:
+    """One record for each (function, subject of the guard), the most frequent first.
+
+    Args:
+        found: function, where it is defined, the guard, and whether the recompile limit refused
+            the compile (such a one is not counted as a recompile).
+    """
+    groups: dict[tuple[str, str, str], list[tuple[Frame, Guard, bool]]] = {}
+    for function, where, guard, limit in found:
+        groups.setdefault((function, str(where), guard.subject), []).append((where, guard, limit))
+    records = []
+    for (function, _, _), group in groups.items():
+        where, guard, _ = group[0]
+        hit = any(limit for *_, limit in group)
+        records.append(
+            Recompile(
+                function=function,
+                where=where,
+                guard=guard.text,
+                before=guard.before,
+                after=_listed([g.after for _, g, _ in group]),
+                fix=fix_for(guard, hit_limit=hit),
+                count=sum(not limit for *_, limit in group),
+                hit_limit=hit,
+            )
+        )
+    return tuple(sorted(records, key=lambda r: -r.count))
+
+
+def fix_for(guard: Guard, *, hit_limit: bool = False) -> str:
+    """What makes the guard stable."""
+    text = guard.text
+    name = re.search(r"tensor '(.+?)'", text)
+    tensor = name[1] if name else guard.subject
+    if "size mismatch" in text or re.search(r"\.(size|stride)\(\)", text):
+        dim = re.search(r"index (\d+)|\[(\d+)\]", text)
+        index = (dim[1] or dim[2]) if dim else "0"
+        if re.match(r"^2 <= |.* != 1$", text) or guard.after == "1":
+            return (
+                f"size 1 is compiled apart: pad dimension {index} of {tensor} to at least 2, or "
+                "keep one compiled function for the size-1 calls"
+            )
+        return (
+            f"pad dimension {index} of {tensor} to a few sizes, or compile with dynamic=True "
+            f"(torch._dynamo.mark_dynamic({_root(tensor)}, {index}))"
+        )
+    if "dtype mismatch" in text:
+        return f"give {tensor} one dtype in all calls"
+    if "requires_grad mismatch" in text:
+        return f"call with {tensor}.requires_grad the same each time"
+    if "grad_mode" in text:
+        return (
+            "training and evaluation (torch.no_grad) are two graphs: one recompile is their cost; "
+            "enter the same grad mode in every step"
+        )
+    if "GLOBAL_STATE changed" in text:
+        what = text.partition(":")[2].strip() or "global state"
+        return f"keep {what} the same across calls (autocast, deterministic mode, default dtype)"
+    if "HINT: torch.compile considers integer attributes" in text or re.search(
+        r"\.\w+ == -?\d+$", text
+    ):
+        return (
+            f"{guard.subject} is compiled in as a constant: keep it a tensor, or set "
+            "torch._dynamo.config.allow_unspec_int_on_nn_module = True if it belongs to a module"
+        )
+    if "training" in guard.subject:
+        return "call .train() and .eval() outside of the loop: each mode is a graph of its own"
+    if "check_obj_id" in text or "check_type_id" in text:
+        return (
+            f"pass the same kind of object as {guard.subject} in every call, made once outside of "
+            "the loop"
+        )
+    if re.match(r"^len\(", text):
+        return f"keep {guard.subject} constant: pad the list, or pass a tensor"
+    if guard.before.startswith(("'", '"')):
+        return f"{guard.subject} is compiled in as a constant: keep strings out of the function"
+    if re.fullmatch(r"-?\d+(\.\d+)?", guard.before):
+        return (
+            f"{guard.subject} is compiled in as a constant: pass it as a tensor, or compile with "
+            "dynamic=True"
+        )
+    if "Duplicate tensors" in text:
+        return "pass one tensor once: aliased and distinct arguments are compiled apart"
+    if hit_limit:
+        return "make the guarded value the same in every call, or pass it as a tensor"
+    return f"keep {guard.subject} the same in every call"
+
+
+def _subject(text: str) -> tuple[str, str]:
+    """(what a guard looks at, the value it wants), by its syntax tree where it is Python."""
+    state = re.match(r"GLOBAL_STATE changed: (.+)", text)
+    if state:
+        return f"global state: {state[1].strip()}", ""
+    kind = re.match(r"___check_(?:type|obj)_id\((.+), \d+\)(?:, type=(.+))?", text)
+    if kind:
+        return f"type({kind[1]})" if "type_id" in text else kind[1], kind[2] or ""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return text, ""
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+        return text, ""
+    left, right = ast.unparse(tree.left), ast.unparse(tree.comparators[0])
+    sign = {ast.Eq: "", ast.NotEq: "not ", ast.LtE: "<= ", ast.GtE: ">= ", ast.Is: ""}
+    if isinstance(tree.left, ast.Constant):  # 2 <= x.size()[0]
+        return right, f"at least {left}" if isinstance(tree.ops[0], ast.LtE) else left
+    return left, sign.get(type(tree.ops[0]), "") + right
+
+
+_SAFE_CALLS: dict[str, Callable[[Any], Any]] = {"len": len, "type": type}
+
+
+def _evaluate(text: str, local: Mapping[str, Any], globals_: Mapping[str, Any]) -> str:
+    try:
+        value = _Evaluator(local, globals_).visit(ast.parse(text, mode="eval").body)
+    except Exception:  # an attribute may be a property of the user's, and raise anything
+        return ""
+    if isinstance(value, (int, float, str, bool, type(None), type)):
+        shown = repr(value)
+        return shown if len(shown) <= 80 else shown[:77] + "..."
+    return f"a {type(value).__name__}"
+
+
+class _Unknown(Exception):
+    """An expression that is not evaluated."""
+
+
+class _Evaluator(ast.NodeVisitor):
+    """Evaluates what guards are made of: names, attributes, subscripts, len, type, size."""
+
+    def __init__(self, local: Mapping[str, Any], globals_: Mapping[str, Any]) -> None:
+        self.names = {"L": local, "G": globals_}
+        self.local, self.globals = local, globals_
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        raise _Unknown
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        for scope in (self.names, self.local, self.globals):
+            if node.id in scope:
+                return scope[node.id]
+        raise _Unknown
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        return getattr(self.visit(node.value), node.attr)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        return self.visit(node.value)[self.visit(node.slice)]
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "size" and not node.args:
+            return self.visit(node.func.value).size()
+        if isinstance(node.func, ast.Name) and node.func.id in _SAFE_CALLS and len(node.args) == 1:
+            return _SAFE_CALLS[node.func.id](self.visit(node.args[0]))
+        raise _Unknown
+
+
+def _globals(frame: Any) -> Mapping[str, Any]:
+    return getattr(frame, "f_globals", None) or {}
+
+
+def _root(subject: str) -> str:
+    return re.split(r"[.\[(]", subject)[0] or subject
+
+
+def _listed(values: Sequence[str]) -> str:
+    known = [v for v in dict.fromkeys(values) if v]
+    return ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")

@@ -1,0 +1,262 @@
+"""What an observed run tells, on real compiles: causes, counts, places, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_q import testing
+from inductor_q.diagnostics.explanation import Explanation
+from inductor_q.diagnostics.observe import observe
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def observed(run: Callable[[], Any], **options: Any) -> Explanation:
+    with observe(**options) as observation:
+        run()
+    return observation.explanation()
+
+
+# --- graph breaks ---------------------------------------------------------------------------------
+
+
+def in_loop(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+def test_a_break_that_the_counters_miss() -> None:
+    run = observed(lambda: torch.compile(in_loop, backend="eager")(torch.ones(4)))
+    (only,) = run.breaks
+    assert (only.count, only.gb_id, only.library) == (1, "GB0025", "your code")
+    assert only.user == only.origin
+    assert only.user.function == "in_loop"
+    assert only.user.text == "torch._dynamo.graph_break()"
+    assert "remove" in only.fix
+    (left,) = run.fallbacks
+    assert left.function == "in_loop"
+    assert "Call to `torch._dynamo.graph_break()`" in left.reason
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def test_the_same_break_twice_is_one_cause() -> None:
+    def call() -> None:
+        torch.compile(scale, backend="eager")(torch.ones(4))
+        torch._dynamo.reset()
+        torch.compile(scale, backend="eager")(torch.ones(4))
+
+    (only,) = observed(call).breaks
+    assert only.count == 2
+    assert only.user.text == "return x * x.sum().item()"
+    assert "capture_scalar_outputs" in only.fix
+
+
+def test_a_break_under_fullgraph_is_told_too() -> None:
+    def call() -> None:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(in_loop, backend="eager", fullgraph=True)(torch.ones(4))
+
+    run = observed(call)
+    (only,) = run.breaks
+    assert only.user.function == "in_loop"
+    assert run.fallbacks == ()
+
+
+# --- recompiles -----------------------------------------------------------------------------------
+
+
+def add(x: torch.Tensor, n: Any) -> torch.Tensor:
+    return x + len(n) if isinstance(n, str) else x + n
+
+
+def test_recompiles_until_the_limit() -> None:
+    def call() -> None:
+        compiled = torch.compile(add, backend="eager")
+        for i in range(12):
+            compiled(torch.ones(4), "a" * i)
+
+    run = observed(call)
+    (only,) = run.recompiles
+    assert only.count == torch._dynamo.config.recompile_limit - 1 == len(run.compiles) - 1
+    assert only.hit_limit
+    assert (only.function, only.guard) == ("add", "n == ''")
+    assert (only.before, only.after) == ("''", "'a', 'aa', 'aaa', 'aaaa', ...")
+    assert {f.reason for f in run.fallbacks} == {"the recompile limit was reached"}
+
+
+@pytest.mark.parametrize(
+    ("calls", "guard", "before", "after", "fix"),
+    [
+        (
+            [torch.ones(4, 2), torch.ones(5, 2)],
+            "tensor 'x' size mismatch at index 0. expected 4, actual 5",
+            "4",
+            "5",
+            "mark_dynamic(x, 0)",
+        ),
+        ([torch.ones(4), torch.ones(4).double()], "dtype", "Float", "Double", "one dtype"),
+        ([torch.ones(4), torch.ones(4, requires_grad=True)], "requires_grad", "", "", "same"),
+    ],
+)
+def test_recompiles_by_tensor(
+    calls: list[torch.Tensor], guard: str, before: str, after: str, fix: str
+) -> None:
+    def call() -> None:
+        compiled = torch.compile(add, backend="eager")
+        for x in calls:
+            compiled(x, 1)
+
+    (only,) = observed(call).recompiles
+    assert only.count == 1
+    assert guard in only.guard
+    assert before in only.before
+    assert after in only.after
+    assert fix in only.fix
+
+
+def test_recompiles_by_a_constant() -> None:
+    def call() -> None:
+        compiled = torch.compile(add, backend="eager", dynamic=False)
+        for n in (1, 2, 3):
+            compiled(torch.ones(4), n)
+
+    (only,) = observed(call).recompiles
+    assert (only.guard, only.before, only.after, only.count) == ("n == 1", "1", "2, 3", 2)
+    assert "dynamic=True" in only.fix
+
+
+# --- errors, and nothing at all -------------------------------------------------------------------
+
+
+def broken_backend(gm: Any, example_inputs: Any) -> Any:
+    raise RuntimeError("no code for you")
+
+
+def test_suppressed_errors() -> None:
+    with torch._dynamo.config.patch(suppress_errors=True):
+        run = observed(lambda: torch.compile(scale, backend=broken_backend)(torch.ones(4)))
+    assert {(s.function, s.count) for s in run.suppressed} >= {("scale", 1)}
+    assert "no code for you" in run.suppressed[0].error
+
+
+def test_nothing_compiled_says_how_to() -> None:
+    run = observed(lambda: scale(torch.ones(4)), backend="eager")
+    (warning,) = run.warnings
+    assert "torch.compile" in warning
+    assert "--backend eager" in warning
+
+
+def test_forced_backend() -> None:
+    run = observed(
+        lambda: torch.compile(lambda x: x + 1, backend="inductor")(torch.ones(4)), backend="eager"
+    )
+    assert [c.backend for c in run.compiles] == ["eager"]
+
+
+# --- coverage -------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(32, 64, dtype=torch.bfloat16)
+        self.seen = testing.quantized_linear(weight)
+        self.unseen = testing.quantized_linear(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.seen(x)
+        return y
+
+
+@pytest.mark.parametrize("backend", ["inductor", "qfuse"])
+def test_coverage_and_saved_tensors(backend: str) -> None:
+    model = Model()
+    x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    name = testing.qfuse_backend() if backend == "qfuse" else backend
+
+    def call() -> None:
+        torch.compile(model, backend=name)(x).sum().backward()
+
+    run = observed(call)
+    layers = {layer.module: layer for layer in run.layers if layer.module in ("seen", "unseen")}
+    seen, unseen = layers["seen"], layers["unseen"]
+    assert (seen.status, seen.format, seen.shape) == ("fused", "nf4", (32, 64))
+    assert seen.would == (backend == "inductor")
+    assert "canonicalize" in [step.pass_name for step in seen.steps]
+    assert unseen.status == "unseen"
+    assert [c.backend for c in run.compiles] == [backend]
+    assert run.warnings == ()
+    assert "qfuse.numerics" in run.options
+
+
+def test_backends_that_cannot_be_looked_into() -> None:
+    model = Model()
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    run = observed(lambda: torch.compile(model, backend="aot_eager")(x))
+    seen = next(layer for layer in run.layers if layer.module == "seen")
+    assert seen.status == "rejected"
+    assert "aot_eager" in seen.reason
+    assert "aot_eager" in run.warnings[0]
+
+
+# --- nothing is left behind -----------------------------------------------------------------------
+
+
+def state() -> dict[str, Any]:
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo.eval_frame import _stance
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    from inductor_q.passes import runner
+
+    trace = logging.getLogger("torch.__trace")
+    return {
+        "handlers": [h for h in trace.handlers if type(h).__module__.startswith("inductor_q")],
+        "level": trace.level,
+        "dynamo": dynamo_config.get_serializable_config_copy(),
+        "functorch": functorch_config.get_serializable_config_copy(),
+        "inductor": {key: repr(value) for key, value in inductor_config.get_config_copy().items()},
+        "stance": repr(_stance),
+        "compiler": OutputGraph.call_user_compiler,
+        "listeners": list(runner.listeners),
+        "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
+        "argv": list(sys.argv),
+        "path": list(sys.path),
+        "main": sys.modules["__main__"],
+        "hook": sys.excepthook,
+    }
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_nothing_is_left_behind(error: type[Exception] | None, tmp_path: Any) -> None:
+    before = state()
+    try:
+        with observe(backend="eager", dump=tmp_path):
+            torch.compile(scale, backend="inductor")(torch.ones(4))
+            if error:
+                raise error
+    except ValueError:
+        assert error
+    assert state() == before
+    assert json.loads((tmp_path / "index.json").read_text()) == []
