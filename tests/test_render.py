@@ -191,6 +191,21 @@ def test_text_says_everything_in_the_order_of_what_to_do() -> None:
     assert places == sorted(places)
 
 
+def test_a_fix_of_several_breaks_is_told_once() -> None:
+    first, second = explanation().breaks
+    again = replace(first, reason="another reason", origin=Frame("/lib/x.py", 3))
+    out = printed(replace(clean(), breaks=(first, second, again)))
+    assert out.count("Compare on the device") == out.count("if loss.item() > 10:") == 1
+    assert out.count("fix as above") == 1
+
+
+def test_long_tables_are_cut_in_text() -> None:
+    saved = tuple(replace(clean().saved[0], op=f"aten.op{i}") for i in range(text.MOST_ROWS + 3))
+    out = printed(replace(clean(), saved=saved))
+    assert f"aten.op{text.MOST_ROWS - 1} " in out and f"aten.op{text.MOST_ROWS} " not in out
+    assert "\n  and 3 more\n" in out
+
+
 def test_a_clean_run_has_no_empty_sections() -> None:
     out = printed(replace(clean(), phases=(), saved=(), options={}, environment={}))
     assert out == (

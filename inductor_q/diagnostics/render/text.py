@@ -70,7 +70,7 @@ _Bodies = Iterator[tuple[str, list[RenderableType]]]
 def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     """Every section with what stands in it, in order; `section` leaves the empty ones out."""
     yield _title("Budgets missed", len(missed)), [plain(line, "red") for line in missed]
-    yield _title("Graph breaks", len(run.breaks)), [_break(item) for item in run.breaks]
+    yield _title("Graph breaks", len(run.breaks)), [*_breaks(run.breaks)]
     yield _title("Recompiles", len(run.recompiles)), [_recompile(item) for item in run.recompiles]
     yield (
         _title("Left in eager mode", len(run.fallbacks)),
@@ -88,7 +88,9 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     )
     yield (
         "Compile time (phases nest)",
-        _columns([(p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases]),
+        _columns(
+            [(p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases if p.seconds > 0.05]
+        ),
     )
     yield "Options that were set", _columns(words.options(run))
     yield "Warnings", [plain(line) for line in run.warnings]
@@ -122,17 +124,24 @@ def _place(frame: Frame) -> Text:
     return text.append_text(plain(f"\n  {frame.text.strip()}", "cyan")) if frame.text else text
 
 
-def _break(item: GraphBreak) -> RenderableType:
-    head = _times(item.reason, item.count)
-    if item.gb_id:
-        head.append(f" {item.gb_id}", style="dim")
-    elsewhere = item.origin if item.origin != item.user else Frame()
-    return _facts(
-        head,
-        ("at", _place(item.user)),
-        ("in", plain(" ".join(filter(None, (item.library, words.place(elsewhere)))))),
-        ("fix", plain(item.fix or " ".join(item.hints), "green")),
-    )
+def _breaks(items: Iterable[GraphBreak]) -> Iterator[RenderableType]:
+    """One cause often breaks a graph in several places: its fix and its line are told once."""
+    fixes: set[str] = set()
+    lines: set[Frame] = set()
+    for item in items:
+        head = _times(item.reason, item.count)
+        if item.gb_id:
+            head.append(f" {item.gb_id}", style="dim")
+        fix = item.fix or " ".join(item.hints)
+        origin = "" if item.origin == item.user else words.place(item.origin)
+        yield _facts(
+            head,
+            ("at", plain(words.place(item.user)) if item.user in lines else _place(item.user)),
+            ("in", plain(" ".join(filter(None, (item.library, origin))))),
+            ("fix", plain("as above" if fix in fixes else fix, "green") if fix else Text()),
+        )
+        fixes.add(fix)
+        lines.add(item.user)
 
 
 def _recompile(item: Recompile) -> RenderableType:
