@@ -119,12 +119,19 @@ def is_quantized(gm: fx.GraphModule) -> bool:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if getattr(node.target, "namespace", "") in ("bitsandbytes", "qfuse"):
+            if _namespace(node.target) in ("bitsandbytes", "qfuse"):
                 return True
             value = node.meta.get("example_value") if node.op == "placeholder" else None
             if isinstance(value, torch.Tensor) and not _is_plain(value):
                 return True
     return False
+
+
+def _namespace(target: Any) -> str:
+    """The namespace of an operator, given as an overload or, as Dynamo traces it, without one."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name.partition("::")[0]
+    return str(getattr(target, "namespace", ""))
 
 
 def _is_plain(value: torch.Tensor) -> bool:
