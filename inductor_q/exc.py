@@ -57,6 +57,12 @@ def _rebuild(cls: type[QfuseError], values: Mapping[str, Any]) -> QfuseError:
     return cls(**values)
 
 
+def _first(items: Collection[str], most: int = 12) -> list[str]:
+    """The items, or as many as one reads and the number of the others."""
+    known = list(items)
+    return known if len(known) <= most else [*known[:most], f"and {len(known) - most} more"]
+
+
 # --- names --------------------------------------------------------------------------------------
 
 
@@ -113,6 +119,14 @@ class UnknownFormat(_UnknownName):
 
 class UnknownAbsmax(_UnknownName):
     message = "no absmax of k-bit blocks is called {name!r}{hint} Known: {known!j}"
+
+
+class UnknownLayer(_UnknownName):
+    message = "no linear layer matches {name!r}{where}{hint} Known: {some!j}"
+
+    @property
+    def some(self) -> Collection[str]:
+        return _first(self.known)
 
 
 # --- options ------------------------------------------------------------------------------------
@@ -230,6 +244,40 @@ class UnsupportedBits(QfuseError, ValueError):
     message = "k={k!r} bits are not supported. Quantize with one of {supported!j}"
 
 
+class WrongCodebook(QfuseError, ValueError):
+    k: int
+    problem: str
+    message = (
+        "codebook of k={k}: {problem}. It takes {size} finite float32 values in ascending order "
+        "(duplicates are allowed)"
+    )
+
+    @property
+    def size(self) -> int:
+        return int(2**self.k)
+
+
+class NotFinite(QfuseError, ValueError):
+    """A tensor with NaN or infinity, which would take its whole block with it."""
+
+    what: str
+    message = "{what} contains NaN or infinity. Repair it, or leave it out with skip=[...]"
+
+
+class ScaleOutOfRange(QfuseError, ValueError):
+    """A tensor too large or too small for the number format of its scales."""
+
+    what: str
+    value: float
+    absmax: str
+    low: float
+    high: float
+    message = (
+        "{what} reaches {value:.3g}, outside of the {low:.3g} to {high:.3g} that absmax={absmax!r} "
+        "scales hold in full precision. Use another absmax, or scale the tensor"
+    )
+
+
 class _WrongTensor(QfuseError):
     what: str
     expected: object
@@ -248,6 +296,27 @@ class WrongShape(_WrongTensor, ValueError):
     message = (
         "{what} has shape {got}, expected {expected}. Check which weight the operands belong to"
     )
+
+
+class WrongBudget(QfuseError, ValueError):
+    """Bits an element that no assignment of K reaches."""
+
+    bits: float
+    low: float
+    high: float
+    message = "a budget of {bits:g} bits an element is not between {low:g} and {high:g}"
+
+
+class WrongCheckpoint(QfuseError, ValueError):
+    """A file of tensors that does not fit the model, or cannot be read; nothing was changed."""
+
+    path: str
+    problems: Collection[str]
+    message = "{path} does not fit the model, which was left as it was:\n{listing}"
+
+    @property
+    def listing(self) -> str:
+        return "\n".join(f"  {line}" for line in _first(self.problems))
 
 
 # --- the machine --------------------------------------------------------------------------------

@@ -72,6 +72,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.UnknownLayer(name="lm_haed", known=("up", "lm_head"), source="skip"),
+        "no linear layer matches 'lm_haed' in skip; did you mean 'lm_head'? Known: up, lm_head",
+        KeyError,
+    ),
+    (
         exc.InvalidOptionValue(name="shape_padding", value="yes", expected="True or False"),
         "option 'shape_padding': 'yes' is not True or False. Drop the option to keep the default",
         TypeError,
@@ -124,6 +129,34 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
     (
         exc.UnsupportedBits(k=6, supported=(2, 3, 4, 5)),
         "k=6 bits are not supported. Quantize with one of 2, 3, 4, 5",
+        ValueError,
+    ),
+    (
+        exc.WrongCodebook(k=3, problem="its shape is (16,)"),
+        "codebook of k=3: its shape is (16,). It takes 8 finite float32 values in ascending order "
+        "(duplicates are allowed)",
+        ValueError,
+    ),
+    (
+        exc.NotFinite(what="weight of q_proj"),
+        "weight of q_proj contains NaN or infinity. Repair it, or leave it out with skip=[...]",
+        ValueError,
+    ),
+    (
+        exc.ScaleOutOfRange(what="weight of q", value=40.0, absmax="e4m4", low=2**-10, high=31.0),
+        "weight of q reaches 40, outside of the 0.000977 to 31 that absmax='e4m4' scales hold in "
+        "full precision. Use another absmax, or scale the tensor",
+        ValueError,
+    ),
+    (
+        exc.WrongBudget(bits=2.0, low=2.25, high=5.25),
+        "a budget of 2 bits an element is not between 2.25 and 5.25",
+        ValueError,
+    ),
+    (
+        exc.WrongCheckpoint(path="m.safetensors", problems=("a is not in it", "b is not in it")),
+        "m.safetensors does not fit the model, which was left as it was:\n"
+        "  a is not in it\n  b is not in it",
         ValueError,
     ),
     (
@@ -202,3 +235,9 @@ def test_fields_are_attributes() -> None:
 def test_not_fused_lists_every_site() -> None:
     text = str(exc.NotFused(sites=(("a", "first"), ("b", "second"))))
     assert text.startswith("2 quantized sites not fused:\n  a: first\n  b: second\n")
+
+
+def test_long_lists_are_cut() -> None:
+    many = [f"layer {i}" for i in range(15)]
+    text = str(exc.WrongCheckpoint(path="m", problems=many))
+    assert text.splitlines()[1:] == [f"  layer {i}" for i in range(12)] + ["  and 3 more"]

@@ -237,7 +237,7 @@ def test_package_knows_its_one_name(name: str) -> None:
 
 def test_every_extra_exists_and_all_covers_the_runtime_ones() -> None:
     extras = config()["project"]["optional-dependencies"]
-    libraries = {"bnb", "peft", "transformers", "torchao", "triton", "depyf"}
+    libraries = {"bnb", "peft", "transformers", "torchao", "kbit", "triton", "depyf"}
     assert libraries | {"demo", "bench", "test", "dev", "all"} <= set(extras)
     assert extras["all"] == [f"inductor-q[{','.join(x for x in extras if x in libraries)}]"]
 

@@ -8,6 +8,9 @@ E4M4: 8 bits with four of exponent and four of mantissa, bias 11, which are step
 
 from __future__ import annotations
 
+import functools
+import statistics
+
 from inductor_q.formats.codec import Table
 from inductor_q.formats.packing import BitPlanes
 from inductor_q.formats.quant_format import QuantFormat
@@ -26,6 +29,18 @@ KBIT_SCALES: dict[str, Scale] = {
 def kbit_format_name(k: int, absmax: str) -> str:
     """The name of the format of K = `k`, one of KBITS, with `absmax`, one of KBIT_SCALES."""
     return f"kbit{k}_{absmax}"
+
+
+@functools.cache
+def normal_float(k: int) -> tuple[float, ...]:
+    """The default codebook: 2**k quantiles of N(0, 1), evenly spaced in probability, over the last.
+
+    Symmetric, from -1 to 1, without a zero (unlike NF4, which spends an entry on it).
+    """
+    n = 2**k
+    inverse_cdf = statistics.NormalDist().inv_cdf
+    quantiles = [inverse_cdf((i + 0.5) / n) for i in range(n)]
+    return tuple(q / quantiles[-1] for q in quantiles)
 
 
 KBIT_FORMATS = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +50,15 @@ class MinifloatScale:
     block: int
     mantissa_bits: int
     bias: int
+
+    @property
+    def smallest_normal(self) -> float:
+        return math.ldexp(1.0, 1 - self.bias)
+
+    @property
+    def largest(self) -> float:
+        exponent_bits, m = 8 - self.mantissa_bits, 2**self.mantissa_bits
+        return math.ldexp(2 - 1 / m, 2**exponent_bits - 1 - self.bias)
 
     def operands(self, numel: int) -> tuple[Operand, ...]:
         return (Operand(self.operand, -(-numel // self.block), ("uint8",)),)

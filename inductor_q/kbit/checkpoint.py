@@ -1,0 +1,152 @@
+"""Read a safetensors checkpoint one tensor at a time: a file, or shards with their index."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from inductor_q.exc import MissingExtra, WrongCheckpoint
+
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The tensors of a checkpoint: their names and shapes at once, their values when asked for.
+
+    Args:
+        path: a .safetensors file, an index.json of shards, or a folder with either.
+
+    Raises:
+        WrongCheckpoint: there is no such file, or it is not what it should be.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._open = safetensors().safe_open
+        self._files: dict[str, Path] = {}
+        with self.readable():
+            for file, names in _files(self.path):
+                with self._open(file, "pt") as handle:
+                    held = set(handle.keys())
+                if missing := sorted(set(names or held) - held):
+                    raise self.wrong([f"{name}: the index names {file.name}" for name in missing])
+                self._files.update(dict.fromkeys(names or held, file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, from the headers alone."""
+        found = {}
+        with self.readable():
+            for file in dict.fromkeys(self._files.values()):
+                with self._open(file, "pt") as handle:
+                    for name in handle.keys():  # noqa: SIM118 - not a mapping
+                        found[name] = tuple(handle.get_slice(name).get_shape())
+        return {name: found[name] for name in self._files}
+
+    def metadata(self) -> dict[str, str]:
+        """The headers' own entries."""
+        found: dict[str, str] = {}
+        with self.readable():
+            for file in dict.fromkeys(self._files.values()):
+                with self._open(file, "pt") as handle:
+                    found.update(handle.metadata() or {})
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name` in host memory; nothing of it is kept here."""
+        with self.readable(), self._open(self._files[name], "pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+        return tensor
+
+    def wrong(self, problems: Iterable[str]) -> WrongCheckpoint:
+        return WrongCheckpoint(path=str(self.path), problems=tuple(problems))
+
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """What a missing or damaged file raises, as `WrongCheckpoint`."""
+        damaged = (OSError, json.JSONDecodeError, safetensors().SafetensorError)
+        try:
+            yield
+        except damaged as error:
+            raise self.wrong([str(error)]) from error
+
+
+def _files(path: Path) -> list[tuple[Path, list[str]]]:
+    """Files and the names to take from each; an empty list is all of them."""
+    if path.is_dir():
+        index = path / INDEX
+        if not index.exists():
+            files = sorted(path.glob("*.safetensors"))
+            if not files:
+                raise FileNotFoundError(f"no {INDEX} and no *.safetensors in {path}")
+            return [(file, []) for file in files]
+        path = index
+    if path.suffix != ".json":
+        return [(path, [])]
+    by_file: dict[str, list[str]] = {}
+    for name, file in json.loads(path.read_text())["weight_map"].items():
+        by_file.setdefault(file, []).append(name)
+    return [(path.parent / file, names) for file, names in by_file.items()]
+
+
+def safetensors() -> Any:
+    try:
+        import safetensors as package
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            package="safetensors", extra="kbit", feature="reading or writing a checkpoint"
+        ) from error
+    return package
+
+
+@contextlib.contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Modules made inside have their parameters on the meta device: shapes without memory.
+
+    Buffers stay real, since some (rotary frequencies) are in no checkpoint. For one parameter at a
+    time there is memory, before it is registered.
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None  # a tied one must stay the same object
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def owners(model: nn.Module) -> dict[str, list[str]]:
+    """First name -> all names, of each parameter and each buffer that a state dict has."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        key = first.setdefault(id(tensor), name)
+        names.setdefault(key, []).append(name)
+    return names
+
+
+def assign(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put `values`, by first name, in the place of parameters and buffers, tied ones together."""
+    state = model.state_dict(keep_vars=True)
+    for name, aliases in owners(model).items():
+        if name not in values:
+            continue
+        old, new = state[name], values[name]
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad)
+        for alias in aliases:
+            parent, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, new)

@@ -1,0 +1,147 @@
+"""Save and load a model of packed layers: one safetensors file, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inductor_q.exc import CorruptQuantState, UnknownFormat
+from inductor_q.formats.kbit import KBIT_FORMATS
+from inductor_q.kbit.checkpoint import Checkpoint, assign, owners, safetensors
+from inductor_q.kbit.layers import replace_layers
+from inductor_q.kbit.linear import PACKED, KBitLinear, check_packed
+
+KEY = "inductor_q.kbit"
+VERSION = 1
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write the state of `model` with the formats of its packed layers, replacing `path` at once.
+
+    A plain safetensors file: the names are those of `model.state_dict()`, tied tensors are there
+    under one of theirs, and the header says which layers are packed and how. An error or a killed
+    process leaves what was at `path` before.
+    """
+    path = Path(path)
+    state = model.state_dict()
+    tensors = {name: state[name].detach().contiguous().cpu() for name in owners(model)}
+    layers = {
+        name: {
+            "format": layer.format,
+            "shape": [layer.out_features, layer.in_features],
+            "dtype": str(layer.dtype).removeprefix("torch."),
+        }
+        for name, layer in model.named_modules()
+        if isinstance(layer, KBitLinear)
+    }
+    metadata = {"format": "pt", KEY: json.dumps({"version": VERSION, "layers": layers})}
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        safetensors().torch.save_file(tensors, scratch, metadata)
+        with open(scratch, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
+    """Give `model` the state that `save` wrote, bit for bit.
+
+    Its linear layers that are packed in the file are replaced; layers that are packed already must
+    have the file's format. The model may be on the meta device (see `meta_parameters`). Everything
+    is read and checked before anything is changed.
+
+    Returns:
+        The model, changed in place; a `KBitLinear` where it is itself a linear layer.
+
+    Raises:
+        WrongCheckpoint: the file is damaged, was not written by `save`, or lacks or has tensors
+            that the model has not, or in other shapes.
+        CorruptQuantState: a layer is packed with another K, kind of scale or shape.
+    """
+    checkpoint = Checkpoint(path)
+    layers = _packed_layers(model, checkpoint)
+    tensors = {name: checkpoint.read(name) for name in checkpoint.shapes()}
+    for name, layer in layers.items():
+        own = {b: tensors.get(_join(name, b)) for b in PACKED}
+        if missing := [_join(name, b) for b, tensor in own.items() if tensor is None]:
+            raise checkpoint.wrong(f"{tensor} is not in it" for tensor in missing)
+        check_packed(layer, own, name or "the layer")
+    expected = _expected(model, layers)
+    problems = [f"{name} is not in it" for name in expected if name not in tensors]
+    problems += [f"{name} is not in the model" for name in tensors if name not in expected]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)} in it, {tuple(tensor.shape)} here"
+        for name, tensor in expected.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    if problems:
+        raise checkpoint.wrong(problems)
+    model = replace_layers(model, layers)
+    assign(model, {name: tensor.to(device) for name, tensor in tensors.items()})
+    return model
+
+
+def _join(layer: str, leaf: str) -> str:
+    return f"{layer}.{leaf}" if layer else leaf
+
+
+def _packed_layers(model: nn.Module, checkpoint: Checkpoint) -> dict[str, KBitLinear]:
+    """An empty layer for each that the file holds packed."""
+    header = checkpoint.metadata().get(KEY)
+    if header is None:
+        raise checkpoint.wrong(["inductor_q.kbit.save did not write it: its header says nothing"])
+    found: dict[str, Any] = json.loads(header)
+    if found["version"] != VERSION:
+        raise checkpoint.wrong([f"its version is {found['version']}, this one reads {VERSION}"])
+    modules = dict(model.named_modules())
+    layers = {}
+    for name, entry in found["layers"].items():
+        old = modules.get(name)
+        out_features, in_features = entry["shape"]
+        if not isinstance(old, nn.Linear):
+            raise checkpoint.wrong([f"{name} is no linear layer here, but {type(old).__name__}"])
+        if (old.out_features, old.in_features) != (out_features, in_features):
+            here = (old.out_features, old.in_features)
+            raise checkpoint.wrong([f"{name} is {(out_features, in_features)} in it, {here} here"])
+        known = [fmt.name for fmt in KBIT_FORMATS]
+        if entry["format"] not in known:
+            raise UnknownFormat(name=entry["format"], known=known)
+        if isinstance(old, KBitLinear) and old.format != entry["format"]:
+            raise CorruptQuantState(
+                what=f"format of {name}",
+                expected=old.format,
+                got=entry["format"],
+                remedy="Quantize the model with the k and absmax of the file, or load into the "
+                "model as it was before it was quantized.",
+            )
+        layers[name] = KBitLinear.empty(
+            in_features,
+            out_features,
+            entry["format"],
+            bias=old.bias is not None,
+            dtype=getattr(torch, entry["dtype"]),
+        )
+        if old.bias is not None:
+            layers[name].bias = old.bias
+    return layers
+
+
+def _expected(model: nn.Module, layers: Mapping[str, KBitLinear]) -> dict[str, Tensor]:
+    """What the file has to hold, once `layers` are in the model: first names of tied tensors."""
+    state = model.state_dict(keep_vars=True)
+    names = {name: state[name] for name in owners(model)}
+    for layer, new in layers.items():
+        names.pop(_join(layer, "weight"), None)
+        names |= {_join(layer, buffer): getattr(new, buffer) for buffer in PACKED}
+    return names
