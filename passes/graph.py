@@ -139,6 +139,10 @@ def as_matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return emit(graph, RESHAPE, (node, [-1, value.shape[-1]]), node)
 
 
+#: Why products of one input are not stacked, where `computed_from` says so.
+CHAINED = "one product is computed from another's result"
+
+
 def computed_from(
     targets: Iterable[fx.Node], sources: Iterable[fx.Node], order: Mapping[fx.Node, int]
 ) -> bool:

@@ -6,6 +6,9 @@ whose dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning 
 weight as soon as forward and backward share it, and tagging only part of a chain makes it save the
 rest.
 
+Refused where the forward pass itself writes to the packed tensor: backward would decode what is in
+it by then.
+
 Runs in Inductor's partitioner, after the joint passes; the partitioning itself is functorch's.
 """
 
@@ -38,6 +41,9 @@ _LAYOUT = {*VIEWS, PERMUTE, SLICE, torch.ops.aten.t.default, torch.ops.aten.tran
 _CONSTANTS = frozenset({torch.ops.aten.full.default, torch.ops.prims.iota.default})
 
 
+WRITTEN = "the forward pass writes to the packed tensor: backward would decode other values"
+
+
 class KeepPacked:
     name: ClassVar[str] = "keep_packed"
     stage: ClassVar[str] = "partition"
@@ -48,15 +54,21 @@ class KeepPacked:
         Its plan is every tensor of such chains: tagging a part only moves what is saved.
         """
         static = {n for n in graph.find_nodes(op="placeholder") if _is_static(n, context)}
-        chain = _packed_chains(graph, static - _trainable(graph))
+        everything = _packed_chains(graph, static - _trainable(graph))
+        frozen = _computed_from(graph, static - _trainable(graph) - _written(graph))
+        chain = {node: source for node, source in everything.items() if node in frozen}
         weights = _computed_from(graph, static)
         backward = backward_nodes(graph)
-        for node, source in chain.items():
-            readers = _readers(node, weights, chain)
-            if node.target not in _LAYOUT and any(r in backward for r in readers):
-                value = tensor(node)
-                size = hint(value.numel()) * value.element_size()
-                yield Site(node, weight=source, plan=chain, bytes_saved=size)
+        for node, source in everything.items():
+            readers = _readers(node, weights, everything)
+            if node.target in _LAYOUT or not any(r in backward for r in readers):
+                continue
+            if node not in chain:
+                yield Site(node, WRITTEN, source)
+                continue
+            value = tensor(node)
+            size = hint(value.numel()) * value.element_size()
+            yield Site(node, weight=source, plan=chain, bytes_saved=size)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         for node in site.plan:
@@ -83,6 +95,23 @@ def _trainable(graph: fx.Graph) -> set[fx.Node]:
         if value is not None and getattr(desc, "grad_of", None) is not None
     }
     return {n for n in graph.find_nodes(op="placeholder") if _base(n.meta.get("desc")) in of}
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs that the graph updates: by the copies that functionalization leaves at its end, or by
+    an output that the caller copies back."""
+    inputs = {_base(n.meta.get("desc")): n for n in graph.find_nodes(op="placeholder")}
+    written = {
+        arg
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        for arg in node.all_input_nodes[:1]
+    }
+    output = next(iter(graph.find_nodes(op="output")))
+    for desc in tree_leaves(output.meta.get("desc", [])):
+        updated = _base(getattr(desc, "mutated_input", None))
+        if updated is not None:
+            written |= {n for d, n in inputs.items() if d == updated}
+    return written
 
 
 def _base(desc: Any) -> Any:

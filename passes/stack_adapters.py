@@ -17,6 +17,7 @@ from torch import fx
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.graph import (
     CAT,
+    CHAINED,
     MM,
     PERMUTE,
     SLICE,
@@ -28,8 +29,6 @@ from inductor_q.passes.graph import (
 )
 from inductor_q.passes.products import Product, as_product, is_projection
 from inductor_q.passes.runner import Site
-
-CHAINED = "one product is computed from another's result"
 
 
 class StackAdapters:

@@ -1,7 +1,8 @@
 """Gradients of adapters that share an input become one product: `[dXA_q | dXA_k | dXA_v]' @ x`.
 
 The mirror of `stack_adapters`: each dA = dXA' @ x reads all of x. Where the dXA lie side by side in
-the buffer of `extend_k`, the stacked left operand is a slice of it.
+the buffer of `extend_k`, the stacked left operand is a slice of it. Refused where one gradient is
+computed from another, as a user's own backward may.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.graph import (
     CAT,
+    CHAINED,
     MM,
     PERMUTE,
     SLICE,
@@ -25,9 +27,11 @@ from inductor_q.passes.graph import (
     as_matrix,
     backward_nodes,
     columns,
+    computed_from,
     emit,
     peel_rows,
     peel_transposes,
+    positions,
     tensor,
 )
 from inductor_q.passes.products import is_rank
@@ -55,9 +59,12 @@ class StackGradients:
             gradient = _as_gradient(node)
             if gradient is not None and node in backward and gradient.left in backward:
                 groups[peel_rows(gradient.right), tensor(node).dtype].append(gradient)
+        order = positions(graph)
         for members in groups.values():
             if len(members) > 1:
-                yield Site(members[0].node, plan=members)
+                inputs = [n for m in members for n in (m.left, m.right)]
+                chained = computed_from(inputs, [m.node for m in members], order)
+                yield Site(members[0].node, CHAINED if chained else "", plan=members)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         members: list[_Gradient] = sorted(site.plan, key=_position)

@@ -15,7 +15,19 @@ import torch
 from torch import fx
 
 from inductor_q.diagnostics.context import Context
-from inductor_q.passes.graph import CAT, MM, PERMUTE, SLICE, emit, peel_transposes, rows, tensor
+from inductor_q.passes.graph import (
+    CAT,
+    CHAINED,
+    MM,
+    PERMUTE,
+    SLICE,
+    computed_from,
+    emit,
+    peel_transposes,
+    positions,
+    rows,
+    tensor,
+)
 from inductor_q.passes.products import Product, as_product, packed_weight
 from inductor_q.passes.runner import Site
 
@@ -33,12 +45,16 @@ class StackProjections:
                 continue
             if peel_transposes(product.rhs)[1]:
                 groups[product.x, tensor(node).dtype].append(product)
+        order = positions(graph)
         for members in groups.values():
             if len(members) < 2:
                 continue
             count = rows(members[0].node)
             reason = ""
-            if count > most:
+            inputs = [n for m in members for n in (m.lhs, m.rhs)]
+            if computed_from(inputs, [m.node for m in members], order):
+                reason = CHAINED  # a weight chosen by another's result
+            elif count > most:
                 reason = (
                     f"{count} rows, more than stack_projections.max_rows={most} of the preset: "
                     "separate products are not slower and their outputs stay contiguous"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -121,18 +122,24 @@ def test_a_decoder_layer_alone() -> None:
     model.enable_input_require_grads()  # else the first layer is a graph of its own
     batches = [
         torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(seed))
-        for seed in range(6)
+        for seed in range(24)
     ]
 
-    def steps(module: Any) -> Tensor:
-        """Every gradient of every batch as one vector: one batch alone is mostly chance."""
+    def steps(module: Any) -> list[Tensor]:
+        """The gradients of each batch as one vector."""
         found = []
         for ids in batches:
             module(input_ids=ids, labels=ids).loss.backward()
             of_batch = gradients({}, module)
             assert len(of_batch) == 2 * 7 * 2
-            found += [of_batch[name].double().flatten() for name in sorted(of_batch)]
-        return torch.cat(found)
+            found.append(torch.cat([of_batch[n].double().flatten() for n in sorted(of_batch)]))
+        return found
+
+    def error(of: list[Tensor]) -> float:
+        """The middle one of the batches': a few, whose gradients nearly cancel, are off by much
+        in eager, Inductor and qfuse, each time others."""
+        pairs = zip(of, exact, strict=True)
+        return statistics.median(testing.relative_error(a, b) for a, b in pairs)
 
     eager, exact = steps(model), steps(testing.reference_model(model))
     torch._dynamo.reset()
@@ -142,7 +149,7 @@ def test_a_decoder_layer_alone() -> None:
         got = steps(model)
     assert trace.breaks == []
     assert trace.graphs == 1
-    assert testing.relative_error(got, exact) <= 1.25 * testing.relative_error(eager, exact)
+    assert error(got) <= 1.25 * error(eager)
     modules = {s.module for s in report().sites if s.pass_name == "canonicalize"}
     assert {m.rpartition(".")[2] for m in modules} == set(testing.PROJECTIONS)
 

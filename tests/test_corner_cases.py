@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from inductor_q import testing
+from inductor_q import ops, testing
 from inductor_q.backend import qfuse
+from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.passes.graph import CHAINED
 from tests.compiling import SMALL, Compiled, compile_step, step
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -121,7 +123,66 @@ def test_a_projection_by_a_projection_is_not_stacked() -> None:
         return m.base(h) + again.sum(-1).unflatten(0, (2, 48)).unsqueeze(-1)  # type: ignore[no-any-return]
 
     result = same_as_eager(Layer(body))
-    assert result.reasons["stack_adapters"] == {"one product is computed from another's result": 1}
+    assert result.reasons["stack_adapters"] == {CHAINED: 1}
+
+
+class GradientOfGradient(torch.autograd.Function):
+    """`x @ A' + x @ B'`, where the gradient of B is computed from that of A."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ a.t() + x @ b.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        of_a = grad.t() @ x
+        size = of_a.float().pow(2).mean().sqrt().to(BF16)
+        return None, of_a, torch.tanh(grad + size).t() @ x
+
+
+def test_a_gradient_computed_from_a_gradient_is_not_stacked() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weights = torch.randn(2, R, K, generator=torch.Generator().manual_seed(13)) * K**-0.5
+            self.a, self.b = (nn.Parameter(w) for w in weights.to(BF16))
+            self.base = linear(R)
+
+        def forward(self, x: Tensor) -> Any:
+            h = torch.tanh(x)
+            low = GradientOfGradient.apply(h, self.a, self.b)  # type: ignore[no-untyped-call]
+            return torch.tanh(self.base(h) + low)
+
+    result = same_as_eager(Module(), x_MK(48, K).detach())
+    assert result.reasons["stack_gradients"] == {CHAINED: 1}
+
+
+def test_a_weight_chosen_by_a_product_is_not_stacked_with_it() -> None:
+    """Both products read x, but the second one's weight is rolled by what the first one gives."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = linear().weight
+            operands, self.format, self.shape = bnb_operands(weight, weight.quant_state)
+            self.packed, *self.others = (operand.detach() for operand in operands)
+
+        def product(self, x: Tensor, packed: Tensor) -> Tensor:
+            values = ops.dequantize([packed, *self.others], self.format, self.shape, BF16)
+            return x @ values.t()
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.product(x, self.packed)
+            rows = torch.arange(len(self.packed)) + (first.sum() > 0)
+            return first + self.product(x, self.packed[rows % len(self.packed)])
+
+    module, x = Routed(), x_MK(4, K).detach()
+    options = {"qfuse.thresholds": {"stack_projections.max_rows": 64}}
+    result = compile_step(module, x, options=options)
+    assert testing.relative_error(result.output, module(x)) < CLOSE
+    assert result.reasons["stack_projections"] == {CHAINED: 1}
 
 
 # --- layers and biases --------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from inductor_q import testing
 from inductor_q.backend import qfuse
-from tests.compiling import SMALL, compile_step, gradients
+from inductor_q.passes.keep_packed import WRITTEN
+from tests.compiling import SMALL, compile_step, gradients, step
 
 BF16 = torch.bfloat16
 N, K, R, M = 256, 192, 8, 16  # N * K is larger than any activation
@@ -170,3 +171,28 @@ def test_saved_bytes_of_a_llama_are_those_of_its_activations() -> None:
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kept.tensors]
     large = [s for s, n in zip(kept.tensors, sizes, strict=True) if n >= smallest]
     assert not [s for s in large if s[0][0] != 1 and 8 not in s[0]], large
+
+
+class Rotating(nn.Module):
+    """An int8 weight that every forward exchanges for another one after using it."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        codes = torch.randint(-100, 100, (N, K), dtype=torch.int8, generator=generator)
+        self.register_buffer("codes", codes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(torch.tanh(x) @ (self.codes.to(BF16) * 0.01).t())
+        self.codes.copy_(self.codes.flip(0))
+        return y
+
+
+def test_a_weight_that_forward_writes_to_is_saved_as_it_was() -> None:
+    _, expected = step(Rotating(), x_MK())
+    result = compile_step(Rotating(), x_MK())
+    assert testing.relative_error(result.gradients["x0"], expected["x0"]) < 2**-5
+    assert "keep_packed" not in result.applied
+    assert result.reasons["keep_packed"] == {WRITTEN: 1}
