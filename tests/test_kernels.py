@@ -36,6 +36,7 @@ from inductor_q.kernels import (
     providers,
 )
 from inductor_q.ops import dequantize as dequantize_op
+from inductor_q.ops.dequantize import write
 from tests.quantized import (
     DTYPES,
     QUANT_TYPES,
@@ -230,9 +231,26 @@ def test_without_the_kernel_the_reference_serves_and_says_so_once(
             assert_same_bits(inductor_q.dequantize(w.packed, w.state), by_table(w.packed, w.state))
     assert caplog.messages == [
         "dequantize: kernel 'cpp' not used: no C++ compiler: set CXX or install g++; "
-        "a slower one serves the call"
+        "another one serves the call"
     ]
     assert providers("dequantize", "cpu") == []
+
+
+def test_a_named_kernel_that_the_device_lacks_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules[dequantize_op.__module__], "_told", set())
+    w = quantize((4, 64))
+    operands, name, _ = w.operands
+    out = torch.empty(4, 64, dtype=w.state.dtype)
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        for _ in range(2):
+            write(operands, FORMATS[name], out, "triton")
+    assert_same_bits(out, by_table(w.packed, w.state))
+    assert caplog.messages == [
+        "dequantize: kernel 'triton' not used: there is none of that name for cpu tensors; "
+        "another one serves the call"
+    ]
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
@@ -668,7 +686,7 @@ def test_gpu_strided_operands_go_to_the_reference(
         assert_same_bits(ops.dequantize(operands, name, shape, torch.bfloat16), expected)
     assert caplog.messages == [
         "dequantize: kernel 'triton' not used: an operand is not contiguous; "
-        "a slower one serves the call"
+        "another one serves the call"
     ]
 
 

@@ -148,13 +148,17 @@ def write(
 ) -> None:
     """Write the values into the matrix `out` with the first kernel that supports the call.
 
-    A kernel named by `provider` is asked before the others.
+    A kernel named by `provider` is asked before the others; where the device has none of that name,
+    a warning says so once.
     """
     from inductor_q.kernels import candidates  # kernels sit above ops
 
     if out.numel() == 0:
         return
-    for kernel in candidates("dequantize", out.device.type, provider):
+    kernels = candidates("dequantize", out.device.type, provider)
+    if provider != "auto" and kernels[0].name != provider:
+        _tell_once(provider, f"there is none of that name for {out.device.type} tensors")
+    for kernel in kernels:
         reason = kernel.supports(operands, fmt, out)
         if not reason:
             kernel.launch(operands, fmt, out)
@@ -170,7 +174,7 @@ def _tell_once(kernel: str, reason: str) -> None:
     if (kernel, reason) not in _told:
         _told.add((kernel, reason))
         log.warning(
-            "dequantize: kernel %r not used: %s; a slower one serves the call", kernel, reason
+            "dequantize: kernel %r not used: %s; another one serves the call", kernel, reason
         )
 
 
