@@ -6,8 +6,19 @@ The eager reference closes every list, so that nothing is ever unserved.
 from __future__ import annotations
 
 from inductor_q.formats import QuantFormat
-from inductor_q.kernels import dequantize_cpp, dequantize_reference, dequantize_triton
-from inductor_q.kernels.kernel import DequantizeKernel, QuantizeKbitKernel
+from inductor_q.kernels import (
+    dequantize_cpp,
+    dequantize_reference,
+    dequantize_triton,
+    scatter2scatter_dequantize,
+    scatter2scatter_reference,
+)
+from inductor_q.kernels.kernel import (
+    DequantizeKernel,
+    GroupedGramKernel,
+    QuantizeKbitKernel,
+    Scatter2ScatterKernel,
+)
 
 DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
     "cpu": (dequantize_cpp.KERNEL, dequantize_reference.KERNEL),
@@ -17,6 +28,16 @@ DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
 #: By device type; where none supports the call, `ops.quantize_kbit.reference` serves it.
 QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {}
 
+SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
+    "cpu": (scatter2scatter_reference.KERNEL,),
+    "cuda": (scatter2scatter_dequantize.KERNEL, scatter2scatter_reference.KERNEL),
+}
+
+GROUPED_GRAM: dict[str, tuple[GroupedGramKernel, ...]] = {
+    "cpu": (scatter2scatter_reference.GRAM,),
+    "cuda": (scatter2scatter_dequantize.GRAM, scatter2scatter_reference.GRAM),
+}
+
 #: What compiled code chooses among.
 OPS: dict[str, dict[str, tuple[DequantizeKernel, ...]]] = {"dequantize": DEQUANTIZE}
 
@@ -25,15 +46,20 @@ POINTWISE = "inductor"
 
 __all__ = [
     "DEQUANTIZE",
+    "GROUPED_GRAM",
     "OPS",
     "POINTWISE",
     "QUANTIZE_KBIT",
+    "SCATTER2SCATTER",
     "DequantizeKernel",
+    "GroupedGramKernel",
     "QuantizeKbitKernel",
+    "Scatter2ScatterKernel",
     "candidates",
     "choose",
     "provider_names",
     "providers",
+    "scatter2scatter_kernels",
 ]
 
 
@@ -41,6 +67,12 @@ def candidates(op: str, device_type: str, wanted: str = "auto") -> list[Dequanti
     """The kernels of `op` in the order in which they are asked, `wanted` first."""
     table = OPS[op]
     kernels = table.get(device_type, table["cpu"][-1:])
+    return sorted(kernels, key=lambda kernel: kernel.name != wanted)
+
+
+def scatter2scatter_kernels(device_type: str, wanted: str) -> list[Scatter2ScatterKernel]:
+    """The kernels of scatter2scatter in the order in which they are asked, `wanted` first."""
+    kernels = SCATTER2SCATTER.get(device_type, SCATTER2SCATTER["cpu"])
     return sorted(kernels, key=lambda kernel: kernel.name != wanted)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from inductor_q.formats import QuantFormat
+
+if TYPE_CHECKING:
+    from inductor_q.ops.grouped_gram import GroupedGram
+    from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 
 class DequantizeKernel(Protocol):
@@ -44,3 +48,37 @@ class QuantizeKbitKernel(Protocol):
         ...
 
     def launch(self, x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]: ...
+
+
+class Scatter2ScatterKernel(Protocol):
+    """Computes `qfuse::scatter2scatter` for at least one row."""
+
+    name: str
+
+    def available(self) -> str:
+        """Empty when this machine can run the kernel, else the reason why not."""
+        ...
+
+    def supports(self, call: Scatter2Scatter) -> str:
+        """Empty when this kernel can serve the call, else the reason why not."""
+        ...
+
+    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+        """The op's two results; contiguous, in the dtype of `call.x`."""
+        ...
+
+
+class GroupedGramKernel(Protocol):
+    """Computes `qfuse::grouped_gram` for at least one row."""
+
+    name: str
+
+    def available(self) -> str:
+        """Empty when this machine can run the kernel, else the reason why not."""
+        ...
+
+    def supports(self, call: GroupedGram) -> str:
+        """Empty when this kernel can serve the call, else the reason why not."""
+        ...
+
+    def launch(self, call: GroupedGram) -> Tensor: ...

@@ -10,7 +10,8 @@ from inductor_q.ops.linear import linear
 from inductor_q.ops.lora_linear import lora_linear
 from inductor_q.ops.quantize_kbit import quantize_kbit
 from inductor_q.ops.registry import define_ops
+from inductor_q.ops.scatter2scatter import scatter2scatter
 
-__all__ = ["dequantize", "extend", "linear", "lora_linear", "quantize_kbit"]
+__all__ = ["dequantize", "extend", "linear", "lora_linear", "quantize_kbit", "scatter2scatter"]
 
 define_ops()

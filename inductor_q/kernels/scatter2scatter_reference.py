@@ -1,0 +1,91 @@
+"""The semantics of scatter2scatter and grouped_gram, an expert at a time.
+
+On a CPU each expert multiplies its own rows. Elsewhere, where the number of rows is not known
+without waiting for the device, it multiplies all of them and keeps its own: right, and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from inductor_q.kernels.expert_rows import expert_of_row, gather, scatter
+from inductor_q.kernels.expert_weights import ExpertWeights
+from inductor_q.ops.grouped_gram import GroupedGram
+from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+
+class Reference:
+    name = "reference"
+
+    def available(self) -> str:
+        return ""
+
+    def supports(self, call: Scatter2Scatter) -> str:
+        return ""
+
+    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+        x = gather(call.x, call.grouped_in, call.order, call.top_k)
+        weights = ExpertWeights(call.operands, call.fmt, call.shape, x.dtype)
+        y = x.new_zeros(call.rows, call.out_features)
+        rank = x.new_zeros(call.rows, call.rank)
+        for expert, rows in _experts(call.offsets, call.rows):
+            y_part, rank_part = _layer(call, x[rows], weights[expert], expert)
+            if call.x.device.type == "cpu":
+                y[rows], rank[rows] = y_part, rank_part
+            else:
+                own = (expert_of_row(call.rows, call.offsets) == expert).unsqueeze(1)
+                y, rank = torch.where(own, y_part, y), torch.where(own, rank_part, rank)
+        return scatter(y, call), rank
+
+
+class GramReference:
+    name = "reference"
+
+    def available(self) -> str:
+        return ""
+
+    def supports(self, call: GroupedGram) -> str:
+        return ""
+
+    def launch(self, call: GroupedGram) -> Tensor:
+        dtype = torch.promote_types(call.left.dtype, call.dtype)
+        left = gather(call.left, call.grouped_left, call.order, call.top_k)
+        right = gather(call.right, call.grouped_right, call.order, call.top_k)
+        out = left.new_zeros(call.shape, dtype=call.dtype)
+        for expert, rows in _experts(call.offsets, call.rows):
+            a, b = left[rows].to(dtype), right[rows].to(dtype)
+            if call.left.device.type != "cpu":
+                own = (expert_of_row(call.rows, call.offsets) == expert).unsqueeze(1)
+                a, b = torch.where(own, a, 0), torch.where(own, b, 0)
+            out[expert] = a.t() @ b
+        return out
+
+
+def _experts(offsets: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Experts and the grouped rows to multiply; without those that are known to have none."""
+    if offsets.device.type != "cpu":
+        yield from ((expert, slice(0, rows)) for expert in range(offsets.shape[0] - 1))
+        return
+    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+        if start < end:
+            yield expert, slice(start, end)
+
+
+def _layer(call: Scatter2Scatter, x: Tensor, weight: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+    """Rows of `x` through one expert, without gates; and through its A."""
+    weight = weight.t() if call.transposed else weight
+    y = linear(x, weight, None if call.bias is None else call.bias[expert].to(x.dtype))
+    if call.lora_a is None or call.lora_b is None:
+        return y, x[:, :0]
+    a, b = call.lora_a[expert].to(x.dtype), call.lora_b[expert].to(x.dtype)
+    rank = x @ a.t()
+    return torch.addmm(y, rank, b.t(), alpha=call.scaling), rank
+
+
+KERNEL = Reference()
+GRAM = GramReference()
