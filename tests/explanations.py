@@ -91,7 +91,7 @@ def explanation(script: str = "train.py") -> Explanation:
     peft = Frame("/venv/lib/python3.11/site-packages/peft/tuners/lora/layer.py", 2412, "forward")
     return Explanation(
         target=script,
-        argv=(script, "--steps", "3"),
+        argv=("--steps", "3"),
         exit=Exit(status=1, exception="ValueError: diverged"),
         created=1_763_720_000.0,
         seconds=12.5,

@@ -44,7 +44,7 @@ class Budget:
             lines.append(f"{found}, at least {self.min_fused:.0%} wanted; first: {cause}")
         if self.max_saved_mb is not None and run.saved_bytes > self.max_saved_mb * _MB:
             most = run.saved[0]
-            cause = f"{most.op} keeps {most.bytes / _MB:.1f} MiB in {most.count}"
+            cause = f"{most.op} keeps {most.bytes / _MB:.1f} MiB in {_count(most.count, 'tensor')}"
             found = f"{run.saved_bytes / _MB:.1f} MiB saved for backward"
             lines.append(_line(found, f"{self.max_saved_mb:g} MiB", cause))
         return lines

@@ -5,6 +5,7 @@ Everything that is kept here is plain data; no graph and no tensor outlives its 
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,13 +43,16 @@ class Compiles:
     """The observer behind `hooks.installed`: one `Compiled` for each graph, in order."""
 
     dry_runs: bool = True
+    collect: bool = False
     all: list[Compiled] = field(default_factory=list)
     layers: dict[str, Quantized] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _open: list[Compiled] = field(default_factory=list)
 
     def look_at_layers(self) -> None:
-        """Add the quantized layers that are alive now."""
+        """Add the quantized layers that are alive now; with `collect`, no garbage among them."""
+        if self.collect:
+            gc.collect()
         for layer in quantized_layers():
             self.layers.setdefault(layer.module, layer)
 

@@ -25,6 +25,8 @@ def layers(
     reports: Iterable[tuple[Report, bool]],
     live: Iterable[Quantized],
     read: Mapping[str, str],
+    *,
+    all_trees: bool = True,
 ) -> tuple[Layer, ...]:
     """One record a layer, in the order of the model.
 
@@ -33,13 +35,16 @@ def layers(
         live: the quantized layers found in memory.
         read: module paths that the inputs of compiled graphs come from, each with the reason why
             a layer there may have no site.
+        all_trees: also the layers of a model of which no compiled graph read anything.
     """
     covered: dict[str, Layer] = {}
     for report, would in reports:
         for name, sites in _by_layer(report.sites).items():
             _add(covered, _layer(name, sites, would))
     found: dict[str, Layer] = {}
-    for weight in live:
+    live = tuple(live)
+    trees = {w.tree for w in live if all_trees or _match(w.module, read)}
+    for weight in (w for w in live if w.tree in trees):
         known = _match(weight.module, covered)
         layer = covered[known] if known else _uncovered(weight, read)
         found[weight.module] = replace(

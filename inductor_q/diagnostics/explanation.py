@@ -167,7 +167,10 @@ class Exit:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything observed in one process of a run; `rank` of `world_size` under torchrun."""
+    """Everything observed in one process of a run; `rank` of `world_size` under torchrun.
+
+    `target` and the arguments after it, `argv`, are what was run.
+    """
 
     target: str
     argv: tuple[str, ...] = ()

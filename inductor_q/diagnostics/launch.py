@@ -35,9 +35,10 @@ def explain(args: Namespace) -> int:
     reporter = Reporter(args, ranks)
     with observe(
         target=str(target),
-        argv=(target.name, *target.args),
+        argv=target.args,
         backend=args.backend,
         dump=reporter.dump,
+        whole_process=True,
     ) as observation:
         observation.rank, observation.world_size = ranks.rank, ranks.world_size
         with _on_sigterm(lambda: reporter.report(observation, Exit(143, "", "SIGTERM"))):
@@ -88,9 +89,9 @@ class Reporter:
         first = self.ranks.rank == 0
         runs = exchange.collect(_PATIENCE if first and not ended.signal else 0.0)
         if first or len(runs) == self.ranks.world_size:
-            merged = merge(runs)
+            of_each = [f"rank {r.rank}: {line}" for r in runs for line in self.budget.missed(r)]
             # The last rank to end completes the file; the text is rank 0's to print, once.
-            self._write(merged, self.budget.missed(merged), text=first)
+            self._write(merge(runs), of_each, text=first)
         return missed
 
     def _write(self, run: Explanation, missed: Sequence[str], *, text: bool = True) -> None:

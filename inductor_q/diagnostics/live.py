@@ -19,12 +19,16 @@ _SMALL = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Quantized:
-    """One packed weight: the module that owns it, by path from its root, and how it is packed."""
+    """One packed weight: the module that owns it, by path from its root, and how it is packed.
+
+    `tree` tells the module trees of a process apart.
+    """
 
     module: str
     kind: str
     format: str
     shape: tuple[int, ...] = ()
+    tree: int = 0
 
 
 def quantized_layers() -> tuple[Quantized, ...]:
@@ -36,7 +40,8 @@ def quantized_layers() -> tuple[Quantized, ...]:
                 packed = _packed(name, tensor, module)
                 if packed is not None and id(tensor) not in found:
                     kind, form, shape = packed
-                    found[id(tensor)] = Quantized(module_path(path, name), kind, form, shape)
+                    layer = module_path(path, name)
+                    found[id(tensor)] = Quantized(layer, kind, form, shape, id(root))
     return tuple(dict.fromkeys(found.values()))
 
 

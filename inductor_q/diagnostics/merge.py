@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inductor_q.diagnostics.explanation import Explanation, Layer
+from inductor_q.diagnostics.explanation import Explanation, GraphBreak, Layer
 from inductor_q.diagnostics.render.json import from_json, to_json
 
 _POLL = 0.1
@@ -91,9 +91,9 @@ def write_whole(path: Path, text: str) -> None:
 def merge(runs: Sequence[Explanation]) -> Explanation:
     """The ranks as one run.
 
-    Ranks repeat each other, so counts, times and bytes are those of the worst rank, not sums: a
-    budget means the same with one process and with eight. A layer counts as its worst rank; what
-    only some ranks saw is told in the warnings.
+    Events of all ranks are counted together; times and bytes are those of the worst rank, since
+    ranks work side by side. A layer counts as its worst rank; what only some ranks saw is told in
+    the warnings.
     """
     runs = sorted(runs, key=lambda run: run.rank)
     first = runs[0]
@@ -105,11 +105,11 @@ def merge(runs: Sequence[Explanation]) -> Explanation:
         seconds=max(run.seconds for run in runs),
         environment={k: v for k, v in first.environment.items() if k != RUN},
         compiles=_worst(runs, lambda r: r.compiles, lambda c: c.compile_id, "seconds"),
-        breaks=_worst(runs, lambda r: r.breaks, lambda b: (b.gb_id, b.reason, str(b.origin))),
-        recompiles=_worst(runs, lambda r: r.recompiles, lambda r: (r.function, r.guard)),
-        fallbacks=_worst(runs, lambda r: r.fallbacks, lambda f: (f.function, f.reason)),
-        suppressed=_worst(runs, lambda r: r.suppressed, lambda s: (s.function, s.error)),
-        cudagraph_skips=_worst(runs, lambda r: r.cudagraph_skips, lambda s: s.reason),
+        breaks=_summed(runs, lambda r: r.breaks, _same_break),
+        recompiles=_summed(runs, lambda r: r.recompiles, lambda r: (r.function, r.guard)),
+        fallbacks=_summed(runs, lambda r: r.fallbacks, lambda f: (f.function, f.reason)),
+        suppressed=_summed(runs, lambda r: r.suppressed, lambda s: (s.function, s.error)),
+        cudagraph_skips=_summed(runs, lambda r: r.cudagraph_skips, lambda s: s.reason),
         phases=_worst(runs, lambda r: r.phases, lambda p: p.name, "seconds"),
         saved=_worst(runs, lambda r: r.saved, lambda s: s.op, "bytes"),
         layers=_layers(runs),
@@ -121,7 +121,7 @@ def _worst(
     runs: Iterable[Explanation],
     records: Callable[[Explanation], Sequence[_T]],
     key: Callable[[_T], Hashable],
-    size: str = "count",
+    size: str,
 ) -> tuple[_T, ...]:
     found: dict[Hashable, _T] = {}
     for run in runs:
@@ -130,6 +130,24 @@ def _worst(
             if known is None or getattr(record, size) > getattr(known, size):
                 found[key(record)] = record
     return tuple(found.values())
+
+
+def _summed(
+    runs: Iterable[Explanation],
+    records: Callable[[Explanation], Sequence[_T]],
+    key: Callable[[_T], Hashable],
+) -> tuple[_T, ...]:
+    found: dict[Hashable, Any] = {}
+    for run in runs:
+        for record in records(run):
+            known: Any = found.get(key(record), record)
+            count = known.count + record.count if known is not record else known.count  # type: ignore[attr-defined]
+            found[key(record)] = replace(known, count=count)
+    return tuple(found.values())
+
+
+def _same_break(item: GraphBreak) -> Hashable:
+    return item.gb_id, item.reason, item.origin.file, item.origin.line
 
 
 def _layers(runs: Sequence[Explanation]) -> tuple[Layer, ...]:
@@ -149,13 +167,9 @@ def _warnings(runs: Sequence[Explanation]) -> list[str]:
         _of_ranks(text, [run.rank for run in runs if text in run.warnings], runs)
         for text in dict.fromkeys(w for run in runs for w in run.warnings)
     ]
-    for item in _worst(runs, lambda r: r.breaks, lambda b: (b.gb_id, b.reason, str(b.origin))):
-        key = (item.gb_id, item.reason, item.origin.file, item.origin.line)
-        having = [
-            run.rank
-            for run in runs
-            if key in {(b.gb_id, b.reason, b.origin.file, b.origin.line) for b in run.breaks}
-        ]
+    for item in _summed(runs, lambda r: r.breaks, _same_break):
+        key = _same_break(item)
+        having = [run.rank for run in runs if key in map(_same_break, run.breaks)]
         if len(having) < len(runs):
             lines.append(_of_ranks(f"graph break at {item.origin}: {item.reason}", having, runs))
     return lines

@@ -41,6 +41,7 @@ class Observation:
     target: str = ""
     argv: tuple[str, ...] = ()
     forced: str = ""
+    whole_process: bool = False
     dump: Path | None = None
     handler: TraceHandler = field(default_factory=TraceHandler)
     compiles: Compiles = field(default_factory=Compiles)
@@ -82,7 +83,12 @@ class Observation:
             cudagraph_skips=self.skips.records(),
             phases=run.phases(),
             saved=run.saved(),
-            layers=layers(reports, self.compiles.layers.values(), run.read()),
+            layers=layers(
+                reports,
+                self.compiles.layers.values(),
+                run.read(),
+                all_trees=self.whole_process,
+            ),
             warnings=(*run.warnings(self.forced), *dict.fromkeys(self.compiles.problems)),
             dump=str(self.dump) if self.dump else "",
         )
@@ -96,6 +102,7 @@ def observe(
     backend: str | None = None,
     dump: Path | None = None,
     dry_run: bool = True,
+    whole_process: bool = False,
 ) -> Iterator[Observation]:
     """Observe every compile of this process inside the block.
 
@@ -105,6 +112,8 @@ def observe(
         dump: write graphs, generated code and bytecode under this directory.
         dry_run: run the passes on copies of what other backends compile, to say what qfuse would
             do.
+        whole_process: count every quantized layer in memory, not only those of models that were
+            compiled in part: for a process that has no other models.
     """
     from inductor_q.diagnostics.dump import dumping
 
@@ -113,7 +122,8 @@ def observe(
         argv=tuple(argv),
         forced=backend or "",
         dump=dump,
-        compiles=Compiles(dry_runs=dry_run),
+        compiles=Compiles(dry_runs=dry_run, collect=whole_process),
+        whole_process=whole_process,
     )
     handler = observation.handler
     handler.notes["recompile_reasons"] = value_now

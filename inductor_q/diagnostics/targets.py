@@ -222,7 +222,7 @@ def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | No
     """A traceback without the frames of the observer: those that ran the target, and the one around
     the call of a compiler."""
     kept = [t for t in _each(trace) if not _is_ours(t)]
-    for inner, outer in zip([*kept[1:], None], kept, strict=True):
+    for outer, inner in zip(kept, [*kept[1:], None], strict=False):
         outer.tb_next = inner
     return kept[0] if kept else None
 

@@ -48,7 +48,7 @@ def place(frame: Frame) -> str:
 
 def command(run: Explanation) -> str:
     """The target as it was called."""
-    return shlex.join(run.argv) if run.argv else run.target
+    return " ".join([run.target, *map(shlex.quote, run.argv)])
 
 
 def ending(run: Explanation) -> str:
