@@ -121,7 +121,7 @@ class Launch:
         """Launch on the current stream; the device must be the current one."""
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
         with self._lock:
-            self._values[: len(pointers)] = pointers
+            self._values[: len(pointers)] = list(pointers)
             code = self._call(*self._head, stream, *self._tail)
             if code in (_INVALID_CONTEXT, _INVALID_HANDLE):  # a thread new to CUDA
                 _check("cuCtxSetCurrent", _context(self._device))

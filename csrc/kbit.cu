@@ -113,8 +113,11 @@ struct Place {
   int64 col;
 
   __device__ Place(int64 i, int64 cols, int64 stride) {
-    const bool narrow = ((i | cols) >> 32) == 0;  // a 64-bit division costs as much as a run
-    const int64 row = narrow ? static_cast<uint32>(i) / static_cast<uint32>(cols) : i / cols;
+    int64 row = 0;  // a 64-bit division costs as much as a run: not in one long row
+    if (i >= cols) {
+      const bool narrow = (i >> 32) == 0;
+      row = narrow ? static_cast<uint32>(i) / static_cast<uint32>(cols) : i / cols;
+    }
     offset = row * stride;
     col = i - row * cols;
   }

@@ -20,7 +20,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,54 +74,56 @@ def _load_or_compile(source: str, kernel: str, arch: str) -> Cubin | str:
     text = (folder / source).read_bytes()
     headers = {path.name: path.read_bytes() for path in sorted(folder.glob("*.cuh"))}
     options = (f"--gpu-architecture={arch}", *OPTIONS)
-    path = _cache_path(source, text, headers, (*nvrtc.version, kernel, *options))
-    found = _read(path)
+    name = _file_name(source, text, headers, (*nvrtc.version, kernel, *options))
+    found = _read(name)
     if found is None:
         try:
             found = nvrtc.compile(source, text, headers, kernel, options)
         except RuntimeError as error:
             return f"csrc/{source} was not compiled for {arch} ({kernel}): {error}"
-        _write(path, found)
+        _write(name, found)
     return found
 
 
 # --- the cache ----------------------------------------------------------------------------------
 
 
-def _cache_path(
-    source: str, text: bytes, headers: dict[str, bytes], rest: Sequence[object]
-) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
+def _file_name(source: str, text: bytes, headers: dict[str, bytes], rest: Sequence[object]) -> str:
     digest = hashlib.sha256()
     for part in (text, *(b for item in headers.items() for b in (item[0].encode(), item[1]))):
         digest.update(hashlib.sha256(part).digest())
     digest.update(repr(tuple(rest)).encode())
-    name = f"{Path(source).stem}-{digest.hexdigest()[:20]}.cubin"
-    return Path(cache_dir()) / "qfuse" / name
+    return f"{Path(source).stem}-{digest.hexdigest()[:20]}.cubin"
 
 
-def _read(path: Path) -> Cubin | None:
+def _folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "qfuse"  # raises OSError where it cannot be made
+
+
+def _read(name: str) -> Cubin | None:
     """What `_write` wrote; None where there is nothing, or less than was written."""
     try:
-        digest, _, body = path.read_bytes().partition(b"\n")
+        digest, _, body = (_folder() / name).read_bytes().partition(b"\n")
     except OSError:
         return None
     if hashlib.sha256(body).hexdigest().encode() != digest:
         return None
-    name, _, image = body.partition(b"\0")
-    return Cubin(name.decode(), image)
+    mangled, _, image = body.partition(b"\0")
+    return Cubin(mangled.decode(), image)
 
 
-def _write(path: Path, cubin: Cubin) -> None:
+def _write(name: str, cubin: Cubin) -> None:
     body = cubin.name.encode() + b"\0" + cubin.image
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=path.parent, suffix=".cubin")
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=folder, suffix=".cubin")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            os.replace(scratch, path)
+            os.replace(scratch, folder / name)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(scratch)
@@ -207,24 +209,29 @@ class Nvrtc:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
 
 
-def _strings(items: Iterator[bytes] | object) -> ctypes.Array[ctypes.c_char_p]:
-    values = list(items)  # type: ignore[call-overload]
+def _strings(items: Iterable[bytes]) -> ctypes.Array[ctypes.c_char_p]:
+    values = list(items)
     return (ctypes.c_char_p * len(values))(*values)
 
 
 @functools.cache
 def library() -> Nvrtc | str:
     """NVRTC as torch's wheels, the toolkit or the system have it; else the reason why not."""
-    failed = ""
+    failed = []
     for path in _places():
-        try:
-            return Nvrtc(path)
-        except (OSError, AttributeError, RuntimeError) as error:
-            failed = failed or f": {error}"
-    return f"NVRTC was not found (it comes with torch for CUDA, or as nvidia-cuda-nvrtc){failed}"
+        found = _open(path)
+        if isinstance(found, Nvrtc):
+            return found
+        failed.append(found)
+    where = f": {'; '.join(failed)}" if failed else ""
+    return f"NVRTC was not found (torch for CUDA brings it, as does nvidia-cuda-nvrtc){where}"
 
 
-_NAMES = ("libnvrtc.so*", "nvrtc64_*_0.dll")
+def _open(path: str) -> Nvrtc | str:
+    try:
+        return Nvrtc(path)
+    except (OSError, AttributeError, RuntimeError) as error:
+        return f"{path}: {error}"
 
 
 def _places() -> Iterator[str]:
@@ -240,8 +247,9 @@ def _places() -> Iterator[str]:
     folders += [Path(home, "lib64"), Path(home, "bin")]
     found = [p for f in folders for pattern in _NAMES for p in sorted(f.glob(pattern))]
     major = (torch.version.cuda or "").partition(".")[0]
-    prefers: Callable[[Path], bool] = lambda p: major not in re.findall(r"\d+", p.name)  # noqa: E731
-    yield from map(str, sorted(found, key=prefers))
-    system = ctypes.util.find_library("nvrtc")
-    if system:
+    yield from map(str, sorted(found, key=lambda p: major not in re.findall(r"\d+", p.name)))
+    if system := ctypes.util.find_library("nvrtc"):
         yield system
+
+
+_NAMES = ("libnvrtc.so*", "nvrtc64_*_0.dll")
