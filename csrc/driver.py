@@ -19,6 +19,7 @@ from inductor_q.csrc import nvrtc
 
 _INVALID_CONTEXT, _INVALID_HANDLE = 201, 400
 _CAPTURE_RELAXED = 2
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
 @functools.cache
@@ -66,20 +67,23 @@ def _current(device: int) -> Iterator[None]:
 
 
 _lock = threading.Lock()
-_functions: dict[tuple[str, str, int], ctypes.c_void_p | str] = {}
+_functions: dict[tuple[str, str, int, str], ctypes.c_void_p | str] = {}
 
 
-def function(source: str, kernel: str, device: int) -> ctypes.c_void_p | str:
-    """`kernel` of `csrc/<source>`, compiled for and loaded into a CUDA device, or why it is not."""
-    key = (source, kernel, device)
+def function(source: str, kernel: str, device: int, arch: str = "") -> ctypes.c_void_p | str:
+    """`kernel` of `csrc/<source>`, compiled for and loaded into a CUDA device, or why it is not.
+
+    arch: what to compile for, as "sm_90a"; the device's architecture if empty.
+    """
+    key = (source, kernel, device, arch)
     with _lock:
         if key not in _functions:
-            _functions[key] = _load(source, kernel, device)
+            _functions[key] = _load(*key)
         return _functions[key]
 
 
-def _load(source: str, kernel: str, device: int) -> ctypes.c_void_p | str:
-    arch = nvrtc.arch_of(torch.cuda.get_device_capability(device))
+def _load(source: str, kernel: str, device: int, arch: str) -> ctypes.c_void_p | str:
+    arch = arch or nvrtc.arch_of(torch.cuda.get_device_capability(device))
     cubin = nvrtc.compile(source, kernel, arch)
     if isinstance(cubin, str):
         return cubin
@@ -94,25 +98,45 @@ def _load(source: str, kernel: str, device: int) -> ctypes.c_void_p | str:
     return handle
 
 
+def _allow_shared(handle: ctypes.c_void_p, device: int, count: int) -> None:
+    """Let `handle` be launched with `count` bytes of dynamic shared memory, or more if it may."""
+    limit = ctypes.c_int()
+    with _current(device):
+        which = _MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check("cuFuncGetAttribute", ctypes.byref(limit), which, handle)
+        if count > limit.value:
+            _check("cuFuncSetAttribute", handle, which, count)
+
+
 class Launch:
-    """A kernel with its grid and arguments, of which `pointers` pointers come first and vary."""
+    """A kernel with its grid and arguments, of which `pointers` pointers come first and vary.
+
+    grid: programs along x, or along x, y and z. numbers: int64, behind the pointers. shared: bytes
+    of dynamic shared memory.
+
+    Raises RuntimeError where the device has less shared memory than that.
+    """
 
     def __init__(
         self,
         handle: ctypes.c_void_p,
         device: int,
         *,
-        grid: int,
+        grid: int | tuple[int, int, int],
         threads: int,
         pointers: int,
         numbers: Sequence[int],
+        shared: int = 0,
     ) -> None:
+        if isinstance(grid, int):
+            grid = (grid, 1, 1)
+        _allow_shared(handle, device, shared)
         self._values = (ctypes.c_int64 * (pointers + len(numbers)))(*[0] * pointers, *numbers)
         start, step = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
         places = [start + i * step for i in range(len(self._values))]
         arguments = (ctypes.c_void_p * len(places))(*places)
         self._device = device
-        self._head = (handle, *map(ctypes.c_uint, (grid, 1, 1, threads, 1, 1, 0)))
+        self._head = (handle, *map(ctypes.c_uint, (*grid, threads, 1, 1, shared)))
         self._tail = (arguments, None)
         self._call = _cuda().cuLaunchKernel
         self._lock = threading.Lock()  # the pointers are the launch's own

@@ -2,9 +2,8 @@
 //
 // A warp works on 32 blocks at a time: 1024 elements, of which a lane reads or writes 8 neighbours in
 // each of the four blocks of its quad (bitplanes.cuh). Packed words are read and written as they lie,
-// values in 16-byte vectors where the layout allows it (kVector; otherwise one by one, at any
-// stride). Table lookups are shuffles: lane i of a warp holds entry i. Indices of elements are 64
-// bits wide.
+// values in 16-byte vectors where the layout allows it. Table lookups are shuffles: lane i of a warp
+// holds entry i. Indices of elements are 64 bits wide.
 //
 // Bit for bit the eager reference (inductor_q.ops.quantize_kbit, inductor_q.formats.kbit), provided
 // that the compiler does not contract products and sums (--fmad=false).
@@ -14,6 +13,10 @@
 
 constexpr int kBlock = 32;                // elements that share a scale
 constexpr int kRun = 8;                   // neighbouring elements of a lane
+
+// Where values lie: anywhere, so one by one; in rows in which runs of 8 are whole and aligned to 16
+// bytes; or such runs one after the other, which needs no division.
+enum Layout { kElements, kRows, kFlat };
 
 // An unsigned float of 8 bits, 4 of them exponent, bias 11: 2^(e-11) * (1 + m/16), subnormal at e = 0.
 struct E4M4 {
@@ -113,11 +116,8 @@ struct Place {
   int64 col;
 
   __device__ Place(int64 i, int64 cols, int64 stride) {
-    int64 row = 0;  // a 64-bit division costs as much as a run: not in one long row
-    if (i >= cols) {
-      const bool narrow = (i >> 32) == 0;
-      row = narrow ? static_cast<uint32>(i) / static_cast<uint32>(cols) : i / cols;
-    }
+    const bool narrow = (i >> 32) == 0;  // a 64-bit division costs as much as a run
+    const int64 row = narrow ? static_cast<uint32>(i) / static_cast<uint32>(cols) : i / cols;
     offset = row * stride;
     col = i - row * cols;
   }
@@ -129,9 +129,9 @@ struct Place {
 
 // out[row, col] = codebook[code] * absmax, rounded once.
 //
-// qweight: K words a block. absmax: one a block. codebook: 2^K. out: `numel` elements in rows of
-// `cols`, `stride` apart; with kVector, qweight and each run of 8 in out are aligned to 16 bytes.
-template <int K, class Absmax, class Out, bool kVector>
+// qweight: K words a block, aligned to 16 bytes but for kElements. absmax: one a block. codebook: 2^K.
+// out: `numel` elements in rows of `cols`, `stride` apart.
+template <int K, class Absmax, class Out, Layout kLayout>
 __global__ void dequantize(const uint32* __restrict__ qweight,
                            const typename Absmax::Raw* __restrict__ absmax,
                            const float* __restrict__ codebook, typename Out::Raw* __restrict__ out,
@@ -144,7 +144,7 @@ __global__ void dequantize(const uint32* __restrict__ qweight,
   uint32 words[kWords] = {};
   float scale = 0.0f;
   if (lane.mine < blocks) {
-    load_planes<K, kVector>(qweight + lane.mine * K, words);
+    load_planes<K, kLayout != kElements>(qweight + lane.mine * K, words);
     scale = Absmax::decode(absmax[lane.mine]);
   }
   const QuadTranspose transpose(lane.lane);
@@ -164,14 +164,16 @@ __global__ void dequantize(const uint32* __restrict__ qweight,
       const uint32 code = words[c % kWords] >> (c / kWords * kWords);
       values[e] = __shfl_sync(kWarp, entry, code, 1 << K) * block_scale;
     }
-    const int64 left = numel - lane.element(s);
-    if (kVector && left >= kRun) {
-      store_run<Out>(values, out + place.offset + place.col);
+    const int64 start = lane.element(s);
+    if constexpr (kLayout == kFlat) {
+      if (start < numel) store_run<Out>(values, out + start);
+    } else if constexpr (kLayout == kRows) {
+      if (start < numel) store_run<Out>(values, out + place.offset + place.col);
       place.advance(kBlock, cols, stride);
     } else {
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
-        if (e < left) out[place.offset + place.col] = Out::encode(values[e]);
+        if (start + e < numel) out[place.offset + place.col] = Out::encode(values[e]);
         place.advance(1, cols, stride);
       }
       place.advance(kBlock - kRun, cols, stride);

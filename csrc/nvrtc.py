@@ -56,7 +56,8 @@ def compile(source: str, kernel: str, arch: str) -> Cubin | str:
 
 def arch_of(capability: tuple[int, int]) -> str:
     """The architecture to compile for: the device's own, or the newest of its major version that
-    the compiler knows, whose code it runs too.
+    the compiler knows, whose code it runs too. With "a" behind it ("sm_90a"), instructions that no
+    other architecture has (wgmma) are there as well.
     """
     nvrtc = library()
     exact = 10 * capability[0] + capability[1]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,16 +21,30 @@ ROOT = Path(__file__).parents[1]
 #: What issue and README promise; NVRTC of CUDA 13 begins at sm_75.
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 SCALES, TYPES = ("E4M4", "Float16"), ("Float32", "BFloat16", "Float16")
-#: Every kernel that a provider can ask for, by source.
-KERNELS = {
-    "kbit.cu": [
-        f"{verb}<{k}, {scale}, {dtype}, {vector}>"
-        for verb, k, scale, dtype, vector in itertools.product(
-            ("dequantize", "quantize"), (2, 3, 4, 5), SCALES, TYPES, ("true", "false")
-        )
-    ]
+BITS = (2, 3, 4, 5)
+
+
+class Source(NamedTuple):
+    """What a provider can ask for: the architectures, and the kernels of each."""
+
+    archs: tuple[str, ...]
+    kernels: list[str]
+
+
+SOURCES = {
+    "kbit.cu": Source(
+        ARCHS,
+        [
+            f"{verb}<{k}, {scale}, {dtype}, {layout}>"
+            for verb, layouts in (
+                ("dequantize", ("kFlat", "kRows", "kElements")),
+                ("quantize", ("true", "false")),
+            )
+            for k, scale, dtype, layout in itertools.product(BITS, SCALES, TYPES, layouts)
+        ],
+    )
 }
-CASES = [(source, kernel) for source, kernels in KERNELS.items() for kernel in kernels]
+CASES = [(source, arch) for source, of in SOURCES.items() for arch in of.archs]
 
 if isinstance(nvrtc.library(), str):
     pytest.skip(str(nvrtc.library()), allow_module_level=True)
@@ -48,21 +62,36 @@ def compiled(source: str, kernel: str, arch: str) -> Cubin:
 
 
 def test_every_source_is_listed() -> None:
-    assert {path.name for path in (ROOT / "csrc").glob("*.cu")} == set(KERNELS)
+    assert {path.name for path in (ROOT / "csrc").glob("*.cu")} == set(SOURCES)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_compiles_for(arch: str) -> None:
+@pytest.mark.parametrize(("source", "arch"), CASES)
+def test_compiles_for(source: str, arch: str) -> None:
     """A sixteenth of the kernels, another one for each architecture: all of K, scale and dtype."""
-    for source, kernel in CASES[ARCHS.index(arch) % 16 :: 16]:
+    archs, kernels = SOURCES[source]
+    for kernel in kernels[archs.index(arch) :: 16]:
         compiled(source, kernel, arch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-def test_compiles_every_kernel_for(arch: str) -> None:
-    for source, kernel in CASES:
+@pytest.mark.parametrize(("source", "arch"), CASES)
+def test_compiles_every_kernel_for(source: str, arch: str) -> None:
+    for kernel in SOURCES[source].kernels:
         compiled(source, kernel, arch)
+
+
+@pytest.fixture
+def wgmma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source with an instruction that sm_90 lacks and sm_90a has."""
+    fence = '__global__ void fence() { asm volatile("wgmma.fence.sync.aligned;"); }'
+    (tmp_path / "wgmma.cu").write_text(fence)
+    monkeypatch.setattr(nvrtc, "__file__", str(tmp_path / "nvrtc.py"))
+
+
+@pytest.mark.usefixtures("wgmma")
+def test_instructions_of_one_architecture() -> None:
+    assert isinstance(nvrtc.compile("wgmma.cu", "fence", "sm_90"), str)
+    compiled("wgmma.cu", "fence", "sm_90a")
 
 
 def test_architectures() -> None:
@@ -70,9 +99,10 @@ def test_architectures() -> None:
     assert nvrtc.arch_of((8, 6)) == "sm_86"
     assert nvrtc.arch_of((12, 9)) == "sm_121"  # a device younger than the compiler
     assert nvrtc.arch_of((6, 0)) == "sm_60"
-    reason = nvrtc.compile(*CASES[0], "sm_60")
+    kernel = SOURCES["kbit.cu"].kernels[0]
+    reason = nvrtc.compile("kbit.cu", kernel, "sm_60")
     assert isinstance(reason, str)
-    assert reason.startswith(f"csrc/kbit.cu was not compiled for sm_60 ({CASES[0][1]}): ")
+    assert reason.startswith(f"csrc/kbit.cu was not compiled for sm_60 ({kernel}): ")
     assert "--gpu-architecture" in reason
 
 

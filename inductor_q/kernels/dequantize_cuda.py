@@ -32,7 +32,7 @@ RUN = 8  # neighbouring elements of a lane
 class Config:
     """Threads of a program; each decodes one block's worth of elements."""
 
-    threads: int = 256
+    threads: int = 128
 
 
 DEFAULT = Config()
@@ -114,11 +114,11 @@ def _prepare(fmt: QuantFormat, out: Tensor, aligned: bool, config: Config) -> dr
     (rows, cols), stride, numel = out.shape, out.stride(0), out.numel()
     if rows == 1 or stride == cols:
         cols = stride = numel  # one long row
-    whole = cols == numel or (cols % RUN == 0 and stride * out.itemsize % VECTOR_BYTES == 0)
-    vector = "true" if aligned and whole else "false"
-    kernel = (
-        f"dequantize<{fmt.packing.bits}, {scale_type(fmt.scale)}, {TYPES[out.dtype]}, {vector}>"
-    )
+    layout = "kElements"
+    if aligned and cols % RUN == 0 and stride * out.itemsize % VECTOR_BYTES == 0:
+        layout = "kFlat" if cols == numel else "kRows"
+    types = f"{scale_type(fmt.scale)}, {TYPES[out.dtype]}"
+    kernel = f"dequantize<{fmt.packing.bits}, {types}, {layout}>"
     handle = driver.function(SOURCE, kernel, out.device.index)
     if isinstance(handle, str):
         return handle

@@ -72,9 +72,8 @@ def quantize(x, thresholds, qweight, absmax, numel, blocks,
     ratio = tl.where(scale[:, None] == 0, 0.0, ratio)
     below = tl.zeros([BLOCKS, 32], tl.int32)  # thresholds that are
     for step in tl.static_range(K):
-        half_way: tl.constexpr = 1 << (K - 1 - step)
-        threshold = tl.load(thresholds + below + (half_way - 1))
-        below += tl.where(ratio > threshold, half_way, 0)
+        threshold = tl.load(thresholds + below + ((1 << (K - 1 - step)) - 1))
+        below += tl.where(ratio > threshold, 1 << (K - 1 - step), 0)
     below = tl.where(inside, below, 0)
     for p in tl.static_range(K):
         plane = tl.sum(((below >> p) & 1) << lane, 1)
