@@ -109,6 +109,10 @@ class UnknownProvider(_UnknownName):
     message = "no provider {name!r} of qfuse::{op}{where}{hint} Known: auto, {known!j}"
 
 
+class UnknownBackend(_UnknownName):
+    message = "unknown backend {name!r}{hint} Known: {known!j}"
+
+
 class UnknownOp(_UnknownName):
     message = "unknown op {name!r}{where}{hint} Known: {known!j}"
 

@@ -45,6 +45,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.UnknownBackend(name="inductr", known=("eager", "inductor")),
+        "unknown backend 'inductr'; did you mean 'inductor'? Known: eager, inductor",
+        KeyError,
+    ),
+    (
         exc.UnknownOp(name="linaer", known=("dequantize", "linear")),
         "unknown op 'linaer'; did you mean 'linear'? Known: dequantize, linear",
         KeyError,

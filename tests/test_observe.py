@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 from inductor_q import testing
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observe import observe
+from tests.processes import environment
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +237,7 @@ def state() -> dict[str, Any]:
     return {
         "handlers": [h for h in trace.handlers if type(h).__module__.startswith("inductor_q")],
         "level": trace.level,
+        "finders": list(sys.meta_path),
         "dynamo": dynamo_config.get_serializable_config_copy(),
         "functorch": functorch_config.get_serializable_config_copy(),
         "inductor": {key: repr(value) for key, value in inductor_config.get_config_copy().items()},
@@ -260,3 +264,28 @@ def test_nothing_is_left_behind(error: type[Exception] | None, tmp_path: Any) ->
         assert error
     assert state() == before
     assert json.loads((tmp_path / "index.json").read_text()) == []
+
+
+def test_torch_is_not_imported_before_the_target_does() -> None:
+    look = """
+        import sys
+        from inductor_q.diagnostics.observe import observe
+        with observe() as observation:
+            before = "torch" in sys.modules
+            import torch
+            @torch.compile(backend="eager")
+            def f(x):
+                torch._dynamo.graph_break()
+                return x + 1
+            f(torch.ones(3))
+        run = observation.explanation()
+        print(before, run.break_count, [c.backend for c in run.compiles])
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(look)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "False 1 ['eager']\n", done.stderr

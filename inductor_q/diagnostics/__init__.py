@@ -1,5 +1,30 @@
 """What happened in a compile, and why."""
 
-from inductor_q.diagnostics.checks import Finding, check_environment, check_model
+from __future__ import annotations
 
-__all__ = ["Finding", "check_environment", "check_model"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inductor_q.diagnostics.checks import Finding as Finding
+    from inductor_q.diagnostics.checks import check_environment as check_environment
+    from inductor_q.diagnostics.checks import check_model as check_model
+    from inductor_q.diagnostics.observe import Observation as Observation
+    from inductor_q.diagnostics.observe import observe as observe
+
+# Looked up on demand: `qfuse explain` observes a target that is to import torch itself.
+_PUBLIC = {
+    "Finding": "checks",
+    "Observation": "observe",
+    "check_environment": "checks",
+    "check_model": "checks",
+    "observe": "observe",
+}
+
+__all__ = ["Finding", "Observation", "check_environment", "check_model", "observe"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

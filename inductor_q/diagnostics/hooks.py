@@ -1,9 +1,5 @@
-"""Where the compiler lets an observer look, and how to leave nothing behind.
-
-Dynamo hands each graph to its backend in `OutputGraph.call_user_compiler`: who compiles, and what
-Dynamo calls the inputs, is known only there. Inductor offers two hooks by configuration: the joint
-graph, and the partitioner. All three are wrapped for the time of a `with` block; what was there
-before is called, and comes back.
+"""The two places where Inductor lets an observer look, by configuration: the joint graph and the
+partitioner. What is configured there already is called as before.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ class Observer(Protocol):
 class _Hook:
     """A hook of Inductor's configuration that observes and calls the previous one.
 
-    Its key is new in each run: a cached graph would skip the hooks, so under observation the
+    Its key is new in each compile: a cached graph would skip the hooks, so under observation the
     caches miss, and what is stored under such a key is never hit.
     """
 
@@ -81,21 +77,13 @@ class PartitionHook(_Hook, CustomPartitionerFn):
 
 
 @contextlib.contextmanager
-def installed(observer: Observer) -> Iterator[None]:
-    """Observe every compile of this process inside the block."""
-    from torch._dynamo.output_graph import OutputGraph
+def hooked(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of what Inductor compiles inside the block.
+
+    Put around one call of a backend: the (lazily compiled) backward needs no hook, and what a
+    target configures between two compiles is kept.
+    """
     from torch._inductor import config
-
-    call = OutputGraph.call_user_compiler
-
-    def call_user_compiler(
-        self: Any, gm: fx.GraphModule, example_inputs: list[Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        observer.compiling(self.compiler_fn, gm, example_inputs)
-        try:
-            return call(self, gm, example_inputs, *args, **kwargs)
-        finally:
-            observer.compiled()
 
     hooks = {
         name: kind(observer, getattr(config, name))
@@ -104,13 +92,10 @@ def installed(observer: Observer) -> Iterator[None]:
             ("custom_partitioner_fn", PartitionHook),
         )
     }
-    OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign]
     for name, hook in hooks.items():
         setattr(config, name, hook)
     try:
         yield
     finally:
-        OutputGraph.call_user_compiler = call  # type: ignore[method-assign]
         for name, hook in hooks.items():
-            if getattr(config, name) is hook:  # else the target has set its own meanwhile
-                setattr(config, name, hook.previous)
+            setattr(config, name, hook.previous)

@@ -4,8 +4,9 @@
         ...
     explanation = observation.explanation()
 
-Torch's structured trace tells of breaks, recompiles, errors and time; the hooks of `hooks.py` tell
-who compiled which layers and what is saved. Both are in force inside the block only.
+Torch's structured trace tells of breaks, recompiles, errors and time; the hooks around each call of
+a backend tell who compiled which layers and what is saved. Both are in force inside the block only.
+torch itself is not imported before the code that is observed does.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ import contextlib
 import importlib.metadata
 import logging
 import platform
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from inductor_q.diagnostics import summary
-from inductor_q.diagnostics.compiles import Compiles
-from inductor_q.diagnostics.coverage import layers
+from inductor_q.diagnostics.dynamo_hook import observed_backends
 from inductor_q.diagnostics.events import OUTPUT_CODE, WANTED, TraceHandler
 from inductor_q.diagnostics.explanation import CudagraphSkip, Exit, Explanation
-from inductor_q.diagnostics.hooks import installed
 from inductor_q.diagnostics.recompiles import value_now
+from inductor_q.exc import UnknownBackend
+
+if TYPE_CHECKING:
+    from inductor_q.diagnostics.compiles import Compiles
 
 _TRACE = "torch.__trace"
 _CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
@@ -41,30 +44,46 @@ class Observation:
     target: str = ""
     argv: tuple[str, ...] = ()
     forced: str = ""
-    whole_process: bool = False
     dump: Path | None = None
+    dry_run: bool = True
+    whole_process: bool = False
     handler: TraceHandler = field(default_factory=TraceHandler)
-    compiles: Compiles = field(default_factory=Compiles)
     skips: _Skips = field(default_factory=lambda: _Skips())
     exit: Exit = field(default_factory=Exit)
     rank: int = 0
     world_size: int = 1
     created: float = field(default_factory=time.time)
-    seconds: float = 0.0
     _start: float = field(default_factory=time.perf_counter)
-    _open: bool = True
+    _seconds: float | None = None
+    _compiles: Compiles | None = None
+
+    @property
+    def compiles(self) -> Compiles:
+        """The graphs that reached a backend."""
+        from inductor_q.diagnostics.compiles import Compiles
+
+        if self._compiles is None:
+            self._compiles = Compiles(dry_runs=self.dry_run, collect=self.whole_process)
+        return self._compiles
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start if self._seconds is None else self._seconds
 
     def close(self) -> None:
         """Take the last look: the time, and the layers that are alive now."""
-        if self._open:
-            self._open = False
-            self.seconds = time.perf_counter() - self._start
-            self.compiles.look_at_layers()
+        if self._seconds is None:
+            self._seconds = self.seconds
+            if "torch" in sys.modules:
+                self.compiles.look_at_layers()
 
     def explanation(self) -> Explanation:
         """Everything seen so far, as plain data."""
-        run = summary.Run(self.handler.events, self.compiles.all)
-        reports = run.reports()
+        from inductor_q.diagnostics.coverage import layers
+        from inductor_q.diagnostics.summary import Run
+
+        run = Run(self.handler.events, self.compiles.all)
+        live = self.compiles.layers.values()
         return Explanation(
             target=self.target,
             argv=self.argv,
@@ -72,7 +91,7 @@ class Observation:
             rank=self.rank,
             world_size=self.world_size,
             created=self.created,
-            seconds=self.seconds if not self._open else time.perf_counter() - self._start,
+            seconds=self.seconds,
             environment=environment(),
             options=run.options(),
             compiles=run.compiles(),
@@ -83,12 +102,7 @@ class Observation:
             cudagraph_skips=self.skips.records(),
             phases=run.phases(),
             saved=run.saved(),
-            layers=layers(
-                reports,
-                self.compiles.layers.values(),
-                run.read(),
-                all_trees=self.whole_process,
-            ),
+            layers=layers(run.reports(), live, run.read(), all_trees=self.whole_process),
             warnings=(*run.warnings(self.forced), *dict.fromkeys(self.compiles.problems)),
             dump=str(self.dump) if self.dump else "",
         )
@@ -115,25 +129,24 @@ def observe(
         whole_process: count every quantized layer in memory, not only those of models that were
             compiled in part: for a process that has no other models.
     """
-    from inductor_q.diagnostics.dump import dumping
-
     observation = Observation(
         target=target,
         argv=tuple(argv),
         forced=backend or "",
         dump=dump,
-        compiles=Compiles(dry_runs=dry_run, collect=whole_process),
+        dry_run=dry_run,
         whole_process=whole_process,
     )
     handler = observation.handler
     handler.notes["recompile_reasons"] = value_now
-    if dump is not None:
-        handler.wanted = WANTED | {OUTPUT_CODE}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_listening(_TRACE, handler, logging.DEBUG))
+        stack.enter_context(_listening(_TRACE, handler))
         stack.enter_context(_listening(_CUDAGRAPHS, observation.skips))
-        stack.enter_context(installed(observation.compiles))
+        stack.enter_context(observed_backends(lambda: observation.compiles))
         if dump is not None:
+            from inductor_q.diagnostics.dump import dumping
+
+            handler.wanted = WANTED | {OUTPUT_CODE}
             stack.enter_context(dumping(dump, handler))
         if backend is not None:
             stack.enter_context(_forced(backend))
@@ -144,19 +157,14 @@ def observe(
 
 
 @contextlib.contextmanager
-def _listening(name: str, handler: logging.Handler, level: int | None = None) -> Iterator[None]:
-    """Attach a handler to a logger, and give the logger back as it was."""
+def _listening(name: str, handler: logging.Handler) -> Iterator[None]:
+    """Attach a handler to a logger, which need not have been made yet."""
     logger = logging.getLogger(name)
-    before = logger.level
     logger.addHandler(handler)
-    if level is not None:
-        logger.setLevel(level)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        if level is not None and logger.level == level:
-            logger.setLevel(before)
 
 
 @contextlib.contextmanager
@@ -170,7 +178,9 @@ def _forced(backend: str) -> Iterator[None]:
         chosen: Any = qfuse_backend()
     else:
         chosen = backend
-        torch._dynamo.lookup_backend(backend)  # an unknown name fails here, not in the target
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            raise UnknownBackend(name=backend, known=known)
     with torch.compiler.set_stance(force_backend=chosen):
         yield
 
@@ -195,10 +205,11 @@ def environment() -> dict[str, str]:
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    import torch
+    if "torch" in sys.modules:
+        import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["device"] = torch.cuda.get_device_name()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["device"] = torch.cuda.get_device_name()
     return found
 
 
