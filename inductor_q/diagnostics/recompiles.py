@@ -18,8 +18,9 @@ _EMITTER = "get_and_maybe_log_recompilation_reasons"
 
 _TENSOR = re.compile(
     r"tensor '(?P<name>.+?)' (?P<what>[\w ]+?) mismatch(?: at index (?P<dim>\d+))?\. "
-    r"expected (?P<before>[^,]+)(?:, actual (?P<after>.+))?"
+    r"expected (?P<before>[^,]+)(?:, actual (?P<after>.+))?$"
 )
+_PARAMETER = re.compile(r"\.? Guard failed on a parameter.*")
 _SHOWN = 4  # values of one guard that a record lists
 
 
@@ -31,6 +32,7 @@ class Guard:
     subject: str
     before: str = ""
     after: str = ""
+    parameter: bool = False
 
 
 def first_reason(payload: str) -> str:
@@ -46,11 +48,14 @@ def parse(reason: str, after: str = "") -> Guard:
     """Take apart "0/1: n == 2   # code  # file:line in f"; `after` is the value seen now."""
     text = re.sub(r"^(\[?[!\d]+/[\d/]+\]?): ", "", reason).splitlines()[0]
     text = re.split(r"\s+# ", text)[0].strip()
+    parameter = _PARAMETER.search(text) is not None
+    text = _PARAMETER.sub("", text)
     tensor = _TENSOR.match(text)
     if tensor:
         dim = f" at index {tensor['dim']}" if tensor["dim"] else ""
         subject = f"tensor '{tensor['name']}' {tensor['what']}{dim}"
-        return Guard(text, subject, tensor["before"].strip(), (tensor["after"] or after).strip())
+        seen = (tensor["after"] or after).strip()
+        return Guard(text, subject, tensor["before"].strip(), seen, parameter)
     subject, before = _subject(text)
     return Guard(text, subject, before, after)
 
@@ -103,8 +108,14 @@ def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile
 def fix_for(guard: Guard, *, hit_limit: bool = False) -> str:
     """What makes the guard stable."""
     text = guard.text
-    name = re.search(r"tensor '(.+?)'", text)
-    tensor = name[1] if name else guard.subject
+    name = _TENSOR.match(text)
+    tensor = name["name"] if name else guard.subject
+    if guard.parameter:
+        return (
+            "modules of different shapes run this function, and each shape is a graph of its own: "
+            "compile what calls them as one, or raise torch._dynamo.config.recompile_limit above "
+            "their number"
+        )
     if "size mismatch" in text or re.search(r"\.(size|stride)\(\)", text):
         dim = re.search(r"index (\d+)|\[(\d+)\]", text)
         index = (dim[1] or dim[2]) if dim else "0"
