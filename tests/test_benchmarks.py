@@ -13,7 +13,13 @@ import torch
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
-from benchmarks import bench_dequantize, bench_linear, bench_step, harness  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_dequantize,
+    bench_kbit_quality,
+    bench_linear,
+    bench_step,
+    harness,
+)
 
 CPU = torch.device("cpu")
 FIELDS = {
@@ -157,6 +163,36 @@ def test_bench_linear(tmp_path: Path) -> None:
     eager = rows[-1]["extra"]
     assert eager["error_to_eager"] == 1.0
     assert eager["saved_bytes"] > 0
+
+
+def test_bits_and_noise_of_k_bit_formats() -> None:
+    rows = {row["format"]: row for row in bench_kbit_quality.numbers(1 << 16, CPU)}
+    assert rows["kbit3_e4m4"]["bits_per_element"] == 3.25
+    assert rows["kbit2_fp16"]["bits_per_element"] == 2.5
+    assert rows["nf4_b64"]["bits_per_element"] == 4.5
+    assert rows["kbit3_e4m4"]["sqnr_db"] == pytest.approx(15, abs=0.2)
+    assert rows["kbit4_e4m4"]["sqnr_db"] > rows["nf4_b64"]["sqnr_db"]
+    errors = bench_kbit_quality.scales(1 << 16, CPU)
+    assert errors["mean"] == pytest.approx(0.0113, abs=5e-4)
+    assert errors["mean"] < errors["p95"] < errors["max"] <= 1 / 32
+
+
+@pytest.mark.slow
+def test_bench_kbit_quality(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "quality.json"
+    formats = ["bf16", "nf4_b64", "kbit2_e4m4", "3.5 bits"]
+    sizes = ["--device", "cpu", "--size", "tiny", "--base-steps", "60", "--steps", "4"]
+    command = [*sizes, "--numel", "4096", "--out", str(out), "--formats", *formats]
+    bench_kbit_quality.main(command)
+    rows = {row["format"]: row for row in json.loads(out.read_text())["model"]["rows"]}
+    assert list(rows) == formats
+    bits = {name: row["bits_per_element"] for name, row in rows.items()}
+    assert (bits["bf16"], bits["nf4_b64"], bits["kbit2_e4m4"]) == (16, 4.5, 2.25)
+    assert 3.4 < bits["3.5 bits"] <= 3.5
+    assert rows["kbit2_e4m4"]["before"] > rows["bf16"]["before"]
+    assert all(len(row["fine_tuning"]) == 4 for row in rows.values())
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
