@@ -1,7 +1,8 @@
-"""The Triton kernel on CPU tensors, under Triton's interpreter: run with TRITON_INTERPRET=1.
+"""The Triton kernels on CPU tensors, under Triton's interpreter: run with TRITON_INTERPRET=1.
 
 A program of its own, because Triton decides at import whether it interprets. Prints how many cases
-were bitwise equal to the reference; the first that is not raises.
+of dequantize and of quantize_kbit were equal to the reference bit for bit; the first that is not
+raises.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import itertools
 import torch
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import dequantize_reference, dequantize_triton
+from inductor_q.kernels import dequantize_reference, dequantize_triton, quantize_kbit_triton
+from inductor_q.ops.quantize_kbit import reference
 from tests.quantized import assert_same_bits, sample
+from tests.test_kbit import CASES, KINDS, codebook, weight
 
 #: The interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype too.
 DTYPES = (torch.float32, torch.float16)
@@ -30,7 +33,7 @@ LAYOUTS = {
 }
 
 
-def main() -> None:
+def dequantize() -> int:
     cases = 0
     config = dequantize_triton.Config(block=16)
     for name, (rows, cols, extra) in itertools.product(FORMATS, LAYOUTS.values()):
@@ -48,8 +51,23 @@ def main() -> None:
         assert_same_bits(out, expected)
         assert (wide[:, cols:] == 7.0).all(), "wrote beside its columns"
         cases += 1
-    print(cases)
+    return cases
+
+
+def quantize() -> int:
+    cases = 0
+    config = quantize_kbit_triton.Config(blocks=8)
+    for (k, absmax), kind, numel in itertools.product(CASES, KINDS, (1, 33, 1000)):
+        x = weight(numel, DTYPES[cases % 2], seed=cases) * 10.0 ** (cases % 6 - 4)
+        x[: numel // 8] = 0
+        actual = quantize_kbit_triton.KERNEL.launch(x, codebook(k, kind), k, absmax, config)
+        expected = reference(x, codebook(k, kind), k, absmax)
+        for mine, right in zip(actual, expected, strict=True):
+            assert mine.dtype == right.dtype
+            assert torch.equal(mine, right), f"{k=} {absmax=} {kind=} {numel=} {x.dtype=}"
+        cases += 1
+    return cases
 
 
 if __name__ == "__main__":
-    main()
+    print(dequantize(), quantize())

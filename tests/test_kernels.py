@@ -47,6 +47,8 @@ from tests.quantized import (
     quantize,
     sample,
 )
+from tests.test_kbit import CASES as KBIT_CASES
+from tests.test_kbit import KINDS
 
 ROOT = Path(__file__).parents[1]
 CPU_KERNELS = [pytest.param(k, id=k.name) for k in DEQUANTIZE["cpu"]]
@@ -125,7 +127,7 @@ def test_every_list_ends_with_the_reference() -> None:
 
 
 def test_provider_names() -> None:
-    assert provider_names() == {"dequantize": ("inductor", "cpp", "reference", "triton")}
+    assert provider_names() == {"dequantize": ("inductor", "cpp", "reference", "cuda", "triton")}
     assert providers("dequantize", "cpu") == ["cpp"]  # the reference is no provider of speed
     assert providers("dequantize", "xpu") == []
 
@@ -480,7 +482,9 @@ def test_triton_in_the_interpreter() -> None:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) == 8 * len(decoded_by(dequantize_triton.KERNEL))
+    decoded, encoded = map(int, run.stdout.split())
+    assert decoded == 8 * len(decoded_by(dequantize_triton.KERNEL))
+    assert encoded == 3 * len(KBIT_CASES) * len(KINDS)
 
 
 def test_triton_plans_differ_by_the_dtype_of_every_operand(monkeypatch: Any) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import (
     dequantize_cpp,
+    dequantize_cuda,
     dequantize_reference,
     dequantize_triton,
+    quantize_kbit_cuda,
+    quantize_kbit_triton,
     scatter2scatter_dequantize,
     scatter2scatter_reference,
 )
@@ -22,11 +25,13 @@ from inductor_q.kernels.kernel import (
 
 DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
     "cpu": (dequantize_cpp.KERNEL, dequantize_reference.KERNEL),
-    "cuda": (dequantize_triton.KERNEL, dequantize_reference.KERNEL),
+    "cuda": (dequantize_cuda.KERNEL, dequantize_triton.KERNEL, dequantize_reference.KERNEL),
 }
 
 #: By device type; where none supports the call, `ops.quantize_kbit.reference` serves it.
-QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {}
+QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {
+    "cuda": (quantize_kbit_cuda.KERNEL, quantize_kbit_triton.KERNEL),
+}
 
 SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
     "cpu": (scatter2scatter_reference.KERNEL,),

@@ -1,15 +1,15 @@
 """Dequantize on a GPU with one Triton launch, double quantization included.
 
-A lane holds one 32-bit word (8 codes of 4 bits) where shapes and alignment allow it, else one byte:
-each word is read once, its scale found once, and 8 values leave in one 16-byte store. The device
-functions that find a scale and decode a code are printed from the format
-(`inductor_q.decode.triton`); this file never looks at a format's name. Products of scale and value
-are not contracted to an FMA, so that results equal the eager reference bit for bit.
+A lane holds one 32-bit word (8 codes of 4 bits) where shapes and alignment allow it, else one byte;
+of bit planes, the bytes that hold 8 neighbouring codes. What is packed is read once, a scale found
+once, and 8 values leave in one 16-byte store. The device functions that find a scale and decode a
+code are printed from the format (`inductor_q.decode.triton`); this file never looks at a format's
+name. Products of scale and value are not contracted to an FMA, so that results equal the eager
+reference bit for bit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import linecache
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.packing import BytePacking
+from inductor_q.formats.packing import BitPlanes, BytePacking, Packing
+from inductor_q.kernels.gpu import on, unfit
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT32_LIMIT = 2**31
 
 
@@ -52,7 +52,7 @@ def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
     u = program * BLOCK + tl.arange(0, BLOCK)
     mask = u < units
     packed = qweight.to(tl.pointer_type({unit}))  # whatever dtype the bytes are stored in
-    unit = tl.load(packed + u, mask=mask, other=0).to(tl.int32)
+{units}
     i = u * {codes}
     scale = scale_fn(i, mask, {operands})
 {values}
@@ -83,8 +83,10 @@ class Triton:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
     def decodes(self, fmt: QuantFormat) -> str:
+        if isinstance(fmt.packing, BitPlanes):
+            return ""
         if not isinstance(fmt.packing, BytePacking):
-            return f"the Triton kernel decodes codes in bytes, {fmt.name} has another packing"
+            return f"the Triton kernel does not know the packing of {fmt.name}"
         if fmt.packing.bits != 4:
             return f"the Triton kernel decodes 4-bit codes, {fmt.name} has {fmt.packing.bits}"
         return ""
@@ -92,10 +94,8 @@ class Triton:
     def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
         if refused := self.decodes(fmt):
             return refused
-        if out.dtype not in DTYPES:
-            return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
-        if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
-            return "the output is not a matrix with unit column stride"
+        if refused := unfit(out):
+            return refused
         if not all(t.is_contiguous() for t in operands):
             return "an operand is not contiguous"
         return self.available()
@@ -131,12 +131,17 @@ class _Plan:
         rows, cols = out.shape
         numel, stride = out.numel(), out.stride(0) if rows > 1 else cols
         flat = stride == cols
-        codes = 8 if _fits_words(operands[0], out, flat, cols, stride) else 2
+        codes = 8
+        if isinstance(fmt.packing, BytePacking) and not _fits_words(
+            operands[0], out, flat, cols, stride
+        ):
+            codes = 2
         units = -(-numel // codes)
         kernel = _kernel(fmt, codes)
         self._jit = kernel.function
         self._compiled: Any = None
         self._scales = [fmt.operands.index(name) for name in kernel.scale_operands]
+        self._table = fmt.operands.index(kernel.table) if kernel.table else None
         self._codebook = _codebook(fmt, out.device)
         self._grid = (-(-units // config.block), 1, 1)
         self._sizes = (units, numel, cols, stride)
@@ -150,8 +155,9 @@ class _Plan:
 
     def launch(self, operands: Sequence[Tensor], out: Tensor) -> None:
         scales = [operands[i] for i in self._scales]
-        pointers = (out, operands[0], self._codebook, *scales)
-        with _on(out.device):
+        table = self._codebook if self._table is None else operands[self._table]
+        pointers = (out, operands[0], table, *scales)
+        with on(out.device):
             if self._compiled is not None:
                 self._compiled[self._grid](*pointers, *self._sizes, *self._constants.values())
                 return
@@ -175,38 +181,56 @@ def _fits_words(qweight: Tensor, out: Tensor, flat: bool, cols: int, stride: int
     return flat or (cols % 8 == 0 and stride % 8 == 0)
 
 
-def _on(device: torch.device) -> Any:
-    """The device's context where it is not the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
 @dataclass(frozen=True)
 class _Kernel:
     function: Any
     scale_operands: tuple[str, ...]
+    table: str
 
 
 @functools.cache
 def _kernel(fmt: QuantFormat, codes: int) -> _Kernel:
     """Print and compile the kernel of `fmt` for `codes` codes in a lane."""
-    device, packing = device_functions(fmt), fmt.packing
-    assert isinstance(packing, BytePacking), f"{fmt.name=}"
-    shifts = [8 * (e // 2) + packing.shift(e % 2) for e in range(codes)]
+    device = device_functions(fmt)
+    unit, units, printed = _units(fmt.packing, codes)
     values = "\n".join(
-        f"    v{e} = value_fn((unit >> {s}) & 15, scale, codebook).to(out.dtype.element_ty)"
-        for e, s in enumerate(shifts)
+        f"    v{e} = value_fn({code}, scale, codebook).to(out.dtype.element_ty)"
+        for e, code in enumerate(printed)
     )
     source = device.source + _KERNEL.format(
         pointers="".join(f"{name}, " for name in device.scale_operands),
         operands=", ".join(device.scale_operands),
         codes=codes,
-        unit="tl.int32" if codes == 8 else "tl.uint8",
+        unit=unit,
+        units=units,
         values=values,
         joined=_join(list(range(codes))),
     )
-    return _Kernel(_compile(f"<qfuse {fmt.name} x{codes}>", source), device.scale_operands)
+    function = compile_source(f"<qfuse {fmt.name} x{codes}>", source, "dequantize")
+    return _Kernel(function, device.scale_operands, device.table)
+
+
+def _units(packing: Packing, codes: int) -> tuple[str, str, list[str]]:
+    """The dtype of what a lane loads, the loads, and each of its codes as an expression."""
+    if isinstance(packing, BytePacking):
+        load = "    unit = tl.load(packed + u, mask=mask, other=0).to(tl.int32)"
+        shifts = [8 * (e // 2) + packing.shift(e % 2) for e in range(codes)]
+        return (
+            "tl.int32" if codes == 8 else "tl.uint8",
+            load,
+            [f"(unit >> {s}) & 15" for s in shifts],
+        )
+    assert isinstance(packing, BitPlanes), f"{packing=}"
+    per_block = packing.block // 8  # bytes of a plane, each with 8 neighbouring codes
+    lines = [f"    first = (u // {per_block}) * {per_block * packing.bits} + u % {per_block}"]
+    for p in range(packing.bits):
+        at = f"packed + first + {per_block * p}"
+        lines.append(f"    plane{p} = tl.load({at}, mask=mask, other=0).to(tl.int32)")
+    bits = [
+        " | ".join(f"(((plane{p} >> {e}) & 1) << {p})" for p in range(packing.bits))
+        for e in range(codes)
+    ]
+    return "tl.uint8", "\n".join(lines), bits
 
 
 def _join(lanes: list[int]) -> str:
@@ -216,7 +240,7 @@ def _join(lanes: list[int]) -> str:
     return f"tl.join({_join(lanes[0::2])}, {_join(lanes[1::2])})"
 
 
-def _compile(filename: str, text: str) -> Any:
+def compile_source(filename: str, text: str, kernel: str) -> Any:
     """Execute printed source; linecache keeps it readable for Triton's parser and tracebacks."""
     import triton
     import triton.language as tl
@@ -224,7 +248,7 @@ def _compile(filename: str, text: str) -> Any:
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "inductor_q.printed"}
     exec(compile(text, filename, "exec"), namespace)
-    return namespace["dequantize"]
+    return namespace[kernel]
 
 
 @functools.cache

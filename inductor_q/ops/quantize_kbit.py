@@ -90,7 +90,7 @@ def pack(codes: Tensor, k: int) -> Tensor:
 
 def reference(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:
     flat, mids = x.reshape(-1), midpoints(codebook)
-    words, scales = _allocate(flat, k, absmax)
+    words, scales = allocate(flat, k, absmax)
     for start in range(0, scales.numel(), BLOCKS_AT_ONCE):
         part = flat[start * BLOCK : (start + BLOCKS_AT_ONCE) * BLOCK].float()
         missing = -part.numel() % BLOCK
@@ -112,7 +112,7 @@ def reference(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor,
     return words, scales
 
 
-def _allocate(x: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:
+def allocate(x: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:
     blocks = (x.numel() + BLOCK - 1) // BLOCK
     dtype = torch.uint8 if absmax == "e4m4" else torch.float16
     return x.new_empty(blocks * k, dtype=torch.int32), x.new_empty(blocks, dtype=dtype)
@@ -151,7 +151,7 @@ def _quantize_kbit(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Te
 
 def _fake(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:
     _check(x, codebook, k, absmax)
-    return _allocate(x, k, absmax)
+    return allocate(x, k, absmax)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

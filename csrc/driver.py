@@ -1,0 +1,154 @@
+"""Load compiled kernels into a device and launch them, through CUDA's driver interface.
+
+A launch costs the host a few microseconds: arguments are packed once, pointers are filled in. It
+goes to torch's current stream of the device and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from inductor_q.csrc import nvrtc
+
+_INVALID_CONTEXT, _INVALID_HANDLE = 201, 400
+_CAPTURE_RELAXED = 2
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+@functools.cache
+def _cuda() -> Any:
+    """The driver that torch has loaded already."""
+    import sys
+
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _check(function: str, *arguments: object) -> None:
+    code = getattr(_cuda(), function)(*arguments)
+    if code:
+        raise RuntimeError(f"{function}: {_error(code)}")
+
+
+def _error(code: int) -> str:
+    name = ctypes.c_char_p()
+    _cuda().cuGetErrorName(code, ctypes.byref(name))
+    return name.value.decode() if name.value else f"CUDA error {code}"
+
+
+@functools.cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The primary context, which is torch's."""
+    ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+    _check("cuDeviceGet", ctypes.byref(ordinal), device)
+    _check("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+    return context
+
+
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """`device`'s context, and a mode in which a thread that captures a graph may load code."""
+    _check("cuCtxPushCurrent_v2", _context(device))
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    try:
+        _check("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            _check("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    finally:
+        _check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+_lock = threading.Lock()
+_functions: dict[tuple[str, str, int, str], ctypes.c_void_p | str] = {}
+
+
+def function(source: str, kernel: str, device: int, arch: str = "") -> ctypes.c_void_p | str:
+    """`kernel` of `csrc/<source>`, compiled for and loaded into a CUDA device, or why it is not.
+
+    arch: what to compile for, as "sm_90a"; the device's architecture if empty.
+    """
+    key = (source, kernel, device, arch)
+    with _lock:
+        if key not in _functions:
+            _functions[key] = _load(*key)
+        return _functions[key]
+
+
+def _load(source: str, kernel: str, device: int, arch: str) -> ctypes.c_void_p | str:
+    arch = arch or nvrtc.arch_of(torch.cuda.get_device_capability(device))
+    cubin = nvrtc.compile(source, kernel, arch)
+    if isinstance(cubin, str):
+        return cubin
+    module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    try:
+        with _current(device):
+            _check("cuModuleLoadData", ctypes.byref(module), cubin.image)
+            name = cubin.name.encode()
+            _check("cuModuleGetFunction", ctypes.byref(handle), module, name)
+    except (OSError, RuntimeError) as error:
+        return f"csrc/{source} for {arch} was not loaded into device {device}: {error}"
+    return handle
+
+
+def _allow_shared(handle: ctypes.c_void_p, device: int, count: int) -> None:
+    """Let `handle` be launched with `count` bytes of dynamic shared memory, or more if it may."""
+    limit = ctypes.c_int()
+    with _current(device):
+        which = _MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check("cuFuncGetAttribute", ctypes.byref(limit), which, handle)
+        if count > limit.value:
+            _check("cuFuncSetAttribute", handle, which, count)
+
+
+class Launch:
+    """A kernel with its grid and arguments, of which `pointers` pointers come first and vary.
+
+    grid: programs along x, or along x, y and z. numbers: int64, behind the pointers. shared: bytes
+    of dynamic shared memory.
+
+    Raises RuntimeError where the device has less shared memory than that.
+    """
+
+    def __init__(
+        self,
+        handle: ctypes.c_void_p,
+        device: int,
+        *,
+        grid: int | tuple[int, int, int],
+        threads: int,
+        pointers: int,
+        numbers: Sequence[int],
+        shared: int = 0,
+    ) -> None:
+        if isinstance(grid, int):
+            grid = (grid, 1, 1)
+        _allow_shared(handle, device, shared)
+        self._values = (ctypes.c_int64 * (pointers + len(numbers)))(*[0] * pointers, *numbers)
+        start, step = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
+        places = [start + i * step for i in range(len(self._values))]
+        arguments = (ctypes.c_void_p * len(places))(*places)
+        self._device = device
+        self._head = (handle, *map(ctypes.c_uint, (*grid, threads, 1, 1, shared)))
+        self._tail = (arguments, None)
+        self._call = _cuda().cuLaunchKernel
+        self._lock = threading.Lock()  # the pointers are the launch's own
+
+    def __call__(self, *pointers: int) -> None:
+        """Launch on the current stream; the device must be the current one."""
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
+        with self._lock:
+            self._values[: len(pointers)] = list(pointers)
+            code = self._call(*self._head, stream, *self._tail)
+            if code in (_INVALID_CONTEXT, _INVALID_HANDLE):  # a thread new to CUDA
+                _check("cuCtxSetCurrent", _context(self._device))
+                code = self._call(*self._head, stream, *self._tail)
+        if code:
+            raise RuntimeError(f"cuLaunchKernel: {_error(code)}")

@@ -1,0 +1,278 @@
+// k-bit weights on a GPU: value = codebook[code] * absmax, blocks of 32 codes in K bit planes.
+//
+// A warp works on 32 blocks at a time: 1024 elements, of which a lane reads or writes 8 neighbours in
+// each of the four blocks of its quad (bitplanes.cuh). Packed words are read and written as they lie,
+// values in 16-byte vectors where the layout allows it. Table lookups are shuffles: lane i of a warp
+// holds entry i. Indices of elements are 64 bits wide.
+//
+// Bit for bit the eager reference (inductor_q.ops.quantize_kbit, inductor_q.formats.kbit), provided
+// that the compiler does not contract products and sums (--fmad=false).
+
+#include "bitplanes.cuh"
+#include "numeric.cuh"
+
+constexpr int kBlock = 32;                // elements that share a scale
+constexpr int kRun = 8;                   // neighbouring elements of a lane
+
+// Where values lie: anywhere, so one by one; in rows in which runs of 8 are whole and aligned to 16
+// bytes; or such runs one after the other, which needs no division.
+enum Layout { kElements, kRows, kFlat };
+
+// An unsigned float of 8 bits, 4 of them exponent, bias 11: 2^(e-11) * (1 + m/16), subnormal at e = 0.
+struct E4M4 {
+  using Raw = uint8;
+
+  // Shifted into fp32's exponent and mantissa (subnormals too), the code is off by 2^(127-11).
+  static __device__ float decode(Raw raw) {
+    return __uint_as_float(static_cast<uint32>(raw) << 19) * 0x1p116f;
+  }
+
+  // To nearest even, 255 from there on.
+  static __device__ Raw encode(float value) {
+    if (value < 0x1p-10f) return static_cast<Raw>(__float2int_rn(value * 0x1p14f));
+    const uint32 bits = __float_as_uint(value);
+    const uint32 code = ((bits + 0x3ffffu + (bits >> 19 & 1u)) >> 19) - (116u << 4);
+    return static_cast<Raw>(code < 255u ? code : 255u);
+  }
+};
+
+struct Lane {
+  int lane, member;   // of the warp, of the quad
+  int64 mine, first;  // blocks: the one whose packed words this lane holds, the quad's first
+
+  __device__ Lane() {
+    lane = threadIdx.x & 31;
+    member = lane & 3;
+    mine = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    first = mine - member;
+  }
+
+  // The first of the lane's elements in the quad's block `s`.
+  __device__ int64 element(int s) const { return (first + s) * kBlock + member * kRun; }
+
+  // What `value` is in the lane that owns the quad's block `s`.
+  template <class T>
+  __device__ T of_block(T value, int s) const {
+    return __shfl_sync(kWarp, value, s, 4);
+  }
+};
+
+template <int K, bool kVector>
+__device__ void load_planes(const uint32* source, uint32* planes) {
+  if constexpr (kVector && K == 4) {
+    const uint4 words = *reinterpret_cast<const uint4*>(source);
+    planes[0] = words.x, planes[1] = words.y, planes[2] = words.z, planes[3] = words.w;
+  } else if constexpr (kVector && K == 2) {
+    const uint2 words = *reinterpret_cast<const uint2*>(source);
+    planes[0] = words.x, planes[1] = words.y;
+  } else {
+#pragma unroll
+    for (int p = 0; p < K; ++p) planes[p] = source[p];
+  }
+}
+
+template <int K, bool kVector>
+__device__ void store_planes(const uint32* planes, uint32* target) {
+  if constexpr (kVector && K == 4) {
+    *reinterpret_cast<uint4*>(target) = make_uint4(planes[0], planes[1], planes[2], planes[3]);
+  } else if constexpr (kVector && K == 2) {
+    *reinterpret_cast<uint2*>(target) = make_uint2(planes[0], planes[1]);
+  } else {
+#pragma unroll
+    for (int p = 0; p < K; ++p) target[p] = planes[p];
+  }
+}
+
+template <class Out>
+__device__ void store_run(const float (&values)[kRun], typename Out::Raw* target) {
+  if constexpr (sizeof(typename Out::Raw) == 4) {
+#pragma unroll
+    for (int e = 0; e < kRun; e += 4)
+      *reinterpret_cast<float4*>(target + e) =
+          make_float4(values[e], values[e + 1], values[e + 2], values[e + 3]);
+  } else {
+    *reinterpret_cast<uint4*>(target) =
+        make_uint4(Out::pack(values[0], values[1]), Out::pack(values[2], values[3]),
+                   Out::pack(values[4], values[5]), Out::pack(values[6], values[7]));
+  }
+}
+
+template <class In>
+__device__ void load_run(const typename In::Raw* source, float (&values)[kRun]) {
+  constexpr int kVectors = sizeof(typename In::Raw) * kRun / 16;
+  union {
+    uint4 vectors[kVectors];
+    typename In::Raw raw[kRun];
+  };
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) vectors[v] = reinterpret_cast<const uint4*>(source)[v];
+#pragma unroll
+  for (int e = 0; e < kRun; ++e) values[e] = In::decode(raw[e]);
+}
+
+// Where element `i` of a matrix of rows of `cols` elements lies, the rows `stride` apart.
+struct Place {
+  int64 offset;  // of the row
+  int64 col;
+
+  __device__ Place(int64 i, int64 cols, int64 stride) {
+    const bool narrow = (i >> 32) == 0;  // a 64-bit division costs as much as a run
+    const int64 row = narrow ? static_cast<uint32>(i) / static_cast<uint32>(cols) : i / cols;
+    offset = row * stride;
+    col = i - row * cols;
+  }
+
+  __device__ void advance(int64 count, int64 cols, int64 stride) {
+    for (col += count; col >= cols; col -= cols) offset += stride;
+  }
+};
+
+// out[row, col] = codebook[code] * absmax, rounded once.
+//
+// qweight: K words a block, aligned to 16 bytes but for kElements. absmax: one a block. codebook: 2^K.
+// out: `numel` elements in rows of `cols`, `stride` apart.
+template <int K, class Absmax, class Out, Layout kLayout>
+__global__ void dequantize(const uint32* __restrict__ qweight,
+                           const typename Absmax::Raw* __restrict__ absmax,
+                           const float* __restrict__ codebook, typename Out::Raw* __restrict__ out,
+                           int64 numel, int64 cols, int64 stride) {
+  constexpr int kWords = kField<K>;
+  const Lane lane;
+  const int64 blocks = (numel + kBlock - 1) / kBlock;
+  const float entry = codebook[lane.lane & ((1 << K) - 1)];
+
+  uint32 words[kWords] = {};
+  float scale = 0.0f;
+  if (lane.mine < blocks) {
+    load_planes<K, kLayout != kElements>(qweight + lane.mine * K, words);
+    scale = Absmax::decode(absmax[lane.mine]);
+  }
+  const QuadTranspose transpose(lane.lane);
+#pragma unroll
+  for (int p = 0; p < K; ++p) words[p] = transpose(words[p]);
+  transpose_bits(words);
+
+  Place place(lane.element(0), cols, stride);
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const float block_scale = lane.of_block(scale, s);
+    float values[kRun];
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) {
+      const int c = s * kRun + e;
+      // A shuffle of width 2^K looks at the lowest K bits only.
+      const uint32 code = words[c % kWords] >> (c / kWords * kWords);
+      values[e] = __shfl_sync(kWarp, entry, code, 1 << K) * block_scale;
+    }
+    const int64 start = lane.element(s);
+    if constexpr (kLayout == kFlat) {
+      if (start < numel) store_run<Out>(values, out + start);
+    } else if constexpr (kLayout == kRows) {
+      if (start < numel) store_run<Out>(values, out + place.offset + place.col);
+      place.advance(kBlock, cols, stride);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) {
+        if (start + e < numel) out[place.offset + place.col] = Out::encode(values[e]);
+        place.advance(1, cols, stride);
+      }
+      place.advance(kBlock - kRun, cols, stride);
+    }
+  }
+}
+
+// The thresholds between neighbouring codes as a search tree in heap order: node n in lane n, its
+// children 2n and 2n + 1. From the root, K steps down end at node 2^K + code.
+template <int K>
+struct SearchTree {
+  float node, root;
+
+  __device__ SearchTree(const float* codebook, int lane) {
+    const int n = lane & ((1 << K) - 1);
+    const int level = n == 0 ? 0 : 31 - __clz(n);
+    const int i = ((2 * (n - (1 << level)) + 1) << (K - 1 - level)) - 1;
+    // + 0: the sign of a threshold that is zero must not look like "below".
+    node = n == 0 ? 0.0f : (codebook[i] + codebook[i + 1]) * 0.5f + 0.0f;
+    root = __shfl_sync(kWarp, node, 1);
+  }
+
+  // 2^K + how many thresholds are below `value`: each step appends the sign of a difference.
+  __device__ uint32 find(float value) const {
+    uint32 n = __funnelshift_l(__float_as_uint(root - value), 1u, 1);
+#pragma unroll
+    for (int step = 1; step < K; ++step) {
+      const float threshold = __shfl_sync(kWarp, node, n, 1 << K);
+      n = __funnelshift_l(__float_as_uint(threshold - value), n, 1);
+    }
+    return n;
+  }
+};
+
+// The largest of four runs' maxima over the quad: lane t gets that of block t.
+__device__ float quad_max(const float (&largest)[4], int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+  float low = odd ? largest[1] : largest[0], up = odd ? largest[3] : largest[2];
+  low = fmaxf(low, __shfl_xor_sync(kWarp, odd ? largest[0] : largest[1], 1));
+  up = fmaxf(up, __shfl_xor_sync(kWarp, odd ? largest[2] : largest[3], 1));
+  return fmaxf(high ? up : low, __shfl_xor_sync(kWarp, high ? low : up, 2));
+}
+
+// qweight and absmax from x, `numel` elements one after the other.
+//
+// The absmax of a block is encoded first; code = the number of thresholds below x / decoded absmax.
+// With kVector, x and qweight are aligned to 16 bytes. The codes past the end are 0.
+template <int K, class Absmax, class In, bool kVector>
+__global__ void quantize(const typename In::Raw* __restrict__ x, const float* __restrict__ codebook,
+                         uint32* __restrict__ qweight, typename Absmax::Raw* __restrict__ absmax,
+                         int64 numel) {
+  constexpr int kWords = kField<K>;
+  const Lane lane;
+  const int64 blocks = (numel + kBlock - 1) / kBlock;
+  const SearchTree<K> tree(codebook, lane.lane);
+
+  float values[4][kRun];
+  float largest[4];
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const int64 start = lane.element(s);
+    if (kVector && start + kRun <= numel) {
+      load_run<In>(x + start, values[s]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kRun; ++e)
+        values[s][e] = start + e < numel ? In::decode(x[start + e]) : 0.0f;
+    }
+    largest[s] = 0.0f;
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) largest[s] = fmaxf(largest[s], fabsf(values[s][e]));
+  }
+  const typename Absmax::Raw encoded = Absmax::encode(quad_max(largest, lane.lane));
+  const float scale = Absmax::decode(encoded);
+
+  uint32 words[kWords] = {};
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const float block_scale = lane.of_block(scale, s);
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) {
+      const int c = s * kRun + e;
+      const float value = block_scale == 0.0f ? 0.0f : __fdiv_rn(values[s][e], block_scale);
+      const uint32 code = tree.find(value) - (1u << K);
+      words[c % kWords] += code << (c / kWords * kWords);
+    }
+  }
+  transpose_bits(words);
+  const QuadTranspose transpose(lane.lane);
+#pragma unroll
+  for (int p = 0; p < K; ++p) words[p] = transpose(words[p]);
+
+  if (lane.mine < blocks) {
+    const int64 left = numel - lane.mine * kBlock;
+    if (left < kBlock) {
+#pragma unroll
+      for (int p = 0; p < K; ++p) words[p] &= (1u << left) - 1u;
+    }
+    store_planes<K, kVector>(words, qweight + lane.mine * K);
+    absmax[lane.mine] = encoded;
+  }
+}

@@ -1,0 +1,77 @@
+// Numbers as a kernel meets them: integer names, storage types and how fp32 is rounded to them.
+//
+// No header of CUDA or of the C library: NVRTC finds none of them on a user's machine.
+
+#pragma once
+
+using int64 = long long;
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+
+constexpr uint32 kWarp = 0xffffffffu;
+
+// A storage type has `Raw`, the conversions `encode` and `decode` to and from fp32, and `pack`,
+// which rounds two values into one word where two fit.
+
+struct Float32 {
+  using Raw = float;
+  static __device__ float decode(Raw raw) { return raw; }
+  static __device__ Raw encode(float value) { return value; }
+};
+
+struct Float16 {
+  using Raw = uint16;
+
+  static __device__ float decode(Raw raw) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(raw));
+    return value;
+  }
+
+  static __device__ Raw encode(float value) {
+    Raw raw;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(raw) : "f"(value));
+    return raw;
+  }
+
+  static __device__ uint32 pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    uint32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return encode(low) | static_cast<uint32>(encode(high)) << 16;
+#endif
+  }
+};
+
+struct BFloat16 {
+  using Raw = uint16;
+
+  static __device__ float decode(Raw raw) {
+    return __uint_as_float(static_cast<uint32>(raw) << 16);
+  }
+
+  static __device__ Raw encode(float value) {
+#if __CUDA_ARCH__ >= 800
+    Raw raw;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(raw) : "f"(value));
+    return raw;
+#else
+    const uint32 bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN
+    return static_cast<Raw>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#endif
+  }
+
+  static __device__ uint32 pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    uint32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return encode(low) | static_cast<uint32>(encode(high)) << 16;
+#endif
+  }
+};

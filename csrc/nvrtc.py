@@ -1,0 +1,256 @@
+"""Compile a CUDA source of this folder at first use with NVRTC, cached by content.
+
+NVRTC comes with every CUDA build of torch, so no nvcc is needed, and it compiles for a device that
+this machine does not have. One kernel is compiled at a time, for one exact architecture. The result
+lands in Inductor's cache folder under a name that hashes source, headers, options, architecture and
+compiler; it appears there by an atomic rename and carries its own digest, so that processes may
+race or die. Where the folder cannot be written, the result stays in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger("inductor_q")
+
+#: Products and sums are not contracted: results equal the eager reference bit for bit.
+OPTIONS = ("--std=c++17", "--fmad=false")
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one kernel, and the mangled name it has there."""
+
+    name: str
+    image: bytes
+
+
+_lock = threading.Lock()
+_compiled: dict[tuple[str, str, str], Cubin | str] = {}
+
+
+def compile(source: str, kernel: str, arch: str) -> Cubin | str:
+    """`kernel`, an expression as "f<4, true>", of `csrc/<source>` for `arch`, as "sm_90".
+
+    Returns the reason where there is none: no NVRTC, an unknown architecture, the compiler's log.
+    """
+    key = (source, kernel, arch)
+    with _lock:  # threads that want the same kernel wait for it instead of compiling it again
+        if key not in _compiled:
+            _compiled[key] = _load_or_compile(source, kernel, arch)
+        return _compiled[key]
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The architecture to compile for: the device's own, or the newest of its major version that
+    the compiler knows, whose code it runs too. With "a" behind it ("sm_90a"), instructions that no
+    other architecture has (wgmma) are there as well.
+    """
+    nvrtc = library()
+    exact = 10 * capability[0] + capability[1]
+    if isinstance(nvrtc, str):
+        return f"sm_{exact}"
+    usable = [a for a in nvrtc.archs if a // 10 == capability[0] and a <= exact]
+    return f"sm_{max(usable, default=exact)}"
+
+
+def _load_or_compile(source: str, kernel: str, arch: str) -> Cubin | str:
+    nvrtc = library()
+    if isinstance(nvrtc, str):
+        return nvrtc
+    folder = Path(__file__).parent
+    text = (folder / source).read_bytes()
+    headers = {path.name: path.read_bytes() for path in sorted(folder.glob("*.cuh"))}
+    options = (f"--gpu-architecture={arch}", *OPTIONS)
+    name = _file_name(source, text, headers, (*nvrtc.version, kernel, *options))
+    found = _read(name)
+    if found is None:
+        try:
+            found = nvrtc.compile(source, text, headers, kernel, options)
+        except RuntimeError as error:
+            return f"csrc/{source} was not compiled for {arch} ({kernel}): {error}"
+        _write(name, found)
+    return found
+
+
+# --- the cache ----------------------------------------------------------------------------------
+
+
+def _file_name(source: str, text: bytes, headers: dict[str, bytes], rest: Sequence[object]) -> str:
+    digest = hashlib.sha256()
+    for part in (text, *(b for item in headers.items() for b in (item[0].encode(), item[1]))):
+        digest.update(hashlib.sha256(part).digest())
+    digest.update(repr(tuple(rest)).encode())
+    return f"{Path(source).stem}-{digest.hexdigest()[:20]}.cubin"
+
+
+def _folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "qfuse"  # raises OSError where it cannot be made
+
+
+def _read(name: str) -> Cubin | None:
+    """What `_write` wrote; None where there is nothing, or less than was written."""
+    try:
+        digest, _, body = (_folder() / name).read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        return None
+    mangled, _, image = body.partition(b"\0")
+    return Cubin(mangled.decode(), image)
+
+
+def _write(name: str, cubin: Cubin) -> None:
+    body = cubin.name.encode() + b"\0" + cubin.image
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=folder, suffix=".cubin")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+            os.replace(scratch, folder / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(scratch)
+            raise
+    except OSError as error:
+        _warn_once(f"compiled kernels are not kept for the next process: {error}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+# --- the compiler -------------------------------------------------------------------------------
+
+
+class Nvrtc:
+    """The functions of one NVRTC library."""
+
+    def __init__(self, path: str) -> None:
+        # The compiler looks for its built-in functions by name alone; loaded, they are found.
+        if os.sep in path:
+            for builtins in sorted(Path(path).parent.glob("*nvrtc-builtins*")):
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(builtins))
+        self._library = ctypes.CDLL(path)
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        archs = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", archs)
+        self.path = path
+        self.version = (major.value, minor.value)
+        self.archs = tuple(archs)
+
+    def _call(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code:
+            reason = self._library.nvrtcGetErrorString(code).decode()
+            raise RuntimeError(f"{function}: {reason}")
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        """What `nvrtcGet<what>` gives, by way of `nvrtcGet<what>Size`."""
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw
+
+    def compile(
+        self,
+        source: str,
+        text: bytes,
+        headers: dict[str, bytes],
+        kernel: str,
+        options: Sequence[str],
+    ) -> Cubin:
+        """Raises RuntimeError with the compiler's log."""
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram",
+            ctypes.byref(program),
+            text,
+            source.encode(),
+            len(headers),
+            _strings(headers.values()),
+            _strings(name.encode() for name in headers),
+        )
+        try:
+            self._call("nvrtcAddNameExpression", program, kernel.encode())
+            try:
+                flags = _strings(option.encode() for option in options)
+                self._call("nvrtcCompileProgram", program, len(options), flags)
+            except RuntimeError as error:
+                said = self._text(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+                raise RuntimeError(f"{error}\n{said.strip()}") from None
+            name = ctypes.c_char_p()
+            self._call("nvrtcGetLoweredName", program, kernel.encode(), ctypes.byref(name))
+            assert name.value is not None
+            return Cubin(name.value.decode(), self._text(program, "CUBIN"))
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+
+def _strings(items: Iterable[bytes]) -> ctypes.Array[ctypes.c_char_p]:
+    values = list(items)
+    return (ctypes.c_char_p * len(values))(*values)
+
+
+@functools.cache
+def library() -> Nvrtc | str:
+    """NVRTC as torch's wheels, the toolkit or the system have it; else the reason why not."""
+    failed = []
+    for path in _places():
+        found = _open(path)
+        if isinstance(found, Nvrtc):
+            return found
+        failed.append(found)
+    where = f": {'; '.join(failed)}" if failed else ""
+    return f"NVRTC was not found (torch for CUDA brings it, as does nvidia-cuda-nvrtc){where}"
+
+
+def _open(path: str) -> Nvrtc | str:
+    try:
+        return Nvrtc(path)
+    except (OSError, AttributeError, RuntimeError) as error:
+        return f"{path}: {error}"
+
+
+def _places() -> Iterator[str]:
+    """Where NVRTC may lie; first the CUDA version that torch was built for."""
+    import torch
+
+    folders: list[Path] = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        folders += [*Path(root).glob("*/lib"), *Path(root).glob("*/bin")]
+    folders.append(Path(torch.__file__).parent / "lib")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    folders += [Path(home, "lib64"), Path(home, "bin")]
+    found = [p for f in folders for pattern in _NAMES for p in sorted(f.glob(pattern))]
+    major = (torch.version.cuda or "").partition(".")[0]
+    yield from map(str, sorted(found, key=lambda p: major not in re.findall(r"\d+", p.name)))
+    if system := ctypes.util.find_library("nvrtc"):
+        yield system
+
+
+_NAMES = ("libnvrtc.so*", "nvrtc64_*_0.dll")

@@ -1,0 +1,136 @@
+"""Dequantize bit planes on a GPU with the CUDA kernel of csrc/kbit.cu.
+
+A lane loads the words of one block and writes 16-byte vectors; its codes go through two
+transpositions in registers and its values come by shuffles, so nothing is read twice and nothing
+passes through shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q.csrc import driver, nvrtc
+from inductor_q.formats import QuantFormat
+from inductor_q.formats.codec import Table
+from inductor_q.formats.packing import BitPlanes
+from inductor_q.formats.scale import BlockScale, MinifloatScale, Scale
+from inductor_q.kernels.gpu import on, unfit
+
+SOURCE = "kbit.cu"
+#: The storage types of csrc/numeric.cuh.
+TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+VECTOR_BYTES = 16
+RUN = 8  # neighbouring elements of a lane
+
+
+@dataclass(frozen=True)
+class Config:
+    """Threads of a program; each decodes one block's worth of elements."""
+
+    threads: int = 128
+
+
+DEFAULT = Config()
+
+
+def scale_type(scale: Scale) -> str:
+    """The type of csrc/kbit.cu that decodes `scale`; empty where there is none."""
+    if scale.block != BitPlanes.block:
+        return ""
+    if isinstance(scale, MinifloatScale) and (scale.mantissa_bits, scale.bias) == (4, 11):
+        return "E4M4"
+    if isinstance(scale, BlockScale) and scale.dtypes == ("float16",):
+        return "Float16"
+    return ""
+
+
+class Cuda:
+    name = "cuda"
+
+    def available(self) -> str:
+        """Empty when this machine can compile the kernel, else the reason why not."""
+        library = nvrtc.library()
+        return library if isinstance(library, str) else ""
+
+    def decodes(self, fmt: QuantFormat) -> str:
+        if not isinstance(fmt.packing, BitPlanes) or not 2 <= fmt.packing.bits <= 5:
+            return f"csrc/{SOURCE} decodes 2 to 5 bit planes, {fmt.name} has another packing"
+        if not isinstance(fmt.codec, Table) or fmt.codec.size != 2**fmt.packing.bits:
+            return f"csrc/{SOURCE} takes the codebook as an operand, {fmt.name} has none"
+        if not scale_type(fmt.scale):
+            return f"csrc/{SOURCE} does not know the scale of {fmt.name}"
+        return ""
+
+    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
+        if refused := self.decodes(fmt):
+            return refused
+        if out.device.type != "cuda":
+            return f"the CUDA kernel runs on a GPU, not on {out.device}"
+        if refused := unfit(out):
+            return refused
+        if operands[2].dtype != torch.float32:
+            return f"the codebook is {operands[2].dtype}, not float32"
+        if not all(t.is_contiguous() for t in operands):
+            return "an operand is not contiguous"
+        launch = _launch(operands, fmt, out, DEFAULT)
+        return launch if isinstance(launch, str) else ""
+
+    def launch(
+        self,
+        operands: Sequence[Tensor],
+        fmt: QuantFormat,
+        out: Tensor,
+        config: Config = DEFAULT,
+    ) -> None:
+        launch = _launch(operands, fmt, out, config)
+        assert not isinstance(launch, str), launch
+        qweight, absmax, codebook = operands
+        with on(out.device):
+            launch(qweight.data_ptr(), absmax.data_ptr(), codebook.data_ptr(), out.data_ptr())
+
+
+_LAUNCHES: dict[tuple[Any, ...], driver.Launch | str] = {}
+
+
+def _launch(
+    operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, config: Config
+) -> driver.Launch | str:
+    """A launch for operands and outputs like these, prepared once; or why it cannot be."""
+    aligned = (operands[0].data_ptr() | out.data_ptr()) % VECTOR_BYTES == 0
+    key = (fmt.name, out.dtype, out.shape, out.stride(0), out.device.index, aligned, config)
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        launch = _LAUNCHES[key] = _prepare(fmt, out, aligned, config)
+    return launch
+
+
+def _prepare(fmt: QuantFormat, out: Tensor, aligned: bool, config: Config) -> driver.Launch | str:
+    assert out.device.index is not None, f"{out.device=}"
+    (rows, cols), stride, numel = out.shape, out.stride(0), out.numel()
+    if rows == 1 or stride == cols:
+        cols = stride = numel  # one long row
+    layout = "kElements"
+    if aligned and cols % RUN == 0 and stride * out.itemsize % VECTOR_BYTES == 0:
+        layout = "kFlat" if cols == numel else "kRows"
+    types = f"{scale_type(fmt.scale)}, {TYPES[out.dtype]}"
+    kernel = f"dequantize<{fmt.packing.bits}, {types}, {layout}>"
+    handle = driver.function(SOURCE, kernel, out.device.index)
+    if isinstance(handle, str):
+        return handle
+    blocks = -(-numel // BitPlanes.block)
+    return driver.Launch(
+        handle,
+        out.device.index,
+        grid=-(-blocks // config.threads),
+        threads=config.threads,
+        pointers=4,
+        numbers=(numel, cols, stride),
+    )
+
+
+KERNEL = Cuda()

@@ -1,0 +1,27 @@
+"""What the GPU kernels share: the outputs they write and the device they launch on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def unfit(out: Tensor) -> str:
+    """Empty where `out` is a matrix that kernels write into, else the reason why not."""
+    if out.dtype not in DTYPES:
+        return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
+    if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
+        return "the output is not a matrix with unit column stride"
+    return ""
+
+
+def on(device: torch.device) -> Any:
+    """The device's context where it is not the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,63 @@
+"""Every Triton kernel compiles for GPUs that this machine does not have.
+
+The interpreter runs a kernel's Python as it stands; only the compiler knows Triton's own rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import dequantize_triton, quantize_kbit_triton
+from tests.test_kbit import CASES
+
+pytest.importorskip("triton")
+
+POINTERS = {
+    "out": "*bf16",
+    "qweight": "*i32",
+    "codebook": "*fp32",
+    "x": "*bf16",
+    "thresholds": "*fp32",
+}
+
+
+def ptx(kernel: Any, constants: dict[str, int | bool], pointers: dict[str, str]) -> str:
+    """`kernel` for sm_90; what is neither a constant nor a pointer is an int32."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = POINTERS | pointers | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"][:4] == b"\x7fELF"
+    text: str = compiled.asm["ptx"]
+    return text
+
+
+@pytest.mark.parametrize(("k", "absmax"), CASES)
+def test_quantize_kbit(k: int, absmax: str) -> None:
+    constants = {"K": k, "E4M4": absmax == "e4m4", "BLOCKS": 32, "WIDE": False}
+    scale = "*u8" if absmax == "e4m4" else "*fp16"
+    text = ptx(quantize_kbit_triton._kernel(), constants, {"absmax": scale})
+    assert "div.rn.f32" in text
+    assert "fma" not in text
+
+
+@pytest.mark.parametrize(("k", "absmax"), CASES)
+def test_dequantize_kbit(k: int, absmax: str) -> None:
+    kernel = dequantize_triton._kernel(FORMATS[f"kbit{k}_{absmax}"], 8)
+    constants = {"BLOCK": 128, "FLAT": False, "WHOLE": True, "WIDE": True}
+    ptx(kernel.function, constants, {"absmax": "*u8" if absmax == "e4m4" else "*fp16"})
+
+
+@pytest.mark.parametrize("codes", [2, 8])
+def test_dequantize_nf4(codes: int) -> None:
+    kernel = dequantize_triton._kernel(FORMATS["nf4_b64"], codes)
+    constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
+    ptx(kernel.function, constants, dict.fromkeys(kernel.scale_operands, "*fp32"))
