@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("bench_dequantize", "bench_linear", "bench_step", "bench_thresholds")
+NAMES = ("bench_dequantize", "bench_kbit", "bench_linear", "bench_step", "bench_thresholds")
 
 
 def main() -> int:

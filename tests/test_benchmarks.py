@@ -15,6 +15,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
 
 from benchmarks import (  # noqa: E402
     bench_dequantize,
+    bench_kbit,
     bench_kbit_quality,
     bench_linear,
     bench_step,
@@ -151,6 +152,30 @@ def test_bench_dequantize(tmp_path: Path) -> None:
     bench_dequantize.main([*command, "--quick", "--backends", *peers])
     rows = check_file(out, "bench_dequantize", set(peers))
     assert all(row["extra"]["gbps"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("verb", "peers"),
+    [("dequantize", ["copy", "bitsandbytes", "op"]), ("quantize", ["copy", "op"])],
+)
+def test_bench_kbit(tmp_path: Path, verb: str, peers: list[str]) -> None:
+    out = tmp_path / "kbit.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--verbs", verb, "--out", str(out)]
+    suite = bench_kbit.main([*command, "--bits", "2", "5", "--backends", *peers])
+    rows = check_file(out, "bench_kbit", set(peers))
+    assert [(c["K"], c["absmax"], c["run"]) for c in suite.cases()] == [
+        (k, absmax, "single") for k in (2, 5) for absmax in ("e4m4", "fp16")
+    ]
+    assert all(row["extra"]["gbps"] > 0 for row in rows)
+    assert len(suite.notes) == 4
+    assert suite.notes[0].startswith(f"{verb} 2 e4m4 single: ")
+    assert ("bitsandbytes" in suite.notes[0]) == (verb == "dequantize")
+
+
+def test_a_sequence_is_timed_a_call_at_a_time() -> None:
+    calls = [lambda: time.sleep(0.005)] * 4
+    timing = harness.time_kernels({"four": harness.in_sequence(calls, CPU)}, CPU, rounds=1)
+    assert 0.005 <= timing["four"].per(4).median < 0.02
 
 
 def test_bench_linear(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from inductor_q import ops
+from inductor_q import kbit, ops
+from inductor_q.backend import qfuse
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.codec import Codebook, Table
 from inductor_q.formats.packing import BitPlanes, BytePacking
@@ -359,6 +360,36 @@ def test_gpu_ops_are_served_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(kernel), "supports", refuse)
     x, operands = quantized(4, (64, 128))
     ops.dequantize(operands, "kbit4_e4m4", x.shape, x.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "absmax"), CASES)
+def test_gpu_compiled_linear_is_served_by_cuda(
+    k: int, absmax: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product with the identity is the weight itself."""
+    served: list[Tensor] = []
+    launch = type(CUDA).launch
+
+    def count(self: Any, operands: Any, fmt: QuantFormat, out: Tensor, *config: Any) -> None:
+        served.append(out)
+        launch(self, operands, fmt, out, *config)
+
+    monkeypatch.setattr(type(CUDA), "launch", count)
+    linear: Any = kbit.quantize_model(
+        nn.Sequential(nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)),
+        k,
+        absmax=absmax,
+        progress=False,
+    ).cuda()
+    operands = linear[0].kbit_weight.operands
+    expected = ops.dequantize(operands, f"kbit{k}_{absmax}", (512, 256), torch.bfloat16)
+    served.clear()
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(linear, backend=qfuse)
+    actual = compiled(torch.eye(256).bfloat16().cuda())
+    assert len(served) == 1
+    assert torch.equal(actual, expected.t())
 
 
 @pytest.mark.gpu
