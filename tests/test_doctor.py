@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch._dynamo import config
 
 from inductor_q.commands import doctor
+from inductor_q.csrc import nvrtc as csrc_nvrtc
 from inductor_q.diagnostics.checks import (
     ENVIRONMENT,
     Finding,
@@ -61,7 +63,8 @@ def test_text_on_a_pipe_is_plain_and_fits_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout
-    assert re.search(r"^ok +torch +" + re.escape(torch.__version__), done.stdout, re.MULTILINE)
+    torch_version = re.escape(metadata.version("torch"))
+    assert re.search(rf"^ok +torch +{torch_version}", done.stdout, re.MULTILINE)
     assert re.fullmatch(r"\d+ ok, \d+ warn, 0 fail", lines[-1])
 
 
@@ -234,13 +237,19 @@ def test_another_folder_serves_while_there_is_none(monkeypatch: pytest.MonkeyPat
 
 def test_nvrtc_says_its_version_or_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     [here] = nvrtc.check()
-    if nvrtc.candidates():
-        assert re.match(r"\d+\.\d+, ", here.found)
+    library = csrc_nvrtc.library()
+    if isinstance(library, str):
+        assert (here.status, here.remedy) == ("warn", nvrtc.INSTALL)
     else:
-        assert (here.status, here.remedy) == ("warn", "pip install nvidia-cuda-nvrtc")
-    monkeypatch.setattr(nvrtc, "candidates", lambda: [("of nobody", os.devnull)])
-    [broken] = nvrtc.check()
-    assert (broken.status, broken.found) == ("warn", f"{os.devnull} does not load")
+        assert here.found.startswith(f"{library.version[0]}.{library.version[1]}, /")
+    monkeypatch.setattr(csrc_nvrtc, "_places", lambda: [os.devnull])
+    csrc_nvrtc.library.cache_clear()
+    try:
+        [broken] = nvrtc.check()
+    finally:
+        csrc_nvrtc.library.cache_clear()
+    assert broken.status == "warn"
+    assert f"{os.devnull}: " in broken.found
 
 
 def test_the_worst_counts() -> None:
