@@ -1,0 +1,90 @@
+// Hopper's asynchronous parts (sm_90a): mbarriers, copies that arrive on them, wgmma's bookkeeping.
+// PTX ISA, sections of the instructions named in each body.
+
+#pragma once
+
+#include "numeric.cuh"
+
+using uint64 = unsigned long long;
+
+__device__ __forceinline__ uint32 shared_address(const void* p) {
+  return static_cast<uint32>(__cvta_generic_to_shared(p));
+}
+
+// --- mbarriers: `full` tells consumers that a stage has landed, `empty` the producer that it is read ---
+
+__device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ __forceinline__ void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
+  asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared::cta.b64 t, [%0];\n}" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra done;\nbra again;\ndone:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// --- copies into shared memory -----------------------------------------------------------------------
+
+__device__ __forceinline__ void copy16(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The first `bytes` (0 or 16) of them, then zeros.
+__device__ __forceinline__ void copy16(uint32 to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy4(uint32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// This thread's arrival, made when its copies so far have landed.
+__device__ __forceinline__ void copies_arrive(uint32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// What ordinary copies wrote becomes visible to wgmma.
+__device__ __forceinline__ void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- wgmma -------------------------------------------------------------------------------------------
+
+// A K-major operand in shared memory with the 128-byte swizzle: rows of 128 bytes, groups of 8 rows.
+__device__ __forceinline__ uint64 swizzled_operand(uint32 address) {
+  return static_cast<uint64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {  // barrier 0 is __syncthreads'
+  if (warpgroup == 0)
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+  else
+    asm volatile("bar.sync 2, 128;" ::: "memory");
+}

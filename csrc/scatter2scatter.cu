@@ -1,0 +1,445 @@
+// Grouped GEMM over the rows of experts whose 4-bit weights are decoded in the loop (Hopper).
+//
+//   out[row, feature] = sum_c x[row, c] W[e][feature, c]       forward:    c over K, features N
+//   out[row, feature] = sum_c x[row, c] W[e][c, feature]       transposed: c over N, features K (dX)
+//
+// The weight is the left operand of wgmma, in registers: it is decoded from packed nibbles by the warps
+// that multiply, and no decoded weight exists in memory. Rows are the right operand, gathered into
+// swizzled shared memory by a producer warpgroup. A tile is 128 features by up to kMaxRows rows of one
+// expert (tile_map below); its width is rounded up to one of a few specializations. An adapter is one
+// more stage: x becomes its projection onto the rank, W its other factor.
+//
+// Decoding: two byte planes of the codebook as bf16, looked up four nibbles at a time by prmt, times
+// the scale as the sum of two bf16, rounded once. The host scales the codebook so that its bf16
+// values are closest to it (kernels/scatter2scatter_cuda.py).
+
+#include "hopper.cuh"
+#include "wgmma.cuh"
+
+constexpr int kFeatures = 128;  // of a tile; a consumer warpgroup has 64
+constexpr int kDepth = 64;      // of the contraction in a stage: one scale a row, 128 bytes of x
+constexpr int kPitch = 80;      // transposed: bytes between packed rows in shared memory, against conflicts
+constexpr int kRowBytes = 128;
+
+template <bool kTransposed, int kMaxRows, int kStages>
+struct Shared {
+  static constexpr int kX = kMaxRows * kRowBytes;
+  static constexpr int kWeight = kTransposed ? kDepth * kPitch : kFeatures * kDepth / 2;
+  static constexpr int kScales = kFeatures * 4;
+  static constexpr int kStage = (kX + kWeight + kScales + 1023) / 1024 * 1024;
+  static constexpr int kOut = kStages * kStage;
+  static constexpr int kBarriers = kOut + 2 * kMaxRows * kRowBytes;
+};
+
+struct Problem {
+  const uint8* x;         // bf16 rows
+  const uint8* qweight;   // [E, N, K / 2]
+  const uint32* scales;   // [E, K / 64, N], bf16 pairs (expand_scales below)
+  const uint8* xa;        // bf16 [slots, rank], or null
+  const uint16* lora;     // bf16 [E, N, rank], transposed: [E, rank, K]
+  const uint16* bias;     // bf16 [E, features], or null
+  uint8* out;             // bf16 rows of `features`
+  const int* in_rows;     // source row of a slot, or null: the slot itself
+  const int* out_rows;    // destination row of a slot, or null
+  const int4* tiles;      // expert, first slot, slots
+  int n, k, rank;
+};
+
+struct Ring {  // a position in the ring of stages
+  int stage = 0;
+  uint32 phase = 0;
+
+  template <int kStages>
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ uint32 permute(uint32 a, uint32 b, uint32 selector) {
+  uint32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
+
+__device__ __forceinline__ uint32 pack(float low, float high) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+__device__ __forceinline__ float unpack(uint16 x) { return __uint_as_float(static_cast<uint32>(x) << 16); }
+
+// v * (high + low), rounded to bf16 once (up to the rounding of the small product).
+__device__ __forceinline__ uint32 scale(uint32 v, uint32 high, uint32 low) {
+  uint32 small, d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(small) : "r"(v), "r"(low));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(v), "r"(high), "r"(small));
+  return d;
+}
+
+struct Codebook {
+  uint32 planes[8];  // bytes of the 16 entries: low bytes in four words, then high bytes
+
+  // The low and high bytes of the entries that the four nibbles in the low half of `codes` name.
+  __device__ __forceinline__ void look_up(uint32 codes, uint32& low, uint32& high) const {
+    const uint32 index = codes & 0x7777;
+    const uint32 upper = permute(codes << 4, codes, 0xD9C8);  // bit 3 of each nibble, over a byte
+    low = blend(upper, permute(planes[2], planes[3], index), permute(planes[0], planes[1], index));
+    high = blend(upper, permute(planes[6], planes[7], index), permute(planes[4], planes[5], index));
+  }
+
+ private:
+  static __device__ __forceinline__ uint32 blend(uint32 mask, uint32 a, uint32 b) {
+    return (a & mask) | (b & ~mask);
+  }
+};
+
+// --- the producer: 128 threads that copy -------------------------------------------------------------
+
+template <bool kTransposed, int kMaxRows, int kStages>
+__device__ void produce(const Problem& p, int total, int blocks, uint32 shared, int thread) {
+  using S = Shared<kTransposed, kMaxRows, kStages>;
+  const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
+  const int chunk = thread & 7, row0 = thread >> 3;  // of x: 16 bytes of every 16th row
+  const int depth = kTransposed ? p.n : p.k;
+  const int steps = depth / kDepth, scale_blocks = p.k / kDepth;
+  const int64 pitch = p.k / 2;
+  Ring ring;
+  for (int t = blockIdx.x; t < total; t += gridDim.x) {
+    const int4 tile = p.tiles[t / blocks];
+    const int feature0 = t % blocks * kFeatures;
+    const int passes = (tile.z + 15) / 16;
+    int source[kMaxRows / 16];
+#pragma unroll
+    for (int j = 0; j < kMaxRows / 16; j++) {
+      const int slot = tile.y + min(row0 + 16 * j, tile.z - 1);  // past the end: the last row again
+      source[j] = p.in_rows ? __ldg(p.in_rows + slot) : slot;
+    }
+    const uint8* weight[2];
+    const uint32* scales;
+    if (!kTransposed) {  // half a row of 32 bytes, twice; the scale of one row
+      for (int h = 0; h < 2; h++) {
+        const int row = min(feature0 + (thread >> 1) + 64 * h, p.n - 1);
+        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + row) * pitch + (thread & 1) * 16;
+      }
+      scales = p.scales + static_cast<int64>(tile.x) * scale_blocks * p.n + min(feature0 + thread, p.n - 1);
+    } else {  // a quarter of a row of 64 bytes, twice; the scale of one row in one of two blocks
+      const int column = min(feature0 / 2 + (thread & 3) * 16, p.k / 2 - 16);
+      for (int h = 0; h < 2; h++)
+        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + (thread >> 2) + 32 * h) * pitch + column;
+      const int block = min(feature0 / kDepth + (thread >> 6), scale_blocks - 1);
+      scales = p.scales + (static_cast<int64>(tile.x) * scale_blocks + block) * p.n + (thread & 63);
+    }
+    const int64 weight_step = kTransposed ? kDepth * pitch : kDepth / 2;
+    const int64 scale_step = kTransposed ? kDepth : p.n;
+    for (int step = 0; step < steps + (p.xa != nullptr); step++) {
+      barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+      const uint32 stage = shared + ring.stage * S::kStage;
+      const uint32 to = stage + row0 * kRowBytes + ((chunk ^ (row0 & 7)) << 4);
+      if (step < steps) {
+        const uint8* column = p.x + static_cast<int64>(step) * kRowBytes + chunk * 16;
+#pragma unroll
+        for (int j = 0; j < kMaxRows / 16; j++)
+          if (j < passes) copy16(to + j * 16 * kRowBytes, column + static_cast<int64>(source[j]) * depth * 2);
+        const uint32 at = stage + S::kX + (kTransposed ? (thread >> 2) * kPitch + (thread & 3) * 16 : thread * 16);
+        copy16(at, weight[0]);
+        copy16(at + (kTransposed ? 32 * kPitch : 64 * kDepth / 2), weight[1]);
+        copy4(stage + S::kX + S::kWeight + thread * 4, scales);
+        weight[0] += weight_step;
+        weight[1] += weight_step;
+        scales += scale_step;
+      } else {  // the adapter's stage: zeros beyond its rank
+#pragma unroll 1
+        for (int j = 0; j < passes; j++) {
+          const int64 slot = tile.y + min(row0 + 16 * j, tile.z - 1);
+          const bool real = chunk * 8 < p.rank;
+          copy16(to + j * 16 * kRowBytes, p.xa + (slot * p.rank + (real ? chunk * 8 : 0)) * 2, real ? 16 : 0);
+        }
+      }
+      copies_arrive(full + ring.stage * 8);
+      ring.next<kStages>();
+    }
+  }
+}
+
+// --- the consumers: two warpgroups that decode and multiply ------------------------------------------
+
+// Rows g and g + 8 of a warp's 16 rows of the left operand are neighbouring features, 2g and 2g + 1:
+// what one byte of a transposed weight holds, and one word of the output.
+struct Place {
+  int warpgroup, warp, g, q;
+
+  __device__ explicit Place(int thread)
+      : warpgroup(thread >> 7), warp(thread >> 5 & 3), g((thread & 31) >> 2), q(thread & 3) {}
+  __device__ __forceinline__ int feature() const { return warpgroup * 64 + warp * 16 + 2 * g; }
+};
+
+// Features 2g, 2g + 1 of the weight's stage as the left operand of four wgmmas, a[4 i ...].
+template <bool kTransposed>
+__device__ __forceinline__ void decode(const Codebook& codebook, const uint8* weight, const uint32* scales,
+                                       const Place& at, uint32 (&a)[16]) {
+  uint32 low, high;
+  if (!kTransposed) {
+    const uint32 own = at.q | (4 + at.q) << 4;  // byte q of each word: elements 2q, 2q + 1 of 8
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+      const uint4* words = reinterpret_cast<const uint4*>(weight + (at.feature() + row) * (kDepth / 2));
+      const uint4 u = words[0], v = words[1];
+      const uint32 s = scales[at.feature() + row];
+      const uint32 s_high = permute(s, s, 0x1010), s_low = permute(s, s, 0x3232);
+      const uint32 codes[4] = {permute(u.x, u.y, own), permute(u.z, u.w, own), permute(v.x, v.y, own),
+                               permute(v.z, v.w, own)};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        codebook.look_up(codes[i], low, high);  // the first element of a byte is its high nibble
+        a[4 * i + row] = scale(permute(low, high, 0x4051), s_high, s_low);
+        a[4 * i + row + 2] = scale(permute(low, high, 0x6273), s_high, s_low);
+      }
+    }
+  } else {
+    const uint8* bytes = weight + at.warpgroup * 32 + at.warp * 8 + at.g;
+    const uint32* of_block = scales + at.warpgroup * 64;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int n = i * 16 + half * 8 + 2 * at.q;
+        const uint32 codes = bytes[n * kPitch] | static_cast<uint32>(bytes[(n + 1) * kPitch]) << 8;
+        const uint2 s = *reinterpret_cast<const uint2*>(of_block + n);
+        const uint32 s_high = permute(s.x, s.y, 0x5410), s_low = permute(s.x, s.y, 0x7632);
+        codebook.look_up(codes, low, high);
+        a[4 * i + 2 * half] = scale(permute(low, high, 0x7351), s_high, s_low);
+        a[4 * i + 2 * half + 1] = scale(permute(low, high, 0x6240), s_high, s_low);
+      }
+  }
+}
+
+// The adapter's other factor as the left operand, from global memory: once a tile.
+template <bool kTransposed>
+__device__ __forceinline__ void load_adapter(const Problem& p, int expert, int feature0, const Place& at,
+                                             uint32 (&a)[16]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int row = 0; row < 2; row++) {
+        const int r = i * 16 + half * 8 + 2 * at.q;
+        uint32 value = 0;
+        if (r < p.rank) {
+          if (!kTransposed) {
+            const int feature = min(feature0 + at.feature() + row, p.n - 1);
+            value = *reinterpret_cast<const uint32*>(
+                p.lora + (static_cast<int64>(expert) * p.n + feature) * p.rank + r);
+          } else {
+            const int feature = min(feature0 + at.feature() + row, p.k - 1);
+            const uint16* from = p.lora + (static_cast<int64>(expert) * p.rank + r) * p.k + feature;
+            value = from[0] | static_cast<uint32>(from[p.k]) << 16;
+          }
+        }
+        a[4 * i + 2 * half + row] = value;
+      }
+}
+
+template <bool kTransposed, int kMaxRows, int kStages, int kRows>
+__device__ void consume(const Problem& p, const Codebook& codebook, const uint8* memory, uint32 shared, Ring& ring,
+                        int4 tile, int feature0, int thread) {
+  using S = Shared<kTransposed, kMaxRows, kStages>;
+  const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
+  const Place at(thread);
+  const int features = kTransposed ? p.k : p.n;
+  const int steps = (kTransposed ? p.n : p.k) / kDepth;
+  const int total = steps + (p.xa != nullptr);
+  float sum[kRows / 2];
+#pragma unroll
+  for (int i = 0; i < kRows / 2; i++) sum[i] = 0.f;
+
+  const auto load = [&](int step, const Ring& from, uint32(&a)[16]) {
+    barrier_wait(full + from.stage * 8, from.phase);
+    fence_async();
+    const uint8* weight = memory + from.stage * S::kStage + S::kX;
+    if (step < steps)
+      decode<kTransposed>(codebook, weight, reinterpret_cast<const uint32*>(weight + S::kWeight), at, a);
+    else
+      load_adapter<kTransposed>(p, tile.x, feature0, at, a);
+  };
+  // One stage's products run while the next stage is decoded.
+  const auto advance = [&](int step, const uint32(&now)[16], uint32(&later)[16]) {
+    const uint64 x = swizzled_operand(shared + ring.stage * S::kStage);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) wgmma<kRows>(sum, now + 4 * i, x + 2 * i);  // no condition: it would serialize them
+    wgmma_commit();
+    Ring ahead = ring;
+    ahead.next<kStages>();
+    if (step + 1 < total) load(step + 1, ahead, later);
+    wgmma_wait();
+    if ((thread & 31) == 0) barrier_arrive(empty + ring.stage * 8);
+    ring = ahead;
+  };
+  uint32 even[16], odd[16];
+  load(0, ring, even);
+  for (int step = 0; step < total; step += 2) {
+    advance(step, even, odd);
+    if (step + 1 < total) advance(step + 1, odd, even);
+  }
+
+  // Through shared memory, so that 64 features of a row are stored as 128 consecutive bytes.
+  const uint32 out = shared + S::kOut + at.warpgroup * kMaxRows * kRowBytes;
+  float bias[2] = {0.f, 0.f};
+  if (p.bias)
+    for (int h = 0; h < 2; h++)
+      bias[h] = unpack(p.bias[static_cast<int64>(tile.x) * features + min(feature0 + at.feature() + h, features - 1)]);
+  warpgroup_sync(at.warpgroup);  // the previous tile has been read
+#pragma unroll
+  for (int j = 0; j < kRows / 8; j++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = j * 8 + 2 * at.q + h, byte = at.warp * 32 + at.g * 4;
+      const uint32 word = pack(sum[4 * j + h] + bias[0], sum[4 * j + 2 + h] + bias[1]);
+      const uint32 to = out + row * kRowBytes + (((byte >> 4) ^ (row & 7)) << 4) + (byte & 15);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+    }
+  warpgroup_sync(at.warpgroup);
+  const int chunk = thread & 7, column = feature0 + at.warpgroup * 64 + chunk * 8;
+  for (int row = (thread & 127) >> 3; row < tile.z; row += 16) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(out + row * kRowBytes + ((chunk ^ (row & 7)) << 4))
+                 : "memory");
+    int64 to = tile.y + row;
+    if (p.out_rows) to = p.out_rows[to];
+    if (column < features) *reinterpret_cast<uint4*>(p.out + (to * features + column) * 2) = v;
+  }
+}
+
+// kCtas programs of 384 threads share a multiprocessor: one for wide tiles, two for narrow ones.
+template <bool kTransposed, int kMaxRows, int kStages, int kCtas>
+__global__ void __launch_bounds__(384, kCtas)
+    scatter2scatter(const uint8* x, const uint8* qweight, const uint32* scales, const uint8* xa, const uint16* lora,
+                    const uint16* bias, uint8* out, const int* in_rows, const int* out_rows, const int4* tiles,
+                    const int* tile_count, const uint32* codebook_planes, int64 n, int64 k, int64 rank) {
+  using S = Shared<kTransposed, kMaxRows, kStages>;
+  extern __shared__ uint8 raw[];
+  const uint32 shared = (shared_address(raw) + 1023) & ~1023u;
+  const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) {
+      barrier_init(full + i * 8, 128);  // each producer thread
+      barrier_init(empty + i * 8, 8);   // each consumer warp
+    }
+    barrier_init_done();
+  }
+  __syncthreads();
+  const Problem p{x,     qweight, scales,   xa,       lora,  bias, out, in_rows, out_rows,
+                  tiles, static_cast<int>(n), static_cast<int>(k), static_cast<int>(rank)};
+  const int blocks = ((kTransposed ? p.k : p.n) + kFeatures - 1) / kFeatures;
+  const int total = *tile_count * blocks;
+  if (threadIdx.x >= 256) {
+    give_registers<kCtas == 1 ? 72 : 48>();
+    produce<kTransposed, kMaxRows, kStages>(p, total, blocks, shared, threadIdx.x - 256);
+    return;
+  }
+  take_registers<kCtas == 1 ? 216 : 96>();
+  Codebook codebook;
+  for (int i = 0; i < 8; i++) codebook.planes[i] = codebook_planes[i];
+  const uint8* memory = raw + (shared - shared_address(raw));
+  Ring ring;
+  for (int t = blockIdx.x; t < total; t += gridDim.x) {
+    const int4 tile = tiles[t / blocks];
+    const int feature0 = t % blocks * kFeatures;
+#define QFUSE_WIDTH(kRows)                                                                                \
+  if constexpr (kRows <= kMaxRows)                                                                        \
+    if (tile.z <= kRows) {                                                                                \
+      consume<kTransposed, kMaxRows, kStages, kRows>(p, codebook, memory, shared, ring, tile, feature0,   \
+                                                     threadIdx.x);                                        \
+      continue;                                                                                           \
+    }
+    QFUSE_WIDTH(16)
+    QFUSE_WIDTH(32)
+    QFUSE_WIDTH(64)
+    QFUSE_WIDTH(96)
+    QFUSE_WIDTH(128)
+    QFUSE_WIDTH(160)
+    QFUSE_WIDTH(192)
+    QFUSE_WIDTH(224)
+    QFUSE_WIDTH(256)
+#undef QFUSE_WIDTH
+  }
+}
+
+// --- what a launch needs beside it -------------------------------------------------------------------
+
+// Each expert's slots in as few tiles of at most `most` as hold them, all but the last of one width.
+// One program of 1024 threads.
+__global__ void tile_map(const int* offsets, int4* tiles, int* tile_count, int64 experts, int64 most_slots) {
+  __shared__ int until[1024];
+  const int e = threadIdx.x, most = static_cast<int>(most_slots);
+  int carried = 0;
+  for (int first = 0; first < experts; first += 1024) {
+    const bool real = first + e < experts;
+    const int begin = real ? offsets[first + e] : 0, slots = real ? offsets[first + e + 1] - begin : 0;
+    const int mine = (slots + most - 1) / most;
+    until[e] = mine;
+    __syncthreads();
+    for (int d = 1; d < 1024; d *= 2) {
+      const int other = e >= d ? until[e - d] : 0;
+      __syncthreads();
+      until[e] += other;
+      __syncthreads();
+    }
+    const int at = carried + until[e] - mine;
+    if (mine) {
+      const int width = ((slots + mine - 1) / mine + 15) / 16 * 16;
+      for (int i = 0; i < mine; i++)
+        tiles[at + i] = make_int4(first + e, begin + i * width, min(width, slots - i * width), 0);
+    }
+    carried += until[1023];
+    __syncthreads();
+  }
+  if (e == 0) *tile_count = carried;
+}
+
+// Scales as bf16 pairs (value and remainder) [E, blocks, N], times `factor`, from [E, N, blocks] in
+// fp32, or double-quantized: codebook[code] * outer[i / 256] + offset. A program has 128 rows by 32
+// blocks of one expert.
+template <bool kNested>
+__global__ void __launch_bounds__(256)
+    expand_scales(const void* absmax, const float* codebook, const float* outer, const float* offset,
+                  const float* factor, uint32* scales, int64 n, int64 blocks) {
+  __shared__ uint32 tile[32][129];
+  __shared__ float map[256];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (kNested) map[threadIdx.x] = codebook[threadIdx.x];
+  __syncthreads();
+  const int64 e = blockIdx.z, row0 = blockIdx.x * 128, block0 = blockIdx.y * 32;
+  const float shift = kNested ? *offset : 0.f, times = *factor;
+  const int64 block = min(block0 + lane, blocks - 1);
+  float s[16], far[16];
+  uint8 codes[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) {  // all loads before the first use
+    const int64 at = (e * n + min(row0 + warp + 8 * i, n - 1)) * blocks + block;
+    if (kNested) {
+      codes[i] = static_cast<const uint8*>(absmax)[at];
+      far[i] = outer[at >> 8];
+    } else {
+      s[i] = static_cast<const float*>(absmax)[at];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    if (kNested) s[i] = __fadd_rn(__fmul_rn(map[codes[i]], far[i]), shift);
+    s[i] *= times;
+    const uint32 high = pack(s[i], 0.f);
+    tile[lane][warp + 8 * i] = high | pack(0.f, s[i] - __uint_as_float(high << 16));
+  }
+  __syncthreads();
+  for (int i = warp; i < 32; i += 8)
+    for (int j = lane; j < 128; j += 32)
+      if (block0 + i < blocks && row0 + j < n) scales[(e * blocks + block0 + i) * n + row0 + j] = tile[i][j];
+}

@@ -1,0 +1,174 @@
+"""Triton kernels over the rows of experts: what surrounds a grouped GEMM.
+
+Imported by the kernels that launch them, at their first use. Rows are grouped: each expert's lie
+together. Sums are made in one program in a fixed order, so results are the same every time.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def project(
+    x,
+    a,
+    source,
+    tiles,
+    tile_count,
+    out,
+    scaled,
+    scaling,
+    features,
+    rank,
+    padded,
+    x_row,
+    a_expert,
+    a_rank,
+    a_feature,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """out[i] = A_e x[source[i]], [R, rank]; scaled = scaling * out, [R, padded], zero beyond rank.
+
+    A program takes one of PARTS parts, of ROWS rows, of a tile (expert, first row, rows, 0).
+    """
+    tile = tl.program_id(0) // PARTS
+    first = tl.program_id(0) % PARTS * ROWS
+    if tile < tl.load(tile_count):
+        expert = tl.load(tiles + tile * 4).to(tl.int64)
+        rows = tl.load(tiles + tile * 4 + 2)
+        if first < rows:
+            local = first + tl.arange(0, ROWS)
+            inside = local < rows
+            row = tl.load(tiles + tile * 4 + 1) + local
+            at = row
+            if GATHER:
+                at = tl.load(source + row, mask=inside, other=0)
+            r = tl.arange(0, RANK)
+            k = tl.arange(0, DEPTH)
+            x_at = x + at[:, None].to(tl.int64) * x_row + k[None, :]
+            a_at = a + expert * a_expert + r[None, :] * a_rank + k[:, None] * a_feature
+            total = tl.zeros((ROWS, RANK), tl.float32)
+            for start in range(0, features, DEPTH):
+                left = start + k < features
+                rows_part = tl.load(x_at + start, mask=inside[:, None] & left[None, :], other=0)
+                a_mask = left[:, None] & (r < rank)[None, :]
+                a_part = tl.load(a_at + start * a_feature, mask=a_mask, other=0)
+                total = tl.dot(rows_part, a_part.to(rows_part.dtype), total)
+            to = row[:, None].to(tl.int64)
+            mask = inside[:, None] & (r < rank)[None, :]
+            tl.store(out + to * rank + r[None, :], total.to(out.dtype.element_ty), mask=mask)
+            mask = inside[:, None] & (r < padded)[None, :]
+            value = (total * scaling).to(scaled.dtype.element_ty)
+            tl.store(scaled + to * padded + r[None, :], value, mask=mask)
+
+
+@triton.jit
+def gram(
+    narrow,
+    wide,
+    narrow_source,
+    wide_source,
+    offsets,
+    out,
+    rank,
+    features,
+    out_expert,
+    out_rank,
+    out_feature,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATHER_NARROW: tl.constexpr,
+    GATHER_WIDE: tl.constexpr,
+):
+    """out[e] = narrow' wide over the rows of expert e; a program has WIDTH columns of `wide`."""
+    expert = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    r = tl.arange(0, RANK)
+    total = tl.zeros((RANK, WIDTH), tl.float32)
+    end = tl.load(offsets + expert + 1)
+    for start in range(tl.load(offsets + expert), end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = row < end
+        narrow_at = row
+        wide_at = row
+        if GATHER_NARROW:
+            narrow_at = tl.load(narrow_source + row, mask=inside, other=0)
+        if GATHER_WIDE:
+            wide_at = tl.load(wide_source + row, mask=inside, other=0)
+        mask = inside[None, :] & (r < rank)[:, None]
+        p = tl.load(
+            narrow + narrow_at[None, :].to(tl.int64) * rank + r[:, None], mask=mask, other=0
+        )
+        mask = inside[:, None] & (column < features)[None, :]
+        at = wide + wide_at[:, None].to(tl.int64) * features + column[None, :]
+        q = tl.load(at, mask=mask, other=0)
+        total = tl.dot(p, q, total)
+    to = out + expert * out_expert + r[:, None] * out_rank + column[None, :] * out_feature
+    mask = (r < rank)[:, None] & (column < features)[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine(
+    rows,
+    gates,
+    inverse,
+    offsets,
+    out,
+    features,
+    experts,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """out[token] = sum over its slots of gate * rows[inverse[slot]], in float32, in slot order."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < features
+    owned = tl.load(offsets + experts)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        place = tl.load(inverse + token * TOP_K + j)
+        mask = inside & (place < owned)
+        part = tl.load(rows + place * features + column, mask=mask, other=0).to(tl.float32)
+        if GATED:
+            part *= tl.load(gates + token * TOP_K + j).to(tl.float32)
+        total += part
+    tl.store(out + token * features + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish(
+    rows,
+    gates,
+    order,
+    offsets,
+    features,
+    total_rows,
+    experts,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """In place: grouped rows times their gates; zeros in the rows that are nobody's."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    owned = tl.load(offsets + experts)
+    if GATED or tl.program_id(0) * ROWS + ROWS > owned:
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        mask = (row < total_rows)[:, None] & (column < features)[None, :]
+        at = rows + row[:, None].to(tl.int64) * features + column[None, :]
+        value = tl.load(at, mask=mask & (row < owned)[:, None], other=0)
+        if GATED:
+            slot = tl.load(order + row, mask=row < total_rows, other=0)
+            gate = tl.load(gates + slot, mask=row < total_rows, other=0).to(tl.float32)
+            value = (value.to(tl.float32) * gate[:, None]).to(rows.dtype.element_ty)
+        tl.store(at, value, mask=mask)

@@ -1,0 +1,375 @@
+"""scatter2scatter on Hopper with csrc/scatter2scatter.cu: experts are decoded inside the GEMM.
+
+No decoded expert exists in memory, so it serves few rows an expert (bound by the packed weights)
+as well as many (bound by the products), and needs no memory beyond a float an absmax. The adapter
+rides in the same product: its projection onto the rank is one more stage of the contraction.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inductor_q.csrc import driver, nvrtc
+from inductor_q.formats import QuantFormat
+from inductor_q.formats.codec import Codebook, Table
+from inductor_q.formats.packing import BytePacking
+from inductor_q.formats.scale import BlockScale, NestedScale
+from inductor_q.kernels.gpu import on
+from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+SOURCE = "scatter2scatter.cu"
+CAPABILITY = (9, 0)
+THREADS = 384
+BLOCK = 64  # elements that share a scale: a stage of the contraction
+MAX_RANK = 64  # the adapter's stage
+FEATURES = 128  # of a tile
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows of a tile at most, stages of the ring, programs a multiprocessor.
+
+    `from_rows` rows an expert on average are what it is for.
+    """
+
+    from_rows: int
+    rows: int
+    stages: int
+    programs: int
+
+
+#: Measured on an H200, 128 experts 1536 x 2048, 4 to 256 rows each (bench_moe).
+CONFIGS = (
+    Config(from_rows=96, rows=256, stages=4, programs=1),
+    Config(from_rows=48, rows=128, stages=6, programs=1),
+    Config(from_rows=16, rows=64, stages=6, programs=2),
+    Config(from_rows=0, rows=32, stages=8, programs=2),
+)
+
+
+class Cuda:
+    name = "cuda"
+
+    def available(self) -> str:
+        library = nvrtc.library()
+        if isinstance(library, str):
+            return library
+        return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+    def supports(self, call: Scatter2Scatter) -> str:
+        refused = self.available() or _other_format(call.fmt) or _other_shape(call)
+        if refused:
+            return refused
+        if refused := _other_operands(call):
+            return refused
+        device = call.x.device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+            return "csrc/scatter2scatter.cu is for compute capability 9.0 (Hopper)"
+        handle = _function(kernel_name(call.transposed, _config(call)), device.index)
+        return handle if isinstance(handle, str) else ""
+
+    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+        with on(call.x.device):
+            return _launch(call)
+
+
+def _other_format(fmt: QuantFormat | None) -> str:
+    """Empty for 4-bit codes in bytes, high nibble first, with a scale for every 64."""
+    if fmt is None:
+        return "the weight is dense"
+    if fmt.packing != BytePacking(bits=4, high_first=True):
+        return f"{fmt.name} is not packed as nibbles, high one first"
+    if not isinstance(fmt.codec, Codebook) or len(fmt.codec.values) != 16:
+        return f"{fmt.name} has no fixed codebook of 16 values"
+    scale = fmt.scale
+    if scale.block != BLOCK:
+        return f"{fmt.name} does not have a scale for every {BLOCK} elements"
+    if isinstance(scale, NestedScale):
+        known = isinstance(scale.codec, Table) and scale.codec.size == 256
+        return "" if known and scale.outer.block == 256 else f"{fmt.name} has another nested scale"
+    return "" if isinstance(scale, BlockScale) else f"{fmt.name} has a scale of another kind"
+
+
+def _other_shape(call: Scatter2Scatter) -> str:
+    _, n, k = call.shape
+    if call.x.dtype is not torch.bfloat16:
+        return f"the input is {call.x.dtype}, not bfloat16"
+    if k % BLOCK or n % (BLOCK if call.transposed else 8):
+        return f"features {n} x {k} are no multiples of what a stage takes"
+    if call.rank > MAX_RANK:
+        return f"rank {call.rank} is over {MAX_RANK}"
+    return ""
+
+
+def _other_operands(call: Scatter2Scatter) -> str:
+    assert call.fmt is not None
+    for name, operand in zip(call.fmt.operands, call.operands, strict=True):
+        if not operand.is_contiguous():
+            return f"{name} is not contiguous"
+        if name == "qweight":
+            if operand.data_ptr() % 16:
+                return "qweight is not aligned to 16 bytes"
+        elif operand.dtype not in (torch.float32, torch.uint8):
+            return f"{name} is {operand.dtype}, not float32"
+    return ""
+
+
+def _config(call: Scatter2Scatter) -> Config:
+    average = call.rows / max(1, call.num_experts)
+    return next(c for c in CONFIGS if average >= c.from_rows)
+
+
+def _shared_bytes(transposed: bool, config: Config) -> int:
+    """What csrc/scatter2scatter.cu lays out: stages of x, weight, scales; the output; barriers."""
+    weight = 64 * 80 if transposed else 64 * 64
+    stage = -(-(config.rows * 128 + weight + 512) // 1024) * 1024
+    return config.stages * stage + 2 * config.rows * 128 + 1024 + 16 * config.stages
+
+
+def kernel_name(transposed: bool, config: Config) -> str:
+    """The specialization of csrc/scatter2scatter.cu that serves it."""
+    flag = "true" if transposed else "false"
+    return f"scatter2scatter<{flag}, {config.rows}, {config.stages}, {config.programs}>"
+
+
+def _function(kernel: str, device: int | None) -> Any:
+    assert device is not None
+    return driver.function(SOURCE, kernel, device, arch="sm_90a")
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(
+    kernel: str,
+    device: int,
+    grid: tuple[int, int, int],
+    threads: int,
+    pointers: int,
+    numbers: tuple[int, ...],
+    shared: int,
+) -> driver.Launch:
+    handle = _function(kernel, device)
+    assert not isinstance(handle, str), handle
+    return driver.Launch(
+        handle,
+        device,
+        grid=grid,
+        threads=threads,
+        pointers=pointers,
+        numbers=numbers,
+        shared=shared,
+    )
+
+
+def _run(
+    kernel: str,
+    grid: tuple[int, int, int],
+    threads: int,
+    tensors: Sequence[Tensor | None],
+    numbers: tuple[int, ...],
+    shared: int = 0,
+) -> None:
+    """Launch `kernel` of csrc/scatter2scatter.cu on the tensors' device."""
+    device = next(t.device.index for t in tensors if t is not None)
+    launch = _prepared(kernel, device, grid, threads, len(tensors), numbers, shared)
+    launch(*(0 if t is None else t.data_ptr() for t in tensors))
+
+
+def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+    device, config = call.x.device, _config(call)
+    _, n, k = call.shape
+    x = call.x.contiguous()
+    source = None if call.grouped_in else (call.order // call.top_k).to(torch.int32)
+    most = call.num_experts + -(-call.rows // config.rows)
+    tiles = torch.empty((most, 4), dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    offsets = call.offsets.contiguous()
+    _run("tile_map", (1, 1, 1), 1024, [offsets, tiles, count], (call.num_experts, config.rows))
+    rank, projected, factor = _project(call, x, source, tiles, count, config)
+    out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
+    programs = torch.cuda.get_device_properties(device).multi_processor_count * config.programs
+    operands = dict(zip(call.fmt.operands, call.operands, strict=True)) if call.fmt else {}
+    bias = None if call.bias is None else call.bias.to(x.dtype).contiguous()
+    planes, _ = _codebook(call.fmt, device)
+    _run(
+        kernel_name(call.transposed, config),
+        (programs, 1, 1),
+        THREADS,
+        [
+            x,
+            operands["qweight"],
+            _scales(call, operands),
+            projected,
+            factor,
+            bias,
+            out,
+            source,
+            None,
+            tiles,
+            count,
+            planes,
+        ],
+        (n, k, 0 if projected is None else projected.shape[1]),
+        shared=_shared_bytes(call.transposed, config),
+    )
+    return _rows_out(call, out), rank
+
+
+def _project(
+    call: Scatter2Scatter,
+    x: Tensor,
+    source: Tensor | None,
+    tiles: Tensor,
+    count: Tensor,
+    config: Config,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`x @ A_e'` [R, r]; the same scaled, [R, padded]; and B as the kernel reads it."""
+    import triton
+
+    from inductor_q.kernels.expert_rows_triton import project
+
+    r = call.rank
+    if call.lora_a is None or call.lora_b is None or r == 0:
+        return x.new_zeros(call.rows, r), None, None
+    padded = -(-r // 16) * 16
+    rank = x.new_zeros(call.rows, r)
+    scaled = torch.empty((call.rows, padded), dtype=x.dtype, device=x.device)
+    a = call.lora_a
+    part = min(64, config.rows)
+    parts = config.rows // part
+    project[(tiles.shape[0] * parts,)](
+        x,
+        a,
+        x if source is None else source,
+        tiles,
+        count,
+        rank,
+        scaled,
+        call.scaling,
+        call.in_features,
+        r,
+        padded,
+        x.stride(0),
+        *a.stride(),
+        PARTS=parts,
+        ROWS=part,
+        RANK=max(16, triton.next_power_of_2(padded)),
+        DEPTH=128,
+        GATHER=source is not None,
+        num_warps=4,
+        num_stages=4,
+    )
+    # [E, N, padded] forward, [E, padded, K] transposed: the rank is the contraction.
+    b = call.lora_b.to(x.dtype)
+    if call.transposed:
+        b = pad(b.transpose(1, 2), (0, 0, 0, padded - r))
+    else:
+        b = pad(b, (0, padded - r))
+    return rank, scaled, b.contiguous()
+
+
+def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
+    """[E, K / 64, N] int32, each a scale as the sum of two bfloat16."""
+    assert call.fmt is not None
+    e, n, k = call.shape
+    device, scale = call.x.device, call.fmt.scale
+    blocks = k // BLOCK
+    _, factor = _codebook(call.fmt, device)
+    out = torch.empty((e, blocks, n), dtype=torch.int32, device=device)
+    nested = isinstance(scale, NestedScale)
+    if isinstance(scale, NestedScale):
+        assert isinstance(scale.codec, Table)
+        names = (scale.operand, scale.codec.operand, scale.outer.operand, scale.offset)
+        sources: list[Tensor | None] = [operands[name] for name in names]
+    else:
+        assert isinstance(scale, BlockScale)
+        sources = [operands[scale.operand], None, None, None]
+    _run(
+        f"expand_scales<{'true' if nested else 'false'}>",
+        (-(-n // 128), -(-blocks // 32), e),
+        256,
+        [*sources, factor, out],
+        (n, blocks),
+    )
+    return out
+
+
+def _rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
+    """The op's first result from the grouped rows, some of which nobody has written."""
+    import triton
+
+    from inductor_q.kernels.expert_rows_triton import combine, finish
+
+    gates = y if call.gates is None else call.gates.contiguous()
+    features = y.shape[1]
+    if call.grouped_out:
+        finish[(triton.cdiv(call.rows, 32), triton.cdiv(features, 256))](
+            y,
+            gates,
+            call.order,
+            call.offsets,
+            features,
+            call.rows,
+            call.num_experts,
+            ROWS=32,
+            WIDTH=256,
+            GATED=call.gates is not None,
+        )
+        return y
+    out = y.new_empty(call.tokens, features)
+    combine[(call.tokens, triton.cdiv(features, 1024))](
+        y,
+        gates,
+        call.inverse,
+        call.offsets,
+        out,
+        features,
+        call.num_experts,
+        TOP_K=call.top_k,
+        WIDTH=1024,
+        GATED=call.gates is not None,
+    )
+    return out
+
+
+# --- the codebook -------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The planes [8] int32 that csrc/scatter2scatter.cu looks up, and the factor of the scales."""
+    assert fmt is not None and isinstance(fmt.codec, Codebook)
+    values, stretch = fit(fmt.codec.values)
+    bits = values.view(torch.int16).to(torch.int32)
+    planes = [
+        sum(int(byte) << 8 * j for j, byte in enumerate(plane[i : i + 4]))
+        for plane in ((bits & 255).tolist(), (bits >> 8 & 255).tolist())
+        for i in range(0, 16, 4)
+    ]
+    packed = torch.tensor(planes, dtype=torch.int64).to(torch.int32)
+    return packed.to(device), torch.tensor([1 / stretch], dtype=torch.float32, device=device)
+
+
+@functools.cache
+def fit(values: tuple[float, ...]) -> tuple[Tensor, float]:
+    """bfloat16 values [16] and a stretch in [1, 2) with `values * stretch` closest to them.
+
+    A codebook rounded as it is would add 1.4e-3 to the error of every nf4 weight, whose own
+    rounding to bfloat16 is 1.6e-3; stretched by 1.437 first it adds 0.8e-3, and nothing to fp4.
+    """
+    exact = torch.tensor(values, dtype=torch.float64)
+    stretches = torch.linspace(1, 2, 1 << 16, dtype=torch.float64)[:-1, None]
+    rounded = (exact * stretches).to(torch.float32).to(torch.bfloat16)
+    wrong = ((rounded.double() / stretches - exact) ** 2).sum(1)
+    best = int(wrong.argmin())
+    return rounded[best], float(stretches[best])
+
+
+KERNEL = Cuda()

@@ -1,0 +1,196 @@
+"""The Hopper kernels of scatter2scatter and grouped_gram: on a GPU, against float64 and the peer.
+
+That csrc/scatter2scatter.cu compiles is tested without one, in test_nvrtc.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inductor_q import kernels
+from inductor_q.csrc import generate_wgmma
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import grouped_gram_triton, scatter2scatter_cuda
+from inductor_q.ops.grouped_gram import GroupedGram
+from tests.moe import Layer, Sizes, layer, results
+
+BF16 = torch.bfloat16
+GROUPED = list(itertools.product([False, True], repeat=2))
+FIT = Sizes(experts=8, in_features=256, out_features=384, tokens=300, top_k=2, rank=16)
+SHAPES = {
+    "few rows": replace(FIT, tokens=5),
+    "some rows": FIT,
+    "many rows": replace(FIT, experts=3, tokens=900),
+    "features no multiple of a tile": replace(FIT, in_features=320, out_features=192),
+    "one expert, one token": Sizes(1, 128, 64, 1, 1, 8),
+    "every expert": Sizes(4, 64, 128, 40, 4, 64),
+    "odd rank": replace(FIT, rank=5),
+}
+
+
+def on_gpu(sizes: Sizes, **kwargs: Any) -> Layer:
+    return layer(sizes, dtype=BF16, device="cuda", **kwargs)
+
+
+def check(sizes: Sizes, **kwargs: Any) -> None:
+    """As near to float64 as a loop in bfloat16, over several layers, one being chance."""
+    ours: dict[str, float] = defaultdict(float)
+    peer: dict[str, float] = defaultdict(float)
+    for seed in range(4):
+        case = on_gpu(sizes, seed=seed, **kwargs)
+        assert not refusal(case)
+        exact = case.double()
+        truth = results(exact, exact.loop())
+        for total, y in ((ours, case(provider="cuda")), (peer, case.loop())):
+            for name, value in results(case, y).items():
+                total[name] += float((value.double() - truth[name]).square().sum())
+    assert all(ours[name] <= 1.25**2 * peer[name] for name in peer), (ours, peer)
+
+
+def refusal(case: Layer, **changes: Any) -> str:
+    """Why the CUDA kernel would not serve `case`."""
+    from inductor_q.formats import get_format
+    from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+    routing = case.routing
+    call = Scatter2Scatter(
+        x=case.x,
+        operands=case.operands,
+        fmt=get_format(case.format),
+        shape=tuple(case.shape),
+        transposed=case.transposed,
+        order=routing.order,
+        inverse=routing.inverse,
+        offsets=routing.offsets,
+        top_k=routing.top_k,
+        grouped_in=case.grouped_in,
+        grouped_out=case.grouped_out,
+        lora_a=case.lora_a,
+        lora_b=case.lora_b,
+        scaling=case.scaling,
+        bias=case.bias,
+        gates=case.gates,
+    )
+    return scatter2scatter_cuda.KERNEL.supports(replace(call, **changes))
+
+
+def test_header_is_what_its_generator_writes() -> None:
+    from pathlib import Path
+
+    written = Path(generate_wgmma.__file__).with_name("wgmma.cuh").read_text()
+    assert written == generate_wgmma.header()
+
+
+def test_stretched_codebooks_are_close() -> None:
+    for name, most in (("nf4_b64", 1.2e-3), ("fp4_b64", 1e-6)):
+        codec = FORMATS[name].codec
+        values = torch.tensor(codec.values, dtype=torch.float64)  # type: ignore[attr-defined]
+        rounded, stretch = scatter2scatter_cuda.fit(codec.values)  # type: ignore[attr-defined]
+        assert 1 <= stretch < 2
+        off = (rounded.double() / stretch - values).norm() / values.norm()
+        assert off < most
+        assert ((rounded == 0) == (values == 0)).all()
+
+
+@pytest.mark.skipif(
+    bool(scatter2scatter_cuda.KERNEL.available()), reason="NVRTC and Triton are not installed"
+)
+def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
+    case = layer(FIT, dtype=BF16)
+    assert "Hopper" in refusal(case)
+    assert "bfloat16" in refusal(layer(FIT))
+    assert "dense" in refusal(case, fmt=None)
+    assert "every 64" in refusal(layer(FIT, dtype=BF16, blocksize=128))
+    assert "multiples" in refusal(layer(replace(FIT, in_features=96), dtype=BF16))
+    assert "rank 65" in refusal(layer(replace(FIT, rank=65), dtype=BF16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("quant, nested", [("nf4", True), ("nf4", False), ("fp4", True)])
+def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, quant: str, nested: bool) -> None:
+    check(sizes, quant=quant, nested=nested, grouped=(False, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grouped", GROUPED)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gates", [False, True])
+def test_gpu_every_form(grouped: tuple[bool, bool], transposed: bool, gates: bool) -> None:
+    sizes = replace(FIT, out_features=320)
+    form: dict[str, Any] = {"transposed": transposed, "grouped": grouped, "gates": gates}
+    check(sizes, bias=True, sentinel=-1, **form)
+    case = on_gpu(sizes, bias=True, sentinel=-1, **form)
+    first, second = (results(case, case(provider="cuda")) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.gpu
+def test_gpu_nobodys_rows_and_empty_experts_are_exactly_zero() -> None:
+    case = on_gpu(replace(FIT, experts=64, tokens=9), grouped=(False, True), sentinel=-1)
+    got = results(case, case(provider="cuda"))
+    offsets = case.routing.offsets
+    assert (got["y"][offsets[-1] :] == 0).all() and len(got["y"]) > offsets[-1]
+    empty = offsets.diff() == 0
+    assert empty.any()
+    assert (got["lora_a"][empty] == 0).all() and (got["lora_b"][empty] == 0).all()
+
+
+@pytest.mark.gpu
+def test_gpu_never_synchronizes_and_runs_in_a_captured_graph() -> None:
+    case = on_gpu(FIT, grouped=(False, True))
+    with torch.no_grad():
+        expected = case(provider="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            case(provider="cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = case(provider="cuda")
+        y.fill_(7)
+        graph.replay()
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("narrow", [1, 5, 16, 64])
+@pytest.mark.parametrize("grouped", GROUPED)
+def test_gpu_gram_is_as_near_as_the_reference(narrow: int, grouped: tuple[bool, bool]) -> None:
+    case = on_gpu(replace(FIT, in_features=192))
+    routing = case.routing
+    rows, tokens = routing.order.shape[0], routing.order.shape[0] // routing.top_k
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def side(columns: int, is_grouped: bool) -> Tensor:
+        shape = (rows if is_grouped else tokens, columns)
+        return torch.randn(shape, device="cuda", generator=generator).to(BF16)
+
+    call = GroupedGram(
+        side(192, grouped[0]),
+        side(narrow, grouped[1]),
+        routing.order,
+        routing.offsets,
+        routing.top_k,
+        *grouped,
+        BF16,
+    )
+    reference = kernels.GROUPED_GRAM["cpu"][0]
+    double = replace(call, left=call.left.double(), right=call.right.double(), dtype=torch.float64)
+    truth = reference.launch(double)
+    assert not grouped_gram_triton.KERNEL.supports(call)
+    got, peer = grouped_gram_triton.KERNEL.launch(call), reference.launch(call)
+
+    def error(value: Tensor) -> float:
+        return float((value.double() - truth).norm() / truth.norm())
+
+    assert error(got) <= 1.25 * error(peer)
