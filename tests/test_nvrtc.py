@@ -16,6 +16,7 @@ import pytest
 
 from inductor_q.csrc import nvrtc
 from inductor_q.csrc.nvrtc import Cubin
+from inductor_q.kernels import scatter2scatter_cuda
 
 ROOT = Path(__file__).parents[1]
 #: What issue and README promise; NVRTC of CUDA 13 begins at sm_75.
@@ -42,7 +43,20 @@ SOURCES = {
             )
             for k, scale, dtype, layout in itertools.product(BITS, SCALES, TYPES, layouts)
         ],
-    )
+    ),
+    "scatter2scatter.cu": Source(
+        ("sm_90a",),
+        [
+            *(
+                scatter2scatter_cuda.kernel_name(transposed, config)
+                for transposed in (False, True)
+                for config in scatter2scatter_cuda.CONFIGS
+            ),
+            "tile_map",
+            "expand_scales<true>",
+            "expand_scales<false>",
+        ],
+    ),
 }
 CASES = [(source, arch) for source, of in SOURCES.items() for arch in of.archs]
 

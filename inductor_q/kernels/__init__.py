@@ -11,8 +11,10 @@ from inductor_q.kernels import (
     dequantize_cuda,
     dequantize_reference,
     dequantize_triton,
+    grouped_gram_triton,
     quantize_kbit_cuda,
     quantize_kbit_triton,
+    scatter2scatter_cuda,
     scatter2scatter_dequantize,
     scatter2scatter_reference,
 )
@@ -35,12 +37,20 @@ QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {
 
 SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
     "cpu": (scatter2scatter_reference.KERNEL,),
-    "cuda": (scatter2scatter_dequantize.KERNEL, scatter2scatter_reference.KERNEL),
+    "cuda": (
+        scatter2scatter_cuda.KERNEL,
+        scatter2scatter_dequantize.KERNEL,
+        scatter2scatter_reference.KERNEL,
+    ),
 }
 
 GROUPED_GRAM: dict[str, tuple[GroupedGramKernel, ...]] = {
     "cpu": (scatter2scatter_reference.GRAM,),
-    "cuda": (scatter2scatter_dequantize.GRAM, scatter2scatter_reference.GRAM),
+    "cuda": (
+        grouped_gram_triton.KERNEL,
+        scatter2scatter_dequantize.GRAM,
+        scatter2scatter_reference.GRAM,
+    ),
 }
 
 #: What compiled code chooses among.
