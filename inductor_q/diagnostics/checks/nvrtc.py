@@ -20,9 +20,7 @@ def check() -> Iterator[Finding]:
         yield Finding("nvrtc", "warn", library + why, INSTALL)
         return
     found = f"{'.'.join(map(str, library.version))}, {library.path}"
-    unknown = [
-        arch for arch in _architectures() if int(arch.removeprefix("sm_")) not in library.archs
-    ]
+    unknown = [f"sm_{arch}" for arch in _architectures() if arch not in library.archs]
     if unknown:
         yield Finding("nvrtc", "warn", f"{found}; it does not know {', '.join(unknown)}", INSTALL)
     else:
