@@ -18,21 +18,24 @@ _EMITTER = "get_and_maybe_log_recompilation_reasons"
 
 _TENSOR = re.compile(
     r"tensor '(?P<name>.+?)' (?P<what>[\w ]+?) mismatch(?: at index (?P<dim>\d+))?\. "
-    r"expected (?P<before>[^,]+)(?:, actual (?P<after>.+))?$"
+    r"expected (?P<before>[^,]+)(?:, actual (?P<after>.+?))?(?=\. |$)"
 )
-_PARAMETER = re.compile(r"\.? Guard failed on a parameter.*")
 _SHOWN = 4  # values of one guard that a record lists
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A failed guard: its text, what it is about, the value compiled for, the value found."""
+    """A failed guard: its text, what it is about, the value compiled for, the value found.
+
+    `name` is the tensor or expression in the user's words ("x", where the subject is "tensor 'x'
+    size at index 0").
+    """
 
     text: str
     subject: str
     before: str = ""
     after: str = ""
-    parameter: bool = False
+    name: str = ""
 
 
 def first_reason(payload: str) -> str:
@@ -48,16 +51,15 @@ def parse(reason: str, after: str = "") -> Guard:
     """Take apart "0/1: n == 2   # code  # file:line in f"; `after` is the value seen now."""
     text = re.sub(r"^(\[?[!\d]+/[\d/]+\]?): ", "", reason).splitlines()[0]
     text = re.split(r"\s+# ", text)[0].strip()
-    parameter = _PARAMETER.search(text) is not None
-    text = _PARAMETER.sub("", text)
     tensor = _TENSOR.match(text)
     if tensor:
         dim = f" at index {tensor['dim']}" if tensor["dim"] else ""
         subject = f"tensor '{tensor['name']}' {tensor['what']}{dim}"
-        seen = (tensor["after"] or after).strip()
-        return Guard(text, subject, tensor["before"].strip(), seen, parameter)
+        found = tensor["after"] or after
+        return Guard(tensor[0], subject, tensor["before"].strip(), found.strip(), tensor["name"])
     subject, before = _subject(text)
-    return Guard(text, subject, before, after)
+    name = re.sub(r"^type\((.+)\)$|(.+)\.size\(\)\[\d+\]$", r"\1\2", subject)
+    return Guard(text, subject, before, after, name)
 
 
 def value_now() -> str:
@@ -97,7 +99,7 @@ def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile
                 guard=guard.text,
                 before=guard.before,
                 after=_listed([g.after for _, g, _ in group]),
-                fix=fix_for(guard, hit_limit=hit),
+                fix=fix_for(guard),
                 count=sum(not limit for *_, limit in group),
                 hit_limit=hit,
             )
@@ -105,69 +107,67 @@ def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile
     return tuple(sorted(records, key=lambda r: -r.count))
 
 
-def fix_for(guard: Guard, *, hit_limit: bool = False) -> str:
-    """What makes the guard stable."""
-    text = guard.text
-    name = _TENSOR.match(text)
-    tensor = name["name"] if name else guard.subject
-    if guard.parameter:
-        return (
-            "modules of different shapes run this function, and each shape is a graph of its own: "
-            "compile what calls them as one, or raise torch._dynamo.config.recompile_limit above "
-            "their number"
-        )
-    if "size mismatch" in text or re.search(r"\.(size|stride)\(\)", text):
-        dim = re.search(r"index (\d+)|\[(\d+)\]", text)
-        index = (dim[1] or dim[2]) if dim else "0"
-        if re.match(r"^2 <= |.* != 1$", text) or guard.after == "1":
-            return (
-                f"size 1 is compiled apart: pad dimension {index} of {tensor} to at least 2, or "
-                "keep one compiled function for the size-1 calls"
-            )
-        return (
-            f"pad dimension {index} of {tensor} to a few sizes, or compile with dynamic=True "
-            f"(torch._dynamo.mark_dynamic({_root(tensor)}, {index}))"
-        )
-    if "dtype mismatch" in text:
-        return f"give {tensor} one dtype in all calls"
-    if "requires_grad mismatch" in text:
-        return f"call with {tensor}.requires_grad the same each time"
-    if "grad_mode" in text:
-        return (
-            "training and evaluation (torch.no_grad) are two graphs: one recompile is their cost; "
-            "enter the same grad mode in every step"
-        )
-    if "GLOBAL_STATE changed" in text:
-        what = text.partition(":")[2].strip() or "global state"
-        return f"keep {what} the same across calls (autocast, deterministic mode, default dtype)"
-    if "HINT: torch.compile considers integer attributes" in text or re.search(
-        r"\.\w+ == -?\d+$", text
-    ):
-        return (
-            f"{guard.subject} is compiled in as a constant: keep it a tensor, or set "
-            "torch._dynamo.config.allow_unspec_int_on_nn_module = True if it belongs to a module"
-        )
-    if "training" in guard.subject:
-        return "call .train() and .eval() outside of the loop: each mode is a graph of its own"
-    if "check_obj_id" in text or "check_type_id" in text:
-        return (
-            f"pass the same kind of object as {guard.subject} in every call, made once outside of "
-            "the loop"
-        )
-    if re.match(r"^len\(", text):
-        return f"keep {guard.subject} constant: pad the list, or pass a tensor"
-    if guard.before.startswith(("'", '"')):
-        return f"{guard.subject} is compiled in as a constant: keep strings out of the function"
-    if re.fullmatch(r"-?\d+(\.\d+)?", guard.before):
-        return (
-            f"{guard.subject} is compiled in as a constant: pass it as a tensor, or compile with "
-            "dynamic=True"
-        )
-    if "Duplicate tensors" in text:
-        return "pass one tensor once: aliased and distinct arguments are compiled apart"
-    if hit_limit:
-        return "make the guarded value the same in every call, or pass it as a tensor"
-    return f"keep {guard.subject} the same in every call"
+def fix_for(guard: Guard) -> str:
+    """What makes the guard stable: the first remedy whose pattern is in its text."""
+    index = re.search(r"index (\d+)|size\(\)\[(\d+)\]", guard.text)
+    words = {
+        "name": guard.name,
+        "root": re.split(r"[.\[(]", guard.name)[0],
+        "dim": (index[1] or index[2]) if index else "0",
+        "state": guard.subject.partition(": ")[2],
+    }
+    remedy = next(remedy for pattern, remedy in _REMEDIES if re.search(pattern, guard.text))
+    return remedy.format(**words)
+
+
+_REMEDIES = (
+    (
+        r"_parameters\['.* size mismatch",
+        "modules of one class but of different sizes, compiled one by one, share the compiled "
+        "versions of its forward: compile the model as a whole, or raise "
+        "torch._dynamo.config.recompile_limit to the number of sizes",
+    ),
+    (
+        r"^2 <= |!= 1$|size mismatch .* actual 1$",
+        "size 1 is compiled apart: pad dimension {dim} of {name} to at least 2, or keep a compiled "
+        "function for the calls of size 1",
+    ),
+    (
+        r"size mismatch|\.size\(\)",
+        "pad dimension {dim} of {name} to a few sizes, or compile with dynamic=True "
+        "(torch._dynamo.mark_dynamic({root}, {dim}))",
+    ),
+    (r"stride mismatch", "give {name} one memory layout in all calls (.contiguous())"),
+    (r"dtype mismatch", "give {name} one dtype in all calls"),
+    (r"requires_grad mismatch", "call with {name}.requires_grad the same each time"),
+    (
+        r"grad_mode",
+        "training and evaluation (torch.no_grad) are two graphs: one recompile is their cost; "
+        "enter the same grad mode in every step",
+    ),
+    (
+        r"GLOBAL_STATE",
+        "keep {state} the same across calls (autocast, deterministic mode, default dtype)",
+    ),
+    (r"\.training\b", "call .train() and .eval() outside of the loop: each mode is its own graph"),
+    (
+        r"check_(obj|type)_id",
+        "pass the same kind of object as {name} in every call, made once outside of the loop",
+    ),
+    (r"Duplicate tensors", "pass one tensor once: aliased and distinct arguments differ"),
+    (r"^len\(", "keep {name} constant: pad the list, or pass a tensor"),
+    (
+        r"\.\w+ == -?\d+$",
+        "{name} is compiled in as a constant: keep it a tensor, or set "
+        "torch._dynamo.config.allow_unspec_int_on_nn_module = True if it belongs to a module",
+    ),
+    (
+        r"== -?\d+(\.\d+)?$",
+        "{name} is compiled in as a constant: pass it as a tensor, or compile with dynamic=True",
+    ),
+    (r"== ['\"]", "{name} is compiled in as a constant: keep strings out of the function"),
+    (r"", "make {name} the same in every call, or pass it as a tensor"),
+)
 
 
 def _subject(text: str) -> tuple[str, str]:
@@ -244,10 +244,6 @@ class _Evaluator(ast.NodeVisitor):
 
 def _globals(frame: Any) -> Mapping[str, Any]:
     return getattr(frame, "f_globals", None) or {}
-
-
-def _root(subject: str) -> str:
-    return re.split(r"[.\[(]", subject)[0] or subject
 
 
 def _listed(values: Sequence[str]) -> str:
