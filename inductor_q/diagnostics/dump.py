@@ -1,16 +1,24 @@
-"""`--dump DIR`: graphs before and after each pass, generated code, bytecode, and an index."""
+"""`--dump DIR`: graphs before and after each pass, generated code, bytecode, and an index.
+
+depyf decompiles what Dynamo made of a function's bytecode. It cannot follow every frame (0.20 fails
+on those with a graph break on Python 3.11): then the bytecode is disassembled, and why is told in
+the file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch import fx
 
+from inductor_q.diagnostics.breaks import function_name
 from inductor_q.diagnostics.events import OUTPUT_CODE, TraceHandler
 
 INDEX = "index.json"
@@ -18,10 +26,10 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Dumped:
-    """One file of a dump: what it shows of which compile, and the pass for a graph."""
+    """One file of a dump: of which compile it is, and for a graph of which pass and side."""
 
     file: str
-    kind: str  # "graph", "code", "bytecode", "problem"
+    kind: str  # "graph", "code" or "bytecode"
     compile_id: str = ""
     pass_name: str = ""
     moment: str = ""  # "before" or "after"
@@ -30,38 +38,89 @@ class Dumped:
 @contextlib.contextmanager
 def dumping(folder: Path, handler: TraceHandler) -> Iterator[None]:
     """Write what happens inside the block under `folder`, and `index.json` at its end."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
     from inductor_q.passes import runner
 
     folder.mkdir(parents=True, exist_ok=True)
-    dumped: list[Dumped] = []
-
-    def listen(step: Any, graph: fx.Graph, moment: str) -> None:
-        compile_id = current_id()
-        name = f"{_safe(compile_id)}.{len(dumped):03d}.{step.name}.{moment}.py"
-        (folder / name).write_text(_printed(graph))
-        dumped.append(Dumped(name, "graph", compile_id, step.name, moment))
-
-    runner.listeners.append(listen)
+    dump = _Dump(folder)
+    runner.listeners.append(dump.graph)
+    bytecode = register_bytecode_hook(dump.bytecode)
     try:
         yield
     finally:
-        runner.listeners.remove(listen)
-        for number, event in enumerate(handler.named(OUTPUT_CODE)):
-            name = f"{_safe(event.compile_id)}.inductor.{number}.py"
-            (folder / name).write_text(event.payload)
-            dumped.append(Dumped(name, "code", event.compile_id))
-        (folder / INDEX).write_text(json.dumps([asdict(d) for d in dumped], indent=1))
+        bytecode.remove()
+        runner.listeners.remove(dump.graph)
+        for event in handler.named(OUTPUT_CODE):
+            dump.write("inductor.py", event.payload, "code", event.compile_id)
+        dump.decompile()
+        listed = json.dumps([asdict(one) for one in dump.files], indent=1)
+        (folder / INDEX).write_text(listed)
 
 
-def current_id() -> str:
+@dataclass
+class _Dump:
+    folder: Path
+    files: list[Dumped] = field(default_factory=list)
+    codes: list[tuple[str, CodeType, CodeType]] = field(default_factory=list)
+
+    def write(self, name: str, text: str, kind: str, compile_id: str, *about: str) -> None:
+        place = compile_id.replace("/", "_").replace("!", "a") or "none"
+        file = f"{place}.{len(self.files):03d}.{name}"
+        (self.folder / file).write_text(text, encoding="utf-8")
+        self.files.append(Dumped(file, kind, compile_id, *about))
+
+    def graph(self, step: Any, graph: fx.Graph, moment: str) -> None:
+        """What the runner calls before and after each pass."""
+        text = "\n".join(_line(node) for node in graph.nodes) + "\n"
+        self.write(f"{step.name}.{moment}.txt", text, "graph", _current_id(), step.name, moment)
+
+    def bytecode(self, code: CodeType, new_code: CodeType) -> None:
+        """What Dynamo calls with each function it has compiled; decompiled when the run is over."""
+        self.codes.append((_current_id(), code, new_code))
+
+    def decompile(self) -> None:
+        for compile_id, original, compiled in self.codes:
+            name = "".join(c for c in function_name(original.co_name) if c.isidentifier()) or "code"
+            text = _decompiled(original, "as Dynamo read it") + _decompiled(
+                compiled, "as Dynamo left it"
+            )
+            self.write(f"{name}.bytecode.py", text, "bytecode", compile_id)
+
+
+def _line(node: fx.Node) -> str:
+    """A node with the shape and dtype of its value."""
+    value: Any = node.meta.get("val")
+    shape = getattr(value, "shape", None)
+    kind = "" if shape is None else f"  # {str(value.dtype).removeprefix('torch.')}{[*shape]}"
+    return f"{node.format_node() or node}{kind}"
+
+
+def _decompiled(code: CodeType, what: str) -> str:
+    """Python for a code object by depyf, or its disassembly and the reason."""
+    head = f"# {code.co_name}, {what}\n"
+    try:
+        import depyf
+    except ModuleNotFoundError:
+        reason = "depyf is not installed: pip install 'inductor-q[depyf]'"
+    else:
+        decompile: Callable[[CodeType], str] = depyf.decompile
+        try:
+            return f"{head}{decompile(code)}\n"
+        except Exception as error:  # depyf raises whatever its interpreter runs into
+            lines = str(error).strip().splitlines()
+            reason = f"depyf {_version()} cannot decompile this: {lines[0] if lines else error!r}"
+    listing = dis.Bytecode(code).dis()
+    return f"{head}# {reason}\n" + "".join(f"# {line}\n" for line in listing.splitlines())
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("depyf")
+
+
+def _current_id() -> str:
     from torch._guards import CompileContext
 
     return str(CompileContext.current_compile_id() or "")
-
-
-def _safe(compile_id: str) -> str:
-    return compile_id.replace("/", "_").replace("!", "a") or "none"
-
-
-def _printed(graph: fx.Graph) -> str:
-    return str(graph)
