@@ -132,6 +132,16 @@ def test_threads_are_waited_for(folder: Path, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out == "main over\ndone\n"
 
 
+@pytest.mark.timeout(60)
+def test_a_pool_that_is_left_open_is_not_waited_for(folder: Path) -> None:
+    source = """
+        import concurrent.futures
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        assert pool.submit(int, 3).result() == 3
+        """
+    assert Target.parse([write(folder / "pool.py", source)]).run().status == 0
+
+
 def test_a_forked_child_does_not_report(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It leaves through our frames; only the parent's end is the target's end."""
     source = """

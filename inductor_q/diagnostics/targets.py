@@ -7,6 +7,7 @@ signal are the target's; what was there before comes back afterwards.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import importlib
 import importlib.util
@@ -244,9 +245,15 @@ def _one_line(error: BaseException) -> str:
 
 
 def _join_threads(before: set[threading.Thread]) -> None:
-    """The interpreter waits for these before it leaves, and they may compile."""
+    """The interpreter waits for these before it leaves, and they may compile.
+
+    Not for the workers of a pool, such as the one in which Inductor compiles C++: those wait for
+    work until the interpreter, on its way out, tells them that there will be none.
+    """
+    workers = concurrent.futures.thread._threads_queues
+    left_alone = {*before, threading.current_thread(), *workers}
     for thread in threading.enumerate():
-        if thread not in before and not thread.daemon and thread is not threading.current_thread():
+        if thread not in left_alone and not thread.daemon:
             thread.join()
 
 
