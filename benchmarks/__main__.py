@@ -6,7 +6,14 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("bench_dequantize", "bench_kbit", "bench_linear", "bench_step", "bench_thresholds")
+NAMES = (
+    "bench_dequantize",
+    "bench_kbit",
+    "bench_linear",
+    "bench_moe",
+    "bench_step",
+    "bench_thresholds",
+)
 
 
 def main() -> int:

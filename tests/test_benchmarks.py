@@ -18,6 +18,7 @@ from benchmarks import (  # noqa: E402
     bench_kbit,
     bench_kbit_quality,
     bench_linear,
+    bench_moe,
     bench_step,
     harness,
 )
@@ -188,6 +189,15 @@ def test_bench_linear(tmp_path: Path) -> None:
     eager = rows[-1]["extra"]
     assert eager["error_to_eager"] == 1.0
     assert eager["saved_bytes"] > 0
+
+
+def test_bench_moe(tmp_path: Path) -> None:
+    out = tmp_path / "moe.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    bench_moe.main(command)
+    rows = check_file(out, "bench_moe", {"bitsandbytes", "dequantize", "qfuse"})
+    assert [row["case"]["pass"] for row in rows] == ["fwd"] * 3 + ["fwd+bwd"] * 3
+    assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
 
 
 def test_bits_and_noise_of_k_bit_formats() -> None:
