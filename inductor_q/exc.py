@@ -133,6 +133,28 @@ class UnknownLayer(_UnknownName):
         return _first(self.known)
 
 
+class UnknownProjection(_UnknownName):
+    message = "unknown projection of experts {name!r}{where}{hint} Known: {known!j}"
+
+
+class CorruptAdapter(QfuseError, ValueError):
+    """A saved adapter that does not fit the model, or nothing to save."""
+
+    path: str
+    problem: str
+    message = "{path}: {problem}"
+
+
+class NoExperts(QfuseError, ValueError):
+    """A model without expert layers that can be quantized or adapted."""
+
+    model: str
+    message = (
+        "{model} has no experts with fused weights. What is known is transformers' experts "
+        "interface: transformers >= 5 and a model such as Qwen3-MoE, Mixtral, OLMoE or gpt-oss"
+    )
+
+
 # --- options ------------------------------------------------------------------------------------
 
 

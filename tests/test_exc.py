@@ -82,6 +82,24 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.UnknownProjection(name="down", known=("gate_up_proj", "down_proj"), source="targets"),
+        "unknown projection of experts 'down' in targets; did you mean 'down_proj'? "
+        "Known: gate_up_proj, down_proj",
+        KeyError,
+    ),
+    (
+        exc.CorruptAdapter(path="adapter", problem="lora_A is missing"),
+        "adapter: lora_A is missing",
+        ValueError,
+    ),
+    (
+        exc.NoExperts(model="LlamaForCausalLM"),
+        "LlamaForCausalLM has no experts with fused weights. What is known is transformers' "
+        "experts interface: transformers >= 5 and a model such as Qwen3-MoE, Mixtral, OLMoE or "
+        "gpt-oss",
+        ValueError,
+    ),
+    (
         exc.InvalidOptionValue(name="shape_padding", value="yes", expected="True or False"),
         "option 'shape_padding': 'yes' is not True or False. Drop the option to keep the default",
         TypeError,

@@ -1,0 +1,181 @@
+"""Adapters of experts in PEFT's format: what `LoraConfig(target_parameters=...)` saves and loads.
+
+PEFT keeps one adapter of a fused parameter as two matrices: A [E r, K] with an expert's rows
+together, B [N, r E] with an expert's columns E apart. It wraps the module once a parameter, so the
+first one's adapter lies below as many `base_layer`s as there are parameters after it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inductor_q.exc import CorruptAdapter
+from inductor_q.experts.model import attach, stacks, use_qfuse
+from inductor_q.experts.modules import PROJECTIONS, as_stack, expert_layers, projections
+from inductor_q.experts.stack import ExpertStack
+
+PREFIX = "base_model.model."
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The experts' adapters under PEFT's names and in its shapes."""
+    adapted = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
+    found = {}
+    for name, key in _keys([*adapted]).items():
+        stack = adapted[name]
+        assert stack.lora_A is not None and stack.lora_B is not None
+        a, b = stack.lora_A.detach(), stack.lora_B.detach()
+        found[f"{key}.lora_A.weight"] = a.flatten(0, 1).contiguous()
+        found[f"{key}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+    return found
+
+
+def save_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Write the adapters of `model`, those of a PEFT model around it included, as PEFT does.
+
+    Raises:
+        CorruptAdapter: its experts have none.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    adapted = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
+    if not adapted:
+        raise CorruptAdapter(path=str(folder), problem="the model's experts have no adapters")
+    if isinstance(model, PeftModel):
+        config: dict[str, Any] = model.peft_config["default"].to_dict()
+        state = get_peft_model_state_dict(model)
+    else:
+        r = _rank(next(iter(adapted.values())))
+        config = LoraConfig(r=r, lora_alpha=r, target_modules=[]).to_dict()  # type: ignore[no-untyped-call]
+        state = {}
+    config["inference_mode"] = True
+    config["target_parameters"] = sorted({_short(name) for name in adapted})
+    ranks, alphas = dict(config["rank_pattern"]), dict(config["alpha_pattern"])
+    for name, stack in adapted.items():
+        r = _rank(stack)
+        alpha = stack.scaling * (math.sqrt(r) if config["use_rslora"] else r)
+        if r != config["r"]:
+            ranks[_short(name)] = r
+        if alpha != config["lora_alpha"]:
+            alphas[_short(name)] = int(alpha) if alpha == int(alpha) else alpha
+    config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {**state, **adapter_state_dict(model)}
+    tensors = {name: value.contiguous().cpu() for name, value in state.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def load_adapter(
+    model: nn.Module, folder: str | Path, *, dtype: torch.dtype = torch.float32
+) -> list[nn.Parameter]:
+    """Give the experts of `model` the adapters that PEFT, or `save_adapter`, has written.
+
+    What the adapter has for other layers goes to the PEFT model around it.
+
+    Args:
+        dtype: of the adapters of experts.
+
+    Returns:
+        The experts' new parameters.
+
+    Raises:
+        CorruptAdapter: tensors are missing, are left over or have other shapes.
+        NoExperts.
+    """
+    from peft import PeftModel, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    state = load_file(folder / WEIGHTS)
+    added: list[nn.Parameter] = []
+    targets = config.get("target_parameters") or []
+    names = [
+        f"{layer_name}.{name}"
+        for layer_name, layer in expert_layers(model).items()
+        for name in projections(layer)
+        if any(_matches(f"{layer_name}.{name}", target) for target in targets)
+    ]
+    for name, key in _keys(names).items():
+        layer_name, _, short = name.rpartition(".")
+        stack = as_stack(model.get_submodule(layer_name), short)
+        a, b = (_take(state, f"{key}.lora_{side}.weight", folder) for side in "AB")
+        e, r = stack.num_experts, a.shape[0] // stack.num_experts
+        expected = (e * r, stack.in_features), (stack.out_features, e * r)
+        if (tuple(a.shape), tuple(b.shape)) != expected:
+            shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+            raise CorruptAdapter(path=str(folder), problem=f"{key} has {shapes}, not {expected}")
+        alpha = _pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
+        scaling = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+        a, b = a.unflatten(0, (e, r)), b.unflatten(1, (r, e)).permute(2, 0, 1)
+        added += attach(stack, a.to(dtype), b.to(dtype).contiguous(), scaling)
+    if isinstance(model, PeftModel):
+        left = set_peft_model_state_dict(model, state).unexpected_keys  # type: ignore[attr-defined]
+    else:
+        left = [*state]
+    if left:
+        problem = f"no place for {left[0]} (of {len(left)}); wrap the model with PEFT first"
+        raise CorruptAdapter(path=str(folder), problem=problem)
+    use_qfuse(model)
+    return added
+
+
+def _keys(names: list[str]) -> dict[str, str]:
+    """Names of projections -> what PEFT's names of their adapters begin with."""
+    found = {}
+    for name in names:
+        layer, _, short = name.rpartition(".")
+        above = sum(
+            f"{layer}.{other}" in names for other in PROJECTIONS[PROJECTIONS.index(short) + 1 :]
+        )
+        found[name] = f"{PREFIX}{layer.removeprefix(PREFIX)}" + ".base_layer" * above
+    return found
+
+
+def _short(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _pattern(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
+    """What a PEFT pattern says of `name`: patterns match whole components from the right."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def _take(state: dict[str, Tensor], key: str, folder: Path) -> Tensor:
+    if key not in state:
+        raise CorruptAdapter(path=str(folder), problem=f"{key} is missing")
+    return state.pop(key)
+
+
+def _rank(stack: ExpertStack) -> int:
+    assert stack.lora_A is not None
+    return stack.lora_A.shape[1]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know and PEFT's configurations hold: sets, enums."""
+    return (
+        sorted(value)
+        if isinstance(value, (set, frozenset))
+        else getattr(value, "value", str(value))
+    )

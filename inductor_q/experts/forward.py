@@ -1,0 +1,75 @@
+"""The forward pass of an expert layer, as transformers' experts implementation "qfuse".
+
+One routing, two products: rows are sorted once, the activation runs on grouped rows, and the second
+product puts them back and adds up each token's choices. No gather, no scatter, no sort in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q import ops
+from inductor_q.experts.modules import bnb_packed
+from inductor_q.experts.routing import Routing, route
+from inductor_q.experts.stack import ExpertStack
+from inductor_q.ops.scatter2scatter import DENSE
+
+IMPLEMENTATION = "qfuse"
+
+
+@functools.cache
+def register() -> None:
+    """Make "qfuse" known to transformers' `set_experts_implementation`."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """[tokens, H] through the experts of each token.
+
+    Args:
+        self: the expert layer; what it says of its layout is transformers'.
+        top_k_index, top_k_weights: [tokens, top_k]; an index that is none of this device's experts
+            is a sentinel of expert parallelism.
+    """
+    routing = route(top_k_index, self.num_experts)
+    x = hidden_states
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    hidden = project(self, name, x, routing, grouped_out=True)
+    hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    if not self.has_post_expert_norm:
+        out = project(self, "down_proj", hidden, routing, grouped_in=True, gates=top_k_weights)
+        return out.to(hidden_states.dtype)
+    rows = project(self, "down_proj", hidden, routing, grouped_in=True, grouped_out=True)
+    rows = self.post_expert_norm(rows)[routing.inverse].reshape(*top_k_index.shape, -1)
+    # A norm may make something of a sentinel's zeros.
+    ours = ((top_k_index >= 0) & (top_k_index < self.num_experts)).unsqueeze(-1)
+    weighted = torch.where(ours, rows * top_k_weights.unsqueeze(-1), 0)
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def project(layer: Any, name: str, x: Tensor, routing: Routing, **how: Any) -> Tensor:
+    """One projection: an `ExpertStack`, or a parameter, packed by bitsandbytes or not."""
+    bias = getattr(layer, f"{name}_bias") if layer.has_bias else None
+    stack = layer._modules.get(name)
+    if isinstance(stack, ExpertStack):
+        result: Tensor = stack(x, routing, bias=bias, **how)
+        return result
+    packed = bnb_packed(layer, name)
+    if packed is None:
+        weight = getattr(layer, name)
+        packed = [weight], DENSE, list(weight.shape)
+        x = x.to(weight.dtype)
+    operands, format, shape = packed
+    return ops.scatter2scatter(
+        x, operands, format, shape, routing, transposed=layer.is_transposed, bias=bias, **how
+    )

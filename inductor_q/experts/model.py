@@ -1,0 +1,119 @@
+"""Quantize a model's experts in place and give them adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from inductor_q.experts.forward import IMPLEMENTATION, register
+from inductor_q.experts.modules import (
+    PROJECTIONS,
+    as_stack,
+    expert_layers,
+    projections,
+    put_stack,
+)
+from inductor_q.experts.packing import pack
+from inductor_q.experts.stack import ExpertStack
+from inductor_q.ops.scatter2scatter import DENSE
+
+
+def quantize(
+    model: nn.Module,
+    format: str = "nf4_b64",
+    *,
+    targets: Collection[str] = PROJECTIONS,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Pack the fused experts of `model` in place, a projection at a time, and use "qfuse" for them.
+
+    A projection's weights are freed before the next one is packed. What bitsandbytes'
+    `replace_parameter_4bit` has packed is taken over as it is.
+
+    Args:
+        model: of transformers (v5), or a PEFT model around one.
+        format: of `inductor_q.FORMATS`: "nf4_b64", "nf4_b64_nested", "fp4_b64", "kbit4_e4m4", ...
+        targets: "gate_up_proj", "up_proj", "down_proj".
+        device: where to pack, and where the packed weights stay; by default where each weight is.
+
+    Returns:
+        The model.
+
+    Raises:
+        NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
+    """
+    for layer in expert_layers(model).values():
+        for name in projections(layer, targets):
+            stack = as_stack(layer, name)
+            if stack.format == DENSE:
+                weight = stack.operands[0].detach().to(device or stack.operands[0].device)
+                packed = put_stack(layer, name, pack(weight, format), format, stack.shape)
+                packed.lora_A, packed.lora_B = stack.lora_A, stack.lora_B
+                packed.scaling = stack.scaling
+    return use_qfuse(model)
+
+
+def add_lora(
+    model: nn.Module,
+    r: int = 16,
+    alpha: float = 16,
+    targets: Collection[str] = PROJECTIONS,
+    *,
+    rslora: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> list[nn.Parameter]:
+    """Give every expert of the targeted projections an adapter `alpha / r * B_e A_e`.
+
+    A as PEFT initializes it, B zero: the model computes what it did. The experts' own weights are
+    frozen. Adapters are parameters of the model like any other: they move, cast and save with it.
+
+    Args:
+        model: dense or quantized, of transformers (v5), or a PEFT model around one.
+        r, alpha, rslora: as in PEFT's `LoraConfig`; rslora scales with `alpha / sqrt(r)`.
+        targets: "gate_up_proj", "up_proj", "down_proj".
+        dtype: of the adapters; they compute in that of the activations.
+
+    Returns:
+        The new parameters, for an optimizer.
+
+    Raises:
+        NoExperts, UnknownProjection.
+    """
+    added: list[nn.Parameter] = []
+    for layer in expert_layers(model).values():
+        for name in projections(layer, targets):
+            stack = as_stack(layer, name)
+            a = torch.empty((stack.num_experts, r, stack.in_features), dtype=dtype)
+            nn.init.kaiming_uniform_(a.view(-1, stack.in_features), a=math.sqrt(5))
+            b = a.new_zeros(stack.num_experts, stack.out_features, r)
+            added += attach(stack, a, b, alpha / (math.sqrt(r) if rslora else r))
+    use_qfuse(model)
+    return added
+
+
+def attach(stack: ExpertStack, a: Tensor, b: Tensor, scaling: float) -> list[nn.Parameter]:
+    """Make `a` and `b` the trained adapter of a stack whose own weights are frozen."""
+    for weight in stack.operands:
+        weight.requires_grad_(False)
+    device = stack.operands[0].device
+    stack.lora_A, stack.lora_B = nn.Parameter(a.to(device)), nn.Parameter(b.to(device))
+    stack.scaling = scaling
+    return [stack.lora_A, stack.lora_B]
+
+
+def use_qfuse(model: nn.Module) -> nn.Module:
+    """Compute the experts of `model` with scatter2scatter: packed, dense, with adapters or not."""
+    register()
+    for layer in expert_layers(model).values():
+        layer.config._experts_implementation = IMPLEMENTATION
+    return model
+
+
+def stacks(model: nn.Module) -> Iterator[tuple[str, ExpertStack]]:
+    """Every projection that is an `ExpertStack`, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertStack):
+            yield name, module

@@ -1,0 +1,88 @@
+"""The expert layers of a model: which modules they are and how their weights lie.
+
+What transformers (v5) decorates with `use_experts_implementation`: fused parameters [E, 2 I, H] and
+[E, H, I], or transposed, and flags that say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.exc import NoExperts, UnknownProjection
+from inductor_q.experts.packing import operand_names
+from inductor_q.experts.stack import ExpertStack
+from inductor_q.ops.scatter2scatter import DENSE
+
+#: The fused parameters of an expert layer, in the order in which a layer registers them.
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+
+_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
+
+
+def expert_layers(model: nn.Module) -> dict[str, Any]:
+    """The expert layers by name.
+
+    Raises:
+        NoExperts: the model has none that transformers' experts interface knows.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, flag) for flag in _FLAGS)
+    }
+    if not found:
+        raise NoExperts(model=type(model).__name__)
+    return found
+
+
+def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Iterator[str]:
+    """The names of a layer's projections that are among `targets`."""
+    for name in targets:
+        if name not in PROJECTIONS:
+            raise UnknownProjection(name=name, known=PROJECTIONS, source="targets")
+    parametrized: Any = layer._modules.get("parametrizations") or ()
+    for name in PROJECTIONS:
+        here = name in layer._parameters or name in layer._modules or name in parametrized
+        if name in targets and here:
+            yield name
+
+
+def bnb_packed(layer: nn.Module, name: str) -> tuple[list[Tensor], str, list[int]] | None:
+    """The operands, format and shape of a parameter that bitsandbytes' `replace_parameter_4bit` has
+    packed. Its parametrization is not run: that would dequantize every expert."""
+    parametrizations: Any = layer._modules.get("parametrizations")
+    if parametrizations is None or name not in parametrizations:
+        return None
+    steps = parametrizations[name]
+    state = getattr(steps[0], "quant_state", None)
+    return None if state is None else bnb_operands(steps.original, state)
+
+
+def as_stack(layer: Any, name: str) -> ExpertStack:
+    """The projection as an `ExpertStack`, put in place of the parameter where it was none."""
+    current = layer._modules.get(name)
+    if isinstance(current, ExpertStack):
+        return current
+    packed = bnb_packed(layer, name)
+    if packed is None:
+        weight = layer._parameters[name]
+        return put_stack(layer, name, {"weight": weight}, DENSE, weight.shape)
+    operands, format, shape = packed
+    parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
+    named = dict(zip(operand_names(format), operands, strict=True))
+    return put_stack(layer, name, named, format, shape)
+
+
+def put_stack(
+    layer: Any, name: str, operands: Mapping[str, Tensor], format: str, shape: Sequence[int]
+) -> ExpertStack:
+    """Put a stack in the place of a layer's parameter, or of its stack."""
+    stack = ExpertStack(operands, format, tuple(shape), transposed=layer.is_transposed)
+    layer._parameters.pop(name, None)
+    setattr(layer, name, stack)
+    return stack

@@ -1,0 +1,111 @@
+"""`ExpertStack`: one projection of all experts of a layer, dense or packed, with its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from inductor_q import ops
+from inductor_q.experts.packing import operand_names
+from inductor_q.experts.routing import Routing
+from inductor_q.ops.scatter2scatter import DENSE
+
+
+class ExpertStack(nn.Module):
+    """Takes the place, and the name, of a fused expert parameter.
+
+    `shape` is [E, N, K], or [E, K, N] where `transposed`.
+    Packed weights are buffers named as the format's operands, which casts of the module leave in
+    their dtypes; a dense one is the parameter `weight`. `lora_A` [E, r, K] and `lora_B` [E, N, r]
+    are parameters, or None (`inductor_q.experts.add_lora`).
+    """
+
+    lora_A: nn.Parameter | None
+    lora_B: nn.Parameter | None
+
+    def __init__(
+        self,
+        operands: Mapping[str, Tensor],
+        format: str,
+        shape: tuple[int, ...],
+        *,
+        transposed: bool,
+    ) -> None:
+        super().__init__()
+        self.format = format
+        self.shape = tuple(shape)
+        self.transposed = transposed
+        self.scaling = 1.0
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        for name in operand_names(format):
+            if format == DENSE:
+                value = operands[name]
+                trains = isinstance(value, nn.Parameter) and value.requires_grad
+                self.register_parameter(name, nn.Parameter(value.detach(), requires_grad=trains))
+            else:
+                self.register_buffer(name, operands[name])
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """What `ops.scatter2scatter` takes."""
+        return [getattr(self, name) for name in operand_names(self.format)]
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1 if self.transposed else 2]
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[2 if self.transposed else 1]
+
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        *,
+        grouped_in: bool = False,
+        grouped_out: bool = False,
+        bias: Tensor | None = None,
+        gates: Tensor | None = None,
+    ) -> Tensor:
+        return ops.scatter2scatter(
+            x,
+            self.operands,
+            self.format,
+            self.shape,
+            routing,
+            transposed=self.transposed,
+            grouped_in=grouped_in,
+            grouped_out=grouped_out,
+            lora_a=self.lora_A,
+            lora_b=self.lora_B,
+            scaling=self.scaling,
+            bias=bias,
+            gates=gates,
+        )
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The base weights, in `shape`."""
+        if self.format == DENSE:
+            return self.operands[0].detach().to(dtype)
+        return ops.dequantize(self.operands, self.format, self.shape, dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertStack:
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            after = self.get_buffer(name)
+            if after.dtype != buffer.dtype:  # a cast of the model: move, do not round scales
+                setattr(self, name, buffer.to(after.device))
+        return self
+
+    def extra_repr(self) -> str:
+        rank = "" if self.lora_A is None else f", r={self.lora_A.shape[1]}"
+        return f"{self.format}, {list(self.shape)}, transposed={self.transposed}{rank}"
