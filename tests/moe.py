@@ -103,15 +103,15 @@ class Layer:
             return y
         return y[routing.inverse].reshape(tokens, k, -1).sum(1)
 
-    def double(self) -> Layer:
-        """The same layer in float64, with leaves of its own."""
+    def exact(self, dtype: torch.dtype = torch.float64) -> Layer:
+        """The same layer in a wider dtype, with leaves of its own."""
 
         def to(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.detach().double().requires_grad_()
+            return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
 
         operands = self.operands
         if self.format == DENSE:
-            operands = [operands[0].detach().double().requires_grad_()]
+            operands = [operands[0].detach().to(dtype).requires_grad_()]
         x = to(self.x)
         assert x is not None
         return replace(
