@@ -103,7 +103,7 @@ class Layer:
             return y
         return y[routing.inverse].reshape(tokens, k, -1).sum(1)
 
-    def exact(self, dtype: torch.dtype = torch.float64) -> Layer:
+    def exact(self, dtype: torch.dtype) -> Layer:
         """The same layer in a wider dtype, with leaves of its own."""
 
         def to(tensor: Tensor | None) -> Tensor | None:
@@ -123,6 +123,9 @@ class Layer:
             bias=to(self.bias),
             gates=to(self.gates),
         )
+
+    def double(self) -> Layer:
+        return self.exact(torch.float64)
 
 
 def choices(sizes: Sizes, seed: int = 0, sentinel: int | None = None) -> Tensor:

@@ -80,7 +80,7 @@ def check(
 def test_every_layout(
     quant: str, bias: bool, gates: bool, transposed: bool, grouped: tuple[bool, bool]
 ) -> None:
-    options = {"quant": quant, "bias": bias, "gates": gates, "transposed": transposed}
+    options: Any = {"quant": quant, "bias": bias, "gates": gates, "transposed": transposed}
     check(**options, grouped=grouped, seeds=1)
 
 
