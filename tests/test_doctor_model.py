@@ -15,6 +15,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 from torch._dynamo import config
 
+import inductor_q.experts
 from inductor_q import testing
 from inductor_q.diagnostics import Finding, check_model
 
@@ -166,7 +167,7 @@ def test_target_parameters_under_compile_and_the_way_out() -> None:
     assert "LoRA on 2 parameters" in found.found
     assert len(traced(model, step).breaks) > 5
     torch._dynamo.reset()
-    statement = found.remedy.removeprefix("compile what lies around them: ")
+    statement = found.remedy.partition("or compile what lies around them: ")[2]
     exec(statement.replace("compile()", 'compile(backend="eager")'), {"model": model})
     assert finding(model, "target_parameters").status == "ok"
     assert not traced(model, step).breaks
@@ -189,7 +190,13 @@ def test_target_parameters_silently_without_parameters() -> None:
     assert found.status == "fail"
     assert "no LoRA parameters were made for mlp.experts.down_proj" in found.found
     assert "4-bit parameters of bitsandbytes hide from PEFT" in found.found
-    assert finding(quantized_experts(), "target_parameters").status == "ok"
+    model = quantized_experts()
+    assert finding(model, "target_parameters").status == "ok"
+    exec(found.remedy, {"model": model, "inductor_q": inductor_q})
+    assert not traced(model, step).breaks
+    adapters = [p for n, p in model.named_parameters() if "lora" in n and "experts" in n]
+    assert len(adapters) == 4
+    assert all(p.grad is not None for p in adapters)
 
 
 def test_target_parameters_that_reach_quantized_experts_lose_gradients() -> None:

@@ -32,8 +32,8 @@ FIXES: tuple[Fix, ...] = (
     # --- libraries, as of peft 0.21, bitsandbytes 0.50, transformers 5.23 ---
     Fix(
         "PEFT's target_parameters registers and removes a parametrization in every forward, which "
-        "cannot be compiled: give the adapter to modules instead (target_modules), or compile the "
-        "attention of each layer alone (layer.self_attn.compile()), not the model",
+        "cannot be compiled: give experts their adapters with inductor_q.experts.add_lora instead, "
+        "or compile the attention of each layer alone (layer.self_attn.compile()), not the model",
         frame=r"peft/tuners/lora/layer\.py: (_activate_lora|_remove_parametrizations)",
     ),
     Fix(

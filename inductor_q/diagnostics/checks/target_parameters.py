@@ -13,7 +13,8 @@ from inductor_q.diagnostics.checks.modules import compiled_alone, instances, sev
 NAME = "target_parameters"
 ATTENTION = "for layer in model.get_base_model().model.layers: layer.self_attn.compile()"
 NAMES = "LoraConfig(target_parameters=[...])  # the ends of names in model.named_parameters()"
-UNQUANTIZED = "no bitsandbytes.nn.parametrize.replace_parameter_4bit on parameters to adapt"
+OURS = "inductor_q.experts.add_lora(model, r=16, alpha=32)"
+PACKED = f"inductor_q.experts.quantize(model); {OURS}  # instead of target_parameters"
 
 
 def check(model: nn.Module) -> Iterator[Finding]:
@@ -32,18 +33,19 @@ def check(model: nn.Module) -> Iterator[Finding]:
     if missing:
         why = ": 4-bit parameters of bitsandbytes hide from PEFT" if hidden else ""
         found = f"no LoRA parameters were made for {', '.join(missing)}{why}"
-        yield Finding(NAME, "fail", found, UNQUANTIZED if hidden else NAMES)
+        yield Finding(NAME, "fail", found, PACKED if hidden else NAMES)
     over = [tidy(path) for path, w in wrappers if _is_quantized(w)]
     if over:
         found = f"LoRA over {several(over, '4-bit expert parameter')}: gradients are lost"
-        yield Finding(NAME, "fail", found, UNQUANTIZED)
+        yield Finding(NAME, "fail", found, PACKED)
     elif traced := _compiled(model, wrappers):
         paths = [f"{path}.{w.parameter_name}" for path, w in traced]
         found = (
             f"LoRA on {several(paths, 'parameter')}: PEFT registers and removes a parametrization "
             "in each forward, which breaks the graph in every layer"
         )
-        yield Finding(NAME, "warn", found, f"compile what lies around them: {ATTENTION}")
+        remedy = f"{OURS} instead, or compile what lies around them: {ATTENTION}"
+        yield Finding(NAME, "warn", found, remedy)
     elif not missing:
         yield Finding(NAME, "ok", "outside of what is compiled")
 
