@@ -181,30 +181,49 @@ __global__ void dequantize(const uint32* __restrict__ qweight,
   }
 }
 
-// The thresholds between neighbouring codes as a search tree in heap order: node n in lane n, its
-// children 2n and 2n + 1. From the root, K steps down end at node 2^K + code.
+// The thresholds between neighbouring codes as a search tree: of each level, lane i of a warp holds
+// the node that the path i leads to, a bit a turn.
 template <int K>
 struct SearchTree {
-  float node, root;
+  float nodes[K];
 
   __device__ SearchTree(const float* codebook, int lane) {
-    const int n = lane & ((1 << K) - 1);
-    const int level = n == 0 ? 0 : 31 - __clz(n);
-    const int i = ((2 * (n - (1 << level)) + 1) << (K - 1 - level)) - 1;
-    // + 0: the sign of a threshold that is zero must not look like "below".
-    node = n == 0 ? 0.0f : (codebook[i] + codebook[i + 1]) * 0.5f + 0.0f;
-    root = __shfl_sync(kWarp, node, 1);
+#pragma unroll
+    for (int level = 0; level < K; ++level) {
+      const int path = lane & ((1 << level) - 1);
+      const int i = ((2 * path + 1) << (K - 1 - level)) - 1;
+      // + 0: the sign of a threshold that is zero must not look like "below".
+      nodes[level] = (codebook[i] + codebook[i + 1]) * 0.5f + 0.0f;
+    }
   }
 
-  // 2^K + how many thresholds are below `value`: each step appends the sign of a difference.
-  __device__ uint32 find(float value) const {
-    uint32 n = __funnelshift_l(__float_as_uint(root - value), 1u, 1);
+  // `word`, and below it K bits: how many thresholds are below `value`. Each turn is the sign of a
+  // difference. A shuffle of width 2^level looks at the turns taken so far.
+  __device__ uint32 append(uint32 word, float value) const {
 #pragma unroll
-    for (int step = 1; step < K; ++step) {
-      const float threshold = __shfl_sync(kWarp, node, n, 1 << K);
-      n = __funnelshift_l(__float_as_uint(threshold - value), n, 1);
+    for (int level = 0; level < K; ++level) {
+      const float threshold = __shfl_sync(kWarp, nodes[level], word, 1 << level);
+      word = __funnelshift_l(__float_as_uint(threshold - value), word, 1);
     }
-    return n;
+    return word;
+  }
+};
+
+// x / scale, rounded once; 0 for scales of zero and infinity.
+//
+// One correction of x times the rounded reciprocal is exact (Markstein) unless the divisor's
+// significand is all ones; those of scales end in zeros. Not so where x is below 2^-114: there the
+// remainder underflows, and the quotient, below 2^-90, may be one unit off.
+struct Divisor {
+  float scale, reciprocal;
+
+  __device__ explicit Divisor(float s) : scale(1.0f), reciprocal(0.0f) {
+    if (s > 0.0f && s < 0x1p17f) scale = s, reciprocal = __frcp_rn(s);
+  }
+
+  __device__ float divide(float x) const {
+    const float quotient = x * reciprocal;
+    return __fmaf_rn(__fmaf_rn(-quotient, scale, x), reciprocal, quotient);
   }
 };
 
@@ -220,7 +239,8 @@ __device__ float quad_max(const float (&largest)[4], int lane) {
 // qweight and absmax from x, `numel` elements one after the other.
 //
 // The absmax of a block is encoded first; code = the number of thresholds below x / decoded absmax.
-// With kVector, x and qweight are aligned to 16 bytes. The codes past the end are 0.
+// With kVector, x and qweight are aligned to 16 bytes and numel is a multiple of 8. The codes past
+// the end are 0.
 template <int K, class Absmax, class In, bool kVector>
 __global__ void quantize(const typename In::Raw* __restrict__ x, const float* __restrict__ codebook,
                          uint32* __restrict__ qweight, typename Absmax::Raw* __restrict__ absmax,
@@ -230,35 +250,35 @@ __global__ void quantize(const typename In::Raw* __restrict__ x, const float* __
   const int64 blocks = (numel + kBlock - 1) / kBlock;
   const SearchTree<K> tree(codebook, lane.lane);
 
-  float values[4][kRun];
+  float values[4][kRun] = {};
   float largest[4];
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
     const int64 start = lane.element(s);
-    if (kVector && start + kRun <= numel) {
-      load_run<In>(x + start, values[s]);
+    if constexpr (kVector) {
+      if (start < numel) load_run<In>(x + start, values[s]);
     } else {
 #pragma unroll
       for (int e = 0; e < kRun; ++e)
-        values[s][e] = start + e < numel ? In::decode(x[start + e]) : 0.0f;
+        if (start + e < numel) values[s][e] = In::decode(x[start + e]);
     }
     largest[s] = 0.0f;
 #pragma unroll
     for (int e = 0; e < kRun; ++e) largest[s] = fmaxf(largest[s], fabsf(values[s][e]));
   }
   const typename Absmax::Raw encoded = Absmax::encode(quad_max(largest, lane.lane));
-  const float scale = Absmax::decode(encoded);
+  const Divisor own(Absmax::decode(encoded));
 
   uint32 words[kWords] = {};
 #pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    const float block_scale = lane.of_block(scale, s);
+  for (int s = 3; s >= 0; --s) {  // the last element is appended first
+    Divisor divisor = own;
+    divisor.scale = lane.of_block(own.scale, s);
+    divisor.reciprocal = lane.of_block(own.reciprocal, s);
 #pragma unroll
-    for (int e = 0; e < kRun; ++e) {
-      const int c = s * kRun + e;
-      const float value = block_scale == 0.0f ? 0.0f : __fdiv_rn(values[s][e], block_scale);
-      const uint32 code = tree.find(value) - (1u << K);
-      words[c % kWords] += code << (c / kWords * kWords);
+    for (int e = kRun - 1; e >= 0; --e) {
+      uint32& word = words[(s * kRun + e) % kWords];
+      word = tree.append(word << (kWords - K), divisor.divide(values[s][e]));
     }
   }
   transpose_bits(words);

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats.kbit import BLOCK, KBIT_SCALES
-from inductor_q.kernels.dequantize_cuda import SOURCE, TYPES, VECTOR_BYTES, scale_type
+from inductor_q.kernels.dequantize_cuda import RUN, SOURCE, TYPES, VECTOR_BYTES, scale_type
 from inductor_q.kernels.gpu import on
 from inductor_q.ops.quantize_kbit import allocate
 
@@ -68,7 +68,7 @@ def _launch(x: Tensor, k: int, absmax: str, config: Config) -> driver.Launch | s
 
 def _prepare(x: Tensor, k: int, absmax: str, aligned: bool, config: Config) -> driver.Launch | str:
     assert x.device.index is not None, f"{x.device=}"
-    vector = "true" if aligned else "false"
+    vector = "true" if aligned and x.numel() % RUN == 0 else "false"
     kernel = f"quantize<{k}, {scale_type(KBIT_SCALES[absmax])}, {TYPES[x.dtype]}, {vector}>"
     handle = driver.function(SOURCE, kernel, x.device.index)
     if isinstance(handle, str):
