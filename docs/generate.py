@@ -19,9 +19,15 @@ HERE = Path(__file__).parent
 _BLOCK = re.compile(r"(<!-- qfuse (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def reference(page: str) -> str:
+def filled(page: str) -> str:
     """The page with the output of each command between its markers."""
-    return _BLOCK.sub(lambda found: f"{found[1]}\n{output(found[2])}\n{found[3]}", page)
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{shown(found[2])}\n{found[3]}", page)
+
+
+def shown(command: str) -> str:
+    """Markdown as it is, text as a recording."""
+    text = output(command)
+    return text if "--markdown" in command else f"```\n$ qfuse {command}\n{text}```\n"
 
 
 def output(command: str) -> str:
@@ -35,9 +41,9 @@ def output(command: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Each generated file and what it should hold."""
-    page = HERE / "reference.md"
+    pages = (HERE / "reference.md", HERE / "cli.md")
     return {
-        page: reference(page.read_text(encoding="utf-8")),
+        **{page: filled(page.read_text(encoding="utf-8")) for page in pages},
         HERE / "explain.schema.json": json.dumps(schema(), indent=2) + "\n",
     }
 

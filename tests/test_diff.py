@@ -137,7 +137,10 @@ def test_exit_status_says_whether_it_got_worse(
     good, bad = files
     assert cli.main(["diff", good, bad]) == 1
     out = capsys.readouterr().out
-    assert "\nWorse\n  exit: the target\n    ended well -> the target raised" in out
+    assert (
+        "\nWorse\n  exit\n    the target  ended well -> the target raised ValueError: diverged"
+        in out
+    )
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert cli.main(["diff", bad, good]) == 0
     assert "\nBetter\n" in capsys.readouterr().out

@@ -138,7 +138,7 @@ def test_files_of_a_dump_are_linked_from_where_the_page_lies(tmp_path: Path) -> 
     links = [link["href"] for link in Reader(page).named("a")]
     assert "../a%20dump/0_0.000.fold_lora.before.py" in links
     assert "../a%20dump/0_0.code.py" in links
-    assert "fold_lora before graph" in page
+    assert ">fold_lora before</a>" in page and ">code 0_0.code.py</a>" in page
     anchor = next(link for link in links if (link or "").startswith("#dump"))
     assert links.count(anchor) == 2  # from the break and from the graph
     assert any(article.get("id") == (anchor or "")[1:] for article in Reader(page).named("article"))
@@ -228,7 +228,7 @@ def test_module_paths_sort_by_their_numbers(window: Browser, tmp_path: Path) -> 
 @in_browser
 def test_tree_nodes_open_and_close(window: Browser, page: Path) -> None:
     window.open(page)
-    # What is not fused is open from the start, what is fused is closed.
+    # What is not fused is open from the start; what is fused is closed below the top.
     shown = "return [...document.querySelectorAll('#tree .path')].filter(x => x.checkVisibility())"
     names = f"{shown}.map(x => x.textContent)"
     assert "down_proj" in window.run(names)

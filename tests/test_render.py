@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak
+from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak, Layer, Step
 from inductor_q.diagnostics.render import github, schema, text, tree, words
 from inductor_q.diagnostics.render import json as as_json
 from inductor_q.exc import NotAReport, UnknownReportVersion
@@ -220,6 +220,17 @@ def test_a_clean_run_has_no_empty_sections() -> None:
 def test_what_qfuse_would_do_is_told_as_such() -> None:
     run = replace(clean(), layers=tuple(replace(x, would=True) for x in llama(2)))
     assert "8 of 8 quantized layers would be fused" in printed(run)
+
+
+def test_a_pass_that_stood_back_from_fused_layers_is_told_once() -> None:
+    def with_step(run_layer: Layer, rows: int) -> Layer:
+        step = Step("stack_projections", rejected=f"{rows} rows, more than 0", by_choice=True)
+        return replace(run_layer, steps=(*run_layer.steps, step))
+
+    layers = tuple(with_step(x, 32 * (i + 1)) for i, x in enumerate(llama(1)))
+    out = printed(replace(clean(), layers=layers))
+    assert out.count("no stack_projections in 4 layers: 32 rows, more than 0") == 1
+    assert "64 rows" not in out
 
 
 def test_nothing_compiled_is_said() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inductor_q.diagnostics.diff import Change
 
 WORSE = 1
+STYLES = {"worse": "red", "better": "green", "changed": ""}
 
 
 def register(subparsers: Subparsers) -> None:
@@ -54,18 +55,22 @@ def _print_json(changes: Sequence[Change]) -> None:
 
 
 def _print(changes: Sequence[Change], title: str) -> None:
+    from itertools import groupby
+
     from rich.padding import Padding
 
-    from inductor_q.diagnostics.render.text import plain, section, show
+    from inductor_q.diagnostics.render.text import columns, plain, section, show
 
     parts: list[RenderableType] = [plain(title, "bold")]
     if not changes:
         parts.append(plain("no difference"))
-    for verdict, style in (("worse", "red"), ("better", "green"), ("changed", "")):
+    for verdict, found in groupby(changes, lambda change: change.verdict):
         body: list[RenderableType] = []
-        for change in changes:
-            if change.verdict == verdict:
-                values = plain(f"{change.before} -> {change.after}", style)
-                body += [plain(f"{change.kind}: {change.what}"), Padding(values, (0, 0, 0, 2))]
+        for kind, same in groupby(found, lambda change: change.kind):
+            rows = [(change.what, f"{change.before} -> {change.after}") for change in same]
+            body += [
+                plain(kind, STYLES[verdict]),
+                *(Padding(c, (0, 0, 0, 2)) for c in columns(rows)),
+            ]
         parts += section(verdict.capitalize(), body)
     show(parts, sys.stdout)

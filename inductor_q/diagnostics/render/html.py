@@ -90,8 +90,8 @@ def dumped(dump: str, folder: Path) -> dict[str, list[Link]]:
     found: dict[str, list[Link]] = {}
     for item in index:
         path = os.path.relpath(Path(dump) / item["file"], folder.resolve())
-        words = (item["pass_name"], item["moment"], item["kind"])
-        title = " ".join(word for word in words if word)
+        step = f"{item['pass_name']} {item['moment']}".strip()
+        title = step or f"{item['kind']} {item['file']}"
         found.setdefault(item["compile_id"], []).append(Link(quote(path), title))
     return found
 

@@ -84,15 +84,15 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     yield f"Fusion: {words.coverage(run)}", [*_fusion(run)]
     yield (
         f"Saved for backward: {words.size(run.saved_bytes)}",
-        _columns([(s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved]),
+        columns([(s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved]),
     )
     yield (
         "Compile time (phases nest)",
-        _columns(
+        columns(
             [(p.name, f"{p.seconds:.1f} s", f"x{p.calls}") for p in run.phases if p.seconds > 0.05]
         ),
     )
-    yield "Options that were set", _columns(words.options(run))
+    yield "Options that were set", columns(words.options(run))
     yield "Warnings", [plain(line) for line in run.warnings]
     yield "Run with", [plain(words.environment(run))] if run.environment else []
     yield "Graphs and code", [plain(run.dump)] if run.dump else []
@@ -165,7 +165,7 @@ def _fusion(run: Explanation) -> Iterator[RenderableType]:
         module = Padding(plain(branch.name, "bold"), (0, 0, 0, 2 * depth))
         grid.add_row(module, plain(_fate(branch), STYLE[branch.status]))
     yield grid
-    for (name, reason), count in words.refusals(run).items():
+    for name, reason, count in words.refusals(run):
         yield plain(f"no {name} in {words.plural(count, 'layer')}: {reason}", "dim")
 
 
@@ -188,13 +188,15 @@ def _fate(branch: Branch) -> str:
     return f"{branch.fused} of {count} fused"
 
 
-def _columns(rows: Sequence[tuple[str, str, str]]) -> list[RenderableType]:
-    """What, how much (to the right), and a remark: the first rows; nothing without any."""
+def columns(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
+    """What, how much, and perhaps a remark: the first rows; nothing without any."""
+    if not rows:
+        return []
     grid = Table.grid(padding=(0, 2))
     grid.add_column(max_width=NAME_WIDTH, overflow="fold")
-    grid.add_column(justify="right", overflow="fold")
+    grid.add_column(justify="right" if len(rows[0]) > 2 else "left", overflow="fold")
     grid.add_column(style="dim", overflow="fold")
     for row in rows[:MOST_ROWS]:
         grid.add_row(*map(plain, row))
     left = len(rows) - MOST_ROWS
-    return [*([grid] if rows else []), *([plain(f"and {left} more", "dim")] if left > 0 else [])]
+    return [grid, *([plain(f"and {left} more", "dim")] if left > 0 else [])]

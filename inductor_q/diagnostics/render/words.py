@@ -75,7 +75,7 @@ def causes(count: int, distinct: int, noun: str) -> str:
 def summary(run: Explanation) -> str:
     """The run in one line, the worst first."""
     if not run.compiles and not run.breaks and not run.fallbacks:
-        return "nothing was compiled: no torch.compile ran in this process"
+        return "nothing was compiled"
     parts = [
         causes(run.break_count, len(run.breaks), "graph break"),
         causes(run.recompile_count, len(run.recompiles), "recompile"),
@@ -130,14 +130,18 @@ def _applied(step: Step) -> str:
     return f"{step.pass_name}{own}"
 
 
-def refusals(run: Explanation) -> Counter[tuple[str, str]]:
-    """Which passes stood back at fused layers, for which reason, at how many of them."""
-    return Counter(
-        refused
-        for layer in run.layers
-        if layer.status == "fused"
-        for refused in {(s.pass_name, s.rejected) for s in layer.steps if s.rejected}
-    )
+def refusals(run: Explanation) -> list[tuple[str, str, int]]:
+    """Passes that stood back at fused layers: pass, reason, at how many of them.
+
+    Reasons that differ in a number (of rows, say) are one, told as it was met first.
+    """
+    found: dict[tuple[str, str], tuple[str, set[str]]] = {}
+    for layer in run.layers:
+        for step in layer.steps:
+            if step.rejected and layer.status == "fused":
+                key = step.pass_name, re.sub(r"\d+", "0", step.rejected)
+                found.setdefault(key, (step.rejected, set()))[1].add(layer.module)
+    return [(name, reason, len(at)) for (name, _), (reason, at) in found.items()]
 
 
 def options(run: Explanation) -> list[tuple[str, str, str]]:
