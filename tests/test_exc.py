@@ -183,6 +183,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.NotAModelFactory(name="app:model", problem="it takes an argument"),
+        "'app:model' is no model factory: it takes an argument. "
+        "Give package.module:function, a function without arguments that returns the model",
+        ValueError,
+    ),
+    (
         exc.WrongDevice(what="absmax", expected="cuda:0", got="cpu"),
         "absmax is on cpu, expected cuda:0. Move it with .to(...)",
         ValueError,

@@ -235,6 +235,7 @@ def test_values_are_those_of_quantize_and_dequantize() -> None:
         ({"bits": 5.3}, exc.WrongBudget),
         ({"bits": 3.5, "importance": {"layers.0.pu": 2.0}}, exc.UnknownLayer),
         ({"k": 3, "bits": 3.5}, TypeError),
+        ({"k": 3, "importance": {"layers.0.up": 2.0}}, TypeError),
         ({}, TypeError),
     ],
 )

@@ -65,6 +65,8 @@ def quantize_model(
     """
     if (k is None) == (bits is None):
         raise TypeError("give k or bits, and one of them only")
+    if importance is not None and bits is None:
+        raise TypeError("importance goes with bits: it weighs the choice of K by layer")
     check_absmax(absmax)
     layers = linear_layers(model, _default_skip(model) if skip is None else skip)
     source: _Source
