@@ -1,7 +1,8 @@
 """Compile a C++ source of this folder at first use, cached by content.
 
 The library lands in Inductor's cache folder under a name that hashes the source, the compiler and
-its flags; it appears there by an atomic rename, so that processes may race.
+its flags, and the headers beside it; it appears there by an atomic rename, so that processes may
+race.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def _target(path: Path, cxx: Sequence[str]) -> Path:
     # -march=native: the same cache folder may be shared by machines with other processors.
     cpu = Path("/proc/cpuinfo")
     flags = cpu.read_text().partition("flags")[2].partition("\n")[0] if cpu.exists() else ""
-    key = "\0".join((path.read_text(), version, *FLAGS, flags))
+    headers = (header.read_text() for header in sorted(path.parent.glob("*.h")))
+    key = "\0".join((path.read_text(), *headers, version, *FLAGS, flags))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return Path(cache_dir()) / "qfuse" / f"{path.stem}-{digest}.so"
 

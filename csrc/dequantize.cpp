@@ -6,7 +6,8 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+
+#include "rounding.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -14,8 +15,6 @@
 #endif
 
 namespace {
-
-enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 struct Scales {
   const void* absmax;            // float, or uint8 codes when nested
@@ -30,26 +29,6 @@ struct Scales {
     return value * nested_absmax[b >> nested_shift] + nested_offset[0];
   }
 };
-
-uint16_t to_bfloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // NaN
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-uint16_t to_float16(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
-  uint16_t bits;
-  std::memcpy(&bits, &half, 2);
-  return bits;
-}
-
-void store(void* out, int64_t i, float value, int dtype) {
-  if (dtype == kFloat32) static_cast<float*>(out)[i] = value;
-  else if (dtype == kBFloat16) static_cast<uint16_t*>(out)[i] = to_bfloat16(value);
-  else static_cast<uint16_t*>(out)[i] = to_float16(value);
-}
 
 #ifdef QFUSE_AVX512
 // 8 packed bytes -> 16 values, in order: each byte becomes a 64-bit lane that holds its two codes.

@@ -328,7 +328,10 @@ def test_cpp_as_other_processors_run_it(
     function = dequantize_cpp._function.__wrapped__()
     assert not isinstance(function, str), function
     monkeypatch.setattr(dequantize_cpp, "_function", lambda: function)
-    for name in ("nf4_b64", "fp4_b32_nested"):
+    planes = dequantize_cpp._kbit_function.__wrapped__()
+    assert not isinstance(planes, str), planes
+    monkeypatch.setattr(dequantize_cpp, "_kbit_function", lambda: planes)
+    for name in ("nf4_b64", "fp4_b32_nested", "kbit3_fp16", "kbit5_e4m4"):
         for dtype in DTYPES:
             check(dequantize_cpp.KERNEL, FORMATS[name], (4, 128, 64), dtype)
             check(dequantize_cpp.KERNEL, FORMATS[name], (5, 7, 2), dtype)

@@ -15,7 +15,7 @@ from inductor_q.formats.kbit import BLOCK, E4M4, KBIT_SCALES, KBITS
 from inductor_q.ops.library import define, define_autograd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCKS_AT_ONCE = 1 << 17  # 4 million elements: their codes, as int64, are 32 MiB
+BLOCKS_AT_ONCE = 1 << 17  # 4 million elements: a float32 copy of them is 16 MiB
 
 _ONE = 1 << E4M4.mantissa_bits  # the code of the smallest normal number
 _REBIAS = (127 - E4M4.bias) << E4M4.mantissa_bits
@@ -83,9 +83,13 @@ def midpoints(codebook: Tensor) -> Tensor:
 
 def pack(codes: Tensor, k: int) -> Tensor:
     """int32 [blocks * k] bit planes of integer codes [blocks, 32]."""
-    planes = (codes[:, None, :] >> torch.arange(k, device=codes.device)[:, None]) & 1
-    words = (planes << torch.arange(BLOCK, device=codes.device)).sum(-1)
-    return words.to(torch.int32).reshape(-1)  # bit 31 is the sign: int64 wraps
+    codes = codes.to(torch.uint8)
+    planes = torch.stack([(codes >> p) & 1 for p in range(k)], 1)
+    lanes = planes.view(-1, BLOCK // 8, 8)
+    in_bytes = lanes[..., 0]
+    for j in range(1, 8):
+        in_bytes = in_bytes | (lanes[..., j] << j)
+    return in_bytes.view(torch.int32).reshape(-1)  # bytes lie in words the least first
 
 
 def reference(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:
@@ -103,7 +107,9 @@ def reference(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor,
             encoded = largest.to(torch.float16)
             scale = encoded.float()
         value = torch.where(scale[:, None] == 0, 0.0, blocks / scale[:, None])
-        codes = torch.bucketize(value, mids)
+        codes = torch.zeros_like(value, dtype=torch.uint8)
+        for mid in mids:
+            codes += value > mid
         if missing:
             codes[-1, -missing:] = 0
         end = start + blocks.shape[0]

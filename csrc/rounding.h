@@ -1,0 +1,27 @@
+// Store a float32 in the dtype asked for, rounded to nearest even, as torch does.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // NaN
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline uint16_t to_float16(float value) {
+  const _Float16 half = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+
+inline void store(void* out, int64_t i, float value, int dtype) {
+  if (dtype == kFloat32) static_cast<float*>(out)[i] = value;
+  else if (dtype == kBFloat16) static_cast<uint16_t*>(out)[i] = to_bfloat16(value);
+  else static_cast<uint16_t*>(out)[i] = to_float16(value);
+}
