@@ -8,6 +8,7 @@ import sys
 
 NAMES = (
     "bench_dequantize",
+    "bench_explain",
     "bench_kbit",
     "bench_linear",
     "bench_moe",
