@@ -60,6 +60,8 @@ import inductor_q.backend
 found = torch._dynamo.lookup_backend("qfuse")
 assert found is inductor_q.backend.qfuse, found
 assert importlib.metadata.version("inductor-q") == inductor_q.__version__
+[script] = importlib.metadata.entry_points(group="console_scripts", name="qfuse")
+assert script.load() is importlib.import_module("inductor_q.cli").main
 for name in ("passes", "lowerings", "csrc"):
     assert importlib.util.find_spec(name) is None, f"{name} became importable globally"
 """

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak, Layer, Step
+from inductor_q.diagnostics.merge import write_whole
 from inductor_q.diagnostics.render import github, schema, text, tree, words
 from inductor_q.diagnostics.render import json as as_json
 from inductor_q.exc import NotAReport, UnknownReportVersion
@@ -81,6 +82,15 @@ def test_another_version_is_told() -> None:
 def test_a_field_of_a_later_version_is_left_out() -> None:
     data = {**json.loads(as_json.to_json(clean())), "weather": "fine"}
     assert as_json.from_json(json.dumps(data)) == clean()
+
+
+def test_a_report_is_as_readable_as_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    write_whole(tmp_path / "reports" / "a.json", as_json.to_json(clean()))
+    assert as_json.read(str(tmp_path / "reports" / "a.json")) == clean()
+    modes = {p.stat().st_mode for p in (tmp_path / "other", tmp_path / "reports" / "a.json")}
+    assert len(modes) == 1
+    assert len(list((tmp_path / "reports").iterdir())) == 1
 
 
 # --- the module tree ----------------------------------------------------------------------------
@@ -231,6 +241,12 @@ def test_a_pass_that_stood_back_from_fused_layers_is_told_once() -> None:
     out = printed(replace(clean(), layers=layers))
     assert out.count("no stack_projections in 4 layers: 32 rows, more than 0") == 1
     assert "64 rows" not in out
+
+
+def test_the_merged_report_of_a_launch_names_its_ranks() -> None:
+    assert printed(replace(clean(), world_size=8)).startswith(
+        "qfuse explain train.py --steps 3 (8 ranks)\n"
+    )
 
 
 def test_nothing_compiled_is_said() -> None:

@@ -6,7 +6,6 @@ By files alone, without a collective: a rank may have died, and its report matte
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,11 +79,11 @@ class Exchange:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or none."""
+    """Write a file so that a reader sees all of it or none; its permissions are those of any new
+    file, where `tempfile` would keep it to its owner."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)
 
 

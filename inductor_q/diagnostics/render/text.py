@@ -48,8 +48,7 @@ def plain(text: str, style: str = "") -> Text:
 
 def sections(run: Explanation, missed: Sequence[str] = ()) -> Iterator[RenderableType]:
     """The parts of the report, each with an empty line before it."""
-    rank = f" (rank {run.rank} of {run.world_size})" if run.world_size > 1 else ""
-    head = Text.assemble(("qfuse explain ", "bold"), plain(f"{words.command(run)}{rank}"))
+    head = Text.assemble(("qfuse explain ", "bold"), plain(words.command(run)))
     yield Group(head, plain(words.summary(run)))
     if ending := words.ending(run):
         yield plain(ending, "red")

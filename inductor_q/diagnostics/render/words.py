@@ -47,8 +47,9 @@ def place(frame: Frame) -> str:
 
 
 def command(run: Explanation) -> str:
-    """The target as it was called."""
-    return " ".join([run.target, *map(shlex.quote, run.argv)])
+    """The target as it was called, and in how many processes."""
+    called = " ".join([run.target, *map(shlex.quote, run.argv)])
+    return f"{called} ({run.world_size} ranks)" if run.world_size > 1 else called
 
 
 def ending(run: Explanation) -> str:
