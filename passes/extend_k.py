@@ -9,8 +9,8 @@ multiple of 64 so that the product keeps its speed.
 It pays only if both wide operands are written in place: `qfuse::extend` lets the producer of x and
 the projection write into one buffer, and the weight is decoded into its columns (or rows) of
 another. Refused where that cannot be: x made by an opaque kernel (attention), unless copying it is
-small; for fewer rows than `extend_k.min_rows` of the preset; for an adapter in another dtype; under
-numerics "strict".
+small; for an x that backward would compute again from what forward has written over; for fewer rows
+than `extend_k.min_rows` of the preset; for an adapter in another dtype; under numerics "strict".
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from inductor_q.passes.graph import (
     positions,
     rows,
     tensor,
+    written_inputs,
 )
 from inductor_q.passes.products import (
     MAX_RANK,
@@ -64,9 +65,20 @@ from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS at 4096 x 12288: K=4160 costs 3.7 % over 4096, K=4112 5.8 %
 EXTEND = torch.ops.qfuse.extend.default
+_LAYOUT = {
+    *VIEWS,
+    PERMUTE,
+    CLONE,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.unsqueeze.default,
+}
 FACTOR = (
     "a factor that cannot move (a dropout mask, or a scaling without fold_lora) "
     "stands inside the adapter"
+)
+WRITTEN = (
+    "the forward pass writes to what the input is computed from: "
+    "backward would compute other values"
 )
 
 
@@ -118,9 +130,12 @@ class ExtendK:
             else:
                 groups[found.blocks].append(found)
         backward = backward_nodes(graph) if groups else set()
+        written = written_inputs(graph) if backward else set()
         order = positions(graph) if groups else {}
         for members in groups.values():
             reason = _chained(members, order) or _group_rejected(members)
+            if not written.isdisjoint(_recomputed_from(members[0].blocks, backward)):
+                reason = WRITTEN
             for i, member in enumerate(members):
                 weight = packed_weight(member.bases[0].weight)
                 plan = (members, backward) if i == 0 else None
@@ -283,16 +298,24 @@ def _group_rejected(members: Sequence[_Sum]) -> str:
     return ""
 
 
+def _recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
+    """What the forward blocks are computed from again in backward, through pointwise operations."""
+    todo = [x for x in blocks if x not in backward and _is_pointwise(x)]
+    found: set[fx.Node] = set()
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += [n for n in new if _is_pointwise(n) or n.target in _LAYOUT]
+    return found
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def _producer(node: fx.Node) -> fx.Node:
     """What computes a tensor, below layout changes."""
-    layout = {
-        *VIEWS,
-        PERMUTE,
-        CLONE,
-        torch.ops.aten.expand.default,
-        torch.ops.aten.unsqueeze.default,
-    }
-    while node.target in layout:
+    while node.target in _LAYOUT:
         node = arg(node, 0)
     return node
 
@@ -435,5 +458,5 @@ def _recompute(x: fx.Node) -> None:
     What it is computed from (the residual stream, a gate and its factor) is kept for its own
     backward anyway.
     """
-    if torch.Tag.pointwise in getattr(x.target, "tags", ()) and "recompute" not in x.meta:
+    if _is_pointwise(x) and "recompute" not in x.meta:
         x.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

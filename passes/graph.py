@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -177,3 +178,26 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
         if is_tangent(node) or any(a in found for a in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def written_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs that the graph updates: by the copies that functionalization leaves at its end, or by
+    an output that the caller copies back."""
+    inputs = {base_descriptor(n.meta.get("desc")): n for n in graph.find_nodes(op="placeholder")}
+    written: set[Any] = {
+        node.args[0]
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
+    output = next(iter(graph.find_nodes(op="output")))
+    for desc in tree_leaves(output.meta.get("desc", [])):
+        updated = base_descriptor(getattr(desc, "mutated_input", None))
+        if updated is not None:
+            written |= {n for d, n in inputs.items() if d == updated}
+    return written
+
+
+def base_descriptor(desc: Any) -> Any:
+    """Of a tensor that was desugared or cloned: what it comes from."""
+    while hasattr(desc, "base"):
+        desc = desc.base
+    return desc

@@ -15,7 +15,7 @@ Runs in Inductor's partitioner, after the joint passes; the partitioning itself 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -28,10 +28,12 @@ from inductor_q.passes.graph import (
     SLICE,
     VIEWS,
     backward_nodes,
+    base_descriptor,
     hint,
     is_tangent,
     is_tensor,
     tensor,
+    written_inputs,
 )
 from inductor_q.passes.runner import Site
 
@@ -55,7 +57,7 @@ class KeepPacked:
         """
         static = {n for n in graph.find_nodes(op="placeholder") if _is_static(n, context)}
         everything = _packed_chains(graph, static - _trainable(graph))
-        frozen = _computed_from(graph, static - _trainable(graph) - _written(graph))
+        frozen = _computed_from(graph, static - _trainable(graph) - written_inputs(graph))
         chain = {node: source for node, source in everything.items() if node in frozen}
         weights = _computed_from(graph, static)
         backward = backward_nodes(graph)
@@ -88,36 +90,15 @@ def _trainable(graph: fx.Graph) -> set[fx.Node]:
     """Inputs that take a gradient."""
     output = next(iter(graph.find_nodes(op="output")))
     of = {
-        _base(desc.grad_of)
+        base_descriptor(desc.grad_of)
         for value, desc in zip(
             tree_leaves(output.args), tree_leaves(output.meta.get("desc", [])), strict=False
         )
         if value is not None and getattr(desc, "grad_of", None) is not None
     }
-    return {n for n in graph.find_nodes(op="placeholder") if _base(n.meta.get("desc")) in of}
-
-
-def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs that the graph updates: by the copies that functionalization leaves at its end, or by
-    an output that the caller copies back."""
-    inputs = {_base(n.meta.get("desc")): n for n in graph.find_nodes(op="placeholder")}
-    written = {
-        arg
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        for arg in node.all_input_nodes[:1]
+    return {
+        n for n in graph.find_nodes(op="placeholder") if base_descriptor(n.meta.get("desc")) in of
     }
-    output = next(iter(graph.find_nodes(op="output")))
-    for desc in tree_leaves(output.meta.get("desc", [])):
-        updated = _base(getattr(desc, "mutated_input", None))
-        if updated is not None:
-            written |= {n for d, n in inputs.items() if d == updated}
-    return written
-
-
-def _base(desc: Any) -> Any:
-    while hasattr(desc, "base"):
-        desc = desc.base
-    return desc
 
 
 def _computed_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from inductor_q import ops, testing
 from inductor_q.backend import qfuse
 from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.passes.extend_k import WRITTEN
 from inductor_q.passes.graph import CHAINED
 from tests.compiling import SMALL, Compiled, compile_step, step
 
@@ -183,6 +184,34 @@ def test_a_weight_chosen_by_a_product_is_not_stacked_with_it() -> None:
     result = compile_step(module, x, options=options)
     assert testing.relative_error(result.output, module(x)) < CLOSE
     assert result.reasons["stack_projections"] == {CHAINED: 1}
+
+
+class Rotating(nn.Module):
+    """A layer of a state that every forward exchanges for another one after reading it."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(lambda m, h: m.base(h) + m.low(h))
+        self.register_buffer("state", x_MK(96, K).detach())
+
+    def forward(self) -> Tensor:
+        h = torch.tanh(self.state)
+        y = torch.tanh(self.layer.body(self.layer, h))
+        self.state.copy_(self.state.flip(0))
+        return y
+
+
+def test_an_input_is_not_computed_again_from_what_forward_wrote_to() -> None:
+    """The gradient of A reads h, and the state that h comes from is another one by then."""
+    expected, grads = step(module := Rotating(), module=module)
+    result = compile_step(Rotating())
+    assert testing.relative_error(result.output, expected) < CLOSE
+    assert result.gradients.keys() == grads.keys() >= {"layer.a", "layer.b"}
+    for name, grad in grads.items():
+        assert testing.relative_error(result.gradients[name], grad) < CLOSE, name
+    assert result.reasons["extend_k"] == {WRITTEN: 1}
 
 
 # --- layers and biases --------------------------------------------------------------------------
