@@ -19,8 +19,9 @@ from torch._inductor.virtualized import V, ops
 
 from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
-from inductor_q.kernels import POINTWISE, choose
+from inductor_q.kernels import POINTWISE, choose, refusal
 from inductor_q.lowerings.in_force import in_force
+from inductor_q.ops.dequantize import tell_once
 
 OP = "dequantize"
 
@@ -34,7 +35,10 @@ def lower(
 ) -> ir.TensorBox:
     fmt = get_format(format)
     device = operands[0].get_device()
-    provider = choose(OP, device.type, in_force().kernel(OP), fmt)
+    wanted = in_force().kernel(OP)
+    provider = choose(OP, device.type, wanted, fmt)
+    if wanted not in ("auto", provider):
+        tell_once(wanted, refusal(OP, device.type, wanted, fmt))
     if V.graph.cpp_wrapper or len(shape) != 2:
         provider = POINTWISE  # the kernels are Python calls on a matrix
     in_force().count_provider(OP, provider)

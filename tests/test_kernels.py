@@ -29,11 +29,13 @@ from inductor_q.kernels import (
     DEQUANTIZE,
     OPS,
     DequantizeKernel,
+    choose,
     dequantize_cpp,
     dequantize_reference,
     dequantize_triton,
     provider_names,
     providers,
+    refusal,
 )
 from inductor_q.ops import dequantize as dequantize_op
 from inductor_q.ops.dequantize import write
@@ -236,6 +238,21 @@ def test_without_the_kernel_the_reference_serves_and_says_so_once(
         "another one serves the call"
     ]
     assert providers("dequantize", "cpu") == []
+    assert choose("dequantize", "cpu", "cpp") == "inductor"
+
+
+def test_compiled_code_is_served_by_a_kernel_that_can() -> None:
+    """Never by the name of one that is not there: the report says who serves."""
+    fastest = choose("dequantize", "cpu")
+    assert fastest in ("cpp", "inductor")  # by whether there is a compiler
+    assert choose("dequantize", "cpu", "triton") == fastest
+    assert choose("dequantize", "xpu", "cpp") == "inductor"
+    for name in ("reference", "inductor"):
+        assert choose("dequantize", "cpu", name) == name
+    kbit = FORMATS["kbit3_fp16"]
+    assert choose("dequantize", "cpu", "cpp", kbit) == "inductor"
+    assert refusal("dequantize", "cpu", "cpp", kbit)
+    assert refusal("dequantize", "cpu", "triton") == "there is none of that name for cpu tensors"
 
 
 def test_a_named_kernel_that_the_device_lacks_is_told_once(

@@ -3,7 +3,10 @@ operand of the product."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -11,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
-from inductor_q import ops, testing
+import inductor_q
+from inductor_q import lowerings, ops, testing
 from inductor_q.backend import qfuse
 from inductor_q.capture.bnb_state import bnb_operands
-from inductor_q.kernels import providers
+from inductor_q.kernels import choose, providers
 from tests.compiling import SMALL, Between
-from tests.quantized import assert_same_as_native, replace_dtype
+from tests.quantized import assert_same_as_native, assert_same_bits, replace_dtype
 
 bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -39,10 +43,12 @@ def x_MK(rows: int = 96) -> Tensor:
 class Decode(nn.Module):
     """A weight's values, and what is done with them."""
 
-    def __init__(self, then: Any, dtype: torch.dtype, **quantization: Any) -> None:
+    def __init__(
+        self, then: Any, dtype: torch.dtype, device: str = "cpu", **quantization: Any
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        weight = torch.randn(N, K, generator=generator).to(BF16)
+        weight = torch.randn(N, K, generator=generator).to(device, BF16)
         self.linear = testing.quantized_linear(weight, **quantization)
         packed = self.linear.weight
         self.operands, self.format, self.shape = bnb_operands(packed, packed.quant_state)
@@ -95,6 +101,23 @@ def test_pointwise_lowering_is_bitwise_eager(dtype: torch.dtype, nested: bool) -
         weight = module.linear.weight
         assert_same_as_native(got, weight.data, replace_dtype(weight.quant_state, dtype))
         assert torch.equal(got, module())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_gpu_pointwise_lowering_is_bitwise_bitsandbytes(
+    quant_type: str, nested: bool, dtype: torch.dtype
+) -> None:
+    """Its CUDA kernel's values in every bit, but for the sign of the zero that a code of fp4 is."""
+    module = Decode(lambda values: values, dtype, "cuda", nested=nested, quant_type=quant_type)
+    got, codes = code_of(module, options=INDUCTOR)
+    assert "qfuse_dequantize" not in codes[0] and "triton" in codes[0]
+    weight = module.linear.weight
+    state = replace_dtype(weight.quant_state, dtype)
+    expected = bnb.functional.dequantize_4bit(weight.data, state)
+    assert_same_bits(got + 0.0, expected + 0.0)
 
 
 def _halved(values: Tensor) -> Tensor:
@@ -197,14 +220,40 @@ def test_without_extend_k_the_weight_is_the_operand_of_the_product() -> None:
 
 
 def test_the_provider_is_reported() -> None:
-    import inductor_q
-
     for options, name in ((INDUCTOR, "inductor"), ({"qfuse.kernels": {}}, None)):
         code_of(Decode(lambda values: values, BF16), options=options)
         report = inductor_q.last_report()
         assert report is not None
         expected = name or next(iter(providers("dequantize", "cpu")), "inductor")
         assert report.providers == {"dequantize": {expected: 1}}
+
+
+def test_a_named_kernel_that_the_device_lacks_is_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["inductor_q.ops.dequantize"], "_told", set())
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        module = Decode(lambda values: values, BF16)
+        code_of(module, options={"qfuse.kernels": {"dequantize": "triton"}})
+    report = inductor_q.last_report()
+    assert report is not None
+    assert report.providers == {"dequantize": {choose("dequantize", "cpu"): 1}}
+    assert caplog.messages == [
+        "dequantize: kernel 'triton' not used: there is none of that name for cpu tensors; "
+        "another one serves the call"
+    ]
+
+
+def test_registering_twice_is_registering_once() -> None:
+    """Also where the module is imported anew, which forgets that it has registered."""
+    from torch._inductor.lowering import lowerings as registered
+
+    lowerings.register()
+    first: Any = registered[torch.ops.qfuse.dequantize.default]
+    lowerings.register()
+    importlib.reload(lowerings).register()
+    again: Any = registered[torch.ops.qfuse.dequantize.default]
+    assert again.__wrapped__ is first.__wrapped__
 
 
 def test_registration_leaves_other_backends_as_they_were() -> None:

@@ -74,6 +74,7 @@ __all__ = [
     "choose",
     "provider_names",
     "providers",
+    "refusal",
     "scatter2scatter_kernels",
 ]
 
@@ -92,16 +93,23 @@ def scatter2scatter_kernels(device_type: str, wanted: str) -> list[Scatter2Scatt
 
 
 def choose(op: str, device_type: str, wanted: str = "auto", fmt: QuantFormat | None = None) -> str:
-    """The provider of `op` in compiled code: `wanted`, else the fastest that runs here.
-
-    A kernel that does not know the format `fmt` is passed over, `wanted` or not.
-    """
-    kernels = OPS[op].get(device_type, ())
-    unable = {k.name for k in kernels if fmt is not None and k.decodes(fmt)}
-    if wanted != "auto" and wanted not in unable:
+    """The provider of `op` in compiled code: `wanted` where it can serve, else the fastest that
+    can."""
+    if wanted == POINTWISE or not refusal(op, device_type, wanted, fmt):
         return wanted
-    able = (name for name in providers(op, device_type) if name not in unable)
-    return next(able, POINTWISE)
+    names = providers(op, device_type)
+    return next((n for n in names if not refusal(op, device_type, n, fmt)), POINTWISE)
+
+
+def refusal(op: str, device_type: str, name: str, fmt: QuantFormat | None = None) -> str:
+    """Empty when the kernel called `name` can serve `op` here, else the reason why not.
+
+    Without `fmt`, whether it could serve some format.
+    """
+    for kernel in candidates(op, device_type):
+        if kernel.name == name:
+            return kernel.available() or (kernel.decodes(fmt) if fmt is not None else "")
+    return f"there is none of that name for {device_type} tensors"
 
 
 def providers(op: str, device_type: str) -> list[str]:

@@ -157,21 +157,22 @@ def write(
         return
     kernels = candidates("dequantize", out.device.type, provider)
     if provider != "auto" and kernels[0].name != provider:
-        _tell_once(provider, f"there is none of that name for {out.device.type} tensors")
+        tell_once(provider, f"there is none of that name for {out.device.type} tensors")
     for kernel in kernels:
         reason = kernel.supports(operands, fmt, out)
         if not reason:
             kernel.launch(operands, fmt, out)
             return
         if not kernel.decodes(fmt):  # a kernel for other formats is no news
-            _tell_once(kernel.name, reason)
+            tell_once(kernel.name, reason)
     raise AssertionError("the reference kernel serves every call")
 
 
 _told: set[tuple[str, str]] = set()
 
 
-def _tell_once(kernel: str, reason: str) -> None:
+def tell_once(kernel: str, reason: str) -> None:
+    """Warn that a kernel was passed over, once for each reason."""
     if (kernel, reason) not in _told:
         _told.add((kernel, reason))
         log.warning(
