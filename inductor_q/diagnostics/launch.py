@@ -20,6 +20,7 @@ from inductor_q.diagnostics.explanation import Exit, Explanation
 from inductor_q.diagnostics.merge import Exchange, Ranks, merge, write_whole
 from inductor_q.diagnostics.observe import Observation, observe
 from inductor_q.diagnostics.targets import Target
+from inductor_q.diagnostics.torchrun import LAUNCHERS, explained_ranks
 
 _PATIENCE = 20.0  # seconds that rank 0 waits for the other ranks' reports
 
@@ -30,6 +31,8 @@ def explain(args: Namespace) -> int:
     """`qfuse explain`: the exit status of the process."""
     if args.module is not None:
         args.target = ["-m", *args.module]
+    if args.target[1:2] and args.target[1] in LAUNCHERS and args.target[0] == "-m":
+        return Target.parse(explained_ranks(args.target, args)).run().status
     target = Target.parse(args.target, inputs=args.inputs)
     ranks = Ranks.here()
     reporter = Reporter(args, ranks)

@@ -1,0 +1,136 @@
+"""`qfuse explain` as a whole: how it ends, what it leaves, and launchers as targets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_q.cli import main, parser
+from inductor_q.diagnostics.torchrun import explained_ranks
+from tests.processes import ROOT, environment
+
+SCRIPT = """
+import sys, torch
+
+@torch.compile(backend="eager")
+def f(x):
+    torch._dynamo.graph_break()
+    return x + 1
+
+f(torch.ones(3))
+print("ran", sys.argv[1:])
+if "fail" in sys.argv:
+    raise ValueError("as asked")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def left() -> tuple[Any, ...]:
+    return (
+        [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
+        (list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook, sys.stdout),
+        list(sys.meta_path),
+        [h for h in logging.getLogger("torch.__trace").handlers if "inductor_q" in repr(h)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "status"),
+    [
+        ([], [], 0),
+        (["--max-breaks", "1"], [], 0),
+        (["--max-breaks", "0"], [], 1),
+        (["--max-breaks", "0"], ["fail"], 1),
+    ],
+)
+def test_in_this_process(
+    script: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    options: list[str],
+    args: list[str],
+    status: int,
+) -> None:
+    torch._dynamo.reset()
+    before, page = left(), tmp_path / "page.html"
+    files = ["--json", str(tmp_path / "out.json"), "--html", str(page), "--github"]
+    assert main(["explain", *options, *files, script, *args]) == status
+    assert left() == before
+    said = capfd.readouterr()
+    assert said.out == f"ran {args}\n", "the target's output is its own"
+    assert "1 graph break" in said.err
+    assert "::" in said.err
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["target"] == script
+    assert report["argv"] == args
+    assert report["exit"]["exception"] == ("ValueError: as asked" if args else "")
+    assert "graph break" in page.read_text()
+
+
+def test_mistakes_in_the_call(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "nowhere.py"]) == 2
+    assert "cannot run 'nowhere.py': no such file" in capfd.readouterr().err
+    assert main(["explain", "--backend", "inductr", "nowhere.py"]) == 2
+    assert "did you mean 'inductor'" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_sigterm_ends_the_target_after_its_report(tmp_path: Path) -> None:
+    script, file = tmp_path / "wait.py", tmp_path / "out.json"
+    waiting = "try:\n    time.sleep(60)\nfinally:\n    print('cleaned up')\n"
+    script.write_text(f"{SCRIPT}\nimport time\nprint('waiting', flush=True)\n{waiting}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "inductor_q", "explain", "--json", str(file), str(script)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ran []\n"
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGTERM
+    assert out == "", "without us, SIGTERM leaves no time to clean up either"
+    report = json.loads(file.read_text())
+    assert (report["exit"]["signal"], len(report["breaks"])) == ("SIGTERM", 1)
+    assert "ended by SIGTERM" in err
+
+
+@pytest.mark.parametrize(
+    ("target", "ranks_run"),
+    [
+        (["s.py", "-m", "x"], ["s.py", "-m", "x"]),
+        (["-m", "pkg.train", "--lr", "1"], ["-m", "pkg.train", "--lr", "1"]),
+    ],
+)
+def test_a_launcher_launches_explained_ranks(target: list[str], ranks_run: list[str]) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    given = ["--json", "out.json", "--max-breaks", "0"]
+    options = parser().parse_args(["explain", *given, *launcher, *target])
+    assert explained_ranks([*launcher, *target], options) == [
+        *launcher,
+        *("-m", "inductor_q", "explain"),
+        *given,
+        *ranks_run,
+    ]
