@@ -231,7 +231,6 @@ def test_llama_qlora_by_stock_inductor_and_by_force(explain: Explain, forced: bo
     assert any("inductor" in name or "GraphLowering" in name for name in codegen)
 
 
-@pytest.mark.slow
 def test_moe_with_target_parameters(explain: Explain) -> None:
     """Dozens of breaks are few causes, and most of them are PEFT's."""
     run = explain("moe_target_parameters", options=("--max-breaks", "0"))

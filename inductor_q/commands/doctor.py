@@ -29,7 +29,7 @@ def register(subparsers: Subparsers) -> None:
         metavar="MODULE:FACTORY",
         help="also check the model that this function returns (called without arguments)",
     )
-    parser.add_argument("--json", action="store_true", help="one document, see docs/cli.md")
+    parser.add_argument("--json", action="store_true", help="one document: docs/troubleshooting.md")
     parser.set_defaults(run=main)
 
 
