@@ -241,7 +241,8 @@ def test_nvrtc_says_its_version_or_that_there_is_none(monkeypatch: pytest.Monkey
     if isinstance(library, str):
         assert (here.status, here.remedy) == ("warn", nvrtc.INSTALL)
     else:
-        assert here.found.startswith(f"{library.version[0]}.{library.version[1]}, /")
+        assert here.found.startswith(f"{library.version[0]}.{library.version[1]}, ")
+        assert library.path.endswith(here.found.partition(", ")[2])
     monkeypatch.setattr(csrc_nvrtc, "_places", lambda: [os.devnull])
     csrc_nvrtc.library.cache_clear()
     try:

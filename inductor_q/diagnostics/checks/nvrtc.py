@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -19,7 +21,8 @@ def check() -> Iterator[Finding]:
         why = "" if torch.cuda.is_available() else " (no GPU here to compile for)"
         yield Finding("nvrtc", "warn", library + why, INSTALL)
         return
-    found = f"{'.'.join(map(str, library.version))}, {library.path}"
+    packages = f"{Path(torch.__file__).parents[1]}{os.sep}"
+    found = f"{'.'.join(map(str, library.version))}, {library.path.removeprefix(packages)}"
     unknown = [f"sm_{arch}" for arch in _architectures() if arch not in library.archs]
     if unknown:
         yield Finding("nvrtc", "warn", f"{found}; it does not know {', '.join(unknown)}", INSTALL)
