@@ -112,7 +112,7 @@ def step(
     output = fn(*inputs)
     if output.requires_grad:
         generator = torch.Generator().manual_seed(7)
-        output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
+        output.backward(torch.randn(output.shape, generator=generator).to(output))
     return output.detach(), gradients({f"x{i}": x for i, x in enumerate(inputs)}, module)
 
 

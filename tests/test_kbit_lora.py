@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from inductor_q import kbit, testing
 from inductor_q.backend import qfuse
-from tests.compiling import SMALL, Between, compile_step, step
+from tests.compiling import SMALL, Between, Compiled, compile_step, step
 
 peft = pytest.importorskip("peft")
 
@@ -110,20 +110,9 @@ def test_merging_needs_an_ordinary_layer() -> None:
 # --- passes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("k", "absmax"), FORMATS)
-def test_passes_and_gradients(k: int, absmax: str) -> None:
-    """Each pass finds the layer, and nothing is further from float64 than 1.25 times eager."""
-    module, x = adapted(k, absmax), x_MK()
+def assert_no_worse_than_eager(result: Compiled, module: nn.Module, x: Tensor) -> None:
+    """Against float64, with the packed weight's values in bfloat16 in an ordinary layer."""
     output, grads = step(module, x, module=module)
-    result = compile_step(module, x)
-    assert result.applied == {"canonicalize": 1, "fold_lora": 3, "extend_k": 2, "keep_packed": 1}
-    assert not result.reasons
-    assert result.report.bytes_saved == N * K * 2
-    assert result.ops["qfuse.dequantize"] == 2
-    assert result.ops["qfuse.linear"] == 0
-    assert [site.module for site in result.report.sites if site.pass_name == "canonicalize"] == [
-        "layer.proj"
-    ]
     double = kbit.dequantize_model(copy.deepcopy(module), BF16).double()
     exact, exact_grads = step(double, x.detach().double().requires_grad_(), module=double)
     pairs = {"output": (result.output, output, exact)}
@@ -132,6 +121,22 @@ def test_passes_and_gradients(k: int, absmax: str) -> None:
     for name, (ours, eager, truth) in pairs.items():
         error, limit = testing.relative_error(ours, truth), testing.relative_error(eager, truth)
         assert error <= 1.25 * limit, f"{name}: {error:.2e}, eager {limit:.2e}"
+
+
+@pytest.mark.parametrize(("k", "absmax"), FORMATS)
+def test_passes_and_gradients(k: int, absmax: str) -> None:
+    """Each pass finds the layer, and nothing is further from float64 than 1.25 times eager."""
+    module, x = adapted(k, absmax), x_MK()
+    result = compile_step(module, x)
+    assert_no_worse_than_eager(result, module, x)
+    assert result.applied == {"canonicalize": 1, "fold_lora": 3, "extend_k": 2, "keep_packed": 1}
+    assert not result.reasons
+    assert result.report.bytes_saved == N * K * 2
+    assert result.ops["qfuse.dequantize"] == 2
+    assert result.ops["qfuse.linear"] == 0
+    assert [site.module for site in result.report.sites if site.pass_name == "canonicalize"] == [
+        "layer.proj"
+    ]
 
 
 def test_what_applies_is_what_applies_to_nf4() -> None:
@@ -228,3 +233,30 @@ def test_a_model_of_mixed_bits() -> None:
     assert result.gradients.keys() == grads.keys()
     for name, grad in grads.items():
         assert testing.relative_error(result.gradients[name], grad) < 0.1, name
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "absmax"), FORMATS)
+def test_gpu_quantizes_to_the_same_bits(k: int, absmax: str) -> None:
+    expected = kbit.quantize_model(One(), k, absmax=absmax, progress=False).state_dict()
+    for made in (
+        kbit.quantize_model(One(), k, absmax=absmax, device="cuda", progress=False),
+        kbit.quantize_model(One().cuda(), k, absmax=absmax, progress=False),
+    ):
+        for name, tensor in made.state_dict().items():
+            assert tensor.is_cuda
+            assert torch.equal(tensor.cpu(), expected[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "absmax"), FORMATS)
+def test_gpu_passes_and_gradients(k: int, absmax: str) -> None:
+    module = adapted(k, absmax).cuda()
+    x = x_MK().detach().cuda().requires_grad_()
+    result = compile_step(module, x)
+    assert_no_worse_than_eager(result, module, x)
+    assert result.applied["canonicalize"] == result.applied["keep_packed"] == 1
+    assert result.ops["qfuse.linear"] == 0
