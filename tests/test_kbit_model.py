@@ -604,6 +604,23 @@ def test_a_buffer_without_a_value_is_an_error(tmp_path: Path) -> None:
         kbit.quantize_model(m, 3, checkpoint=path, progress=False)
 
 
+@pytest.mark.gpu
+def test_gpu_from_a_checkpoint_and_from_a_file(tmp_path: Path) -> None:
+    """Everything lands on the device, what is in no checkpoint too; the bits are those of a CPU."""
+    expected = quantized(3)
+    with kbit.meta_parameters():
+        m = Model().to(torch.bfloat16)
+        into = Model().to(torch.bfloat16)
+    path = shards(model(), tmp_path)
+    kbit.quantize_model(m, 3, checkpoint=path, device="cuda", progress=False)
+    kbit.save(m, tmp_path / "m.safetensors")
+    kbit.load(into, tmp_path / "m.safetensors", device="cuda")
+    for made in (m, into):
+        assert {t.device.type for t in (*made.parameters(), *made.buffers())} == {"cuda"}
+        torch.testing.assert_close(made(IDS.cuda()).cpu(), expected(IDS), atol=0.05, rtol=0.05)
+        assert_same_state(copy.deepcopy(made).cpu(), expected)
+
+
 def test_meta_parameters_end_with_the_block() -> None:
     with pytest.raises(RuntimeError, match="inside"), kbit.meta_parameters():
         assert nn.Linear(4, 4).weight.is_meta

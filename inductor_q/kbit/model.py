@@ -229,7 +229,7 @@ class _FromCheckpoint:
         rest = {n: self._read(n).to(state[n].dtype) for n in self._names if n not in done}
         model = replace_layers(self._model, self._packed)
         assign(model, rest)
-        return model
+        return model.to(self._device)  # buffers that are in no checkpoint
 
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(self._names[name]).to(self._device)

@@ -89,7 +89,7 @@ def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu")
         raise checkpoint.wrong(problems)
     model = replace_layers(model, layers)
     assign(model, {name: tensor.to(device) for name, tensor in tensors.items()})
-    return model
+    return model.to(device)  # buffers that are in no file
 
 
 def _join(layer: str, leaf: str) -> str:
