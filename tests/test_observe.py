@@ -211,6 +211,32 @@ def test_coverage_and_saved_tensors(backend: str) -> None:
     assert "qfuse.numerics" in run.options
 
 
+def graphs(gm: Any, example_inputs: Any) -> Any:
+    """Inductor up to its last graphs, which run as they are: no code is generated."""
+    from functorch.compile import make_boxed_func
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def run(gm: Any, example_inputs: Any, **_: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    with config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, example_inputs, inner_compile=run)
+
+
+def test_saved_bytes_are_what_autograd_holds() -> None:
+    config = testing.tiny_llama_config(num_hidden_layers=1)
+    model = testing.qlora_model(config, adapter_dtype=torch.bfloat16)
+    ids = torch.randint(0, config.vocab_size, (2, 32))
+    compiled: Any = torch.compile(model, backend=graphs)
+    run = observed(lambda: compiled(input_ids=ids, labels=ids).loss.backward())
+    held = testing.count_saved_bytes(lambda: compiled(input_ids=ids, labels=ids).loss, model)
+    assert run.saved_bytes == held.total > 0
+    assert sum(item.count for item in run.saved) == len(held.tensors)
+    assert len(run.layers) == len(testing.PROJECTIONS)
+    assert all(layer.status == "fused" and layer.would for layer in run.layers)
+
+
 def test_backends_that_cannot_be_looked_into() -> None:
     model = Model()
     x = torch.randn(8, 64, dtype=torch.bfloat16)

@@ -13,15 +13,15 @@ from inductor_q.passes.graph import hint
 
 
 def saved_tensors(forward: fx.Graph, num_fwd_outputs: int) -> tuple[SavedTensors, ...]:
-    """The outputs of a partitioned forward graph that are there for the backward alone.
+    """What a partitioned forward graph returns for the backward, after its own outputs.
 
     Inputs (weights, the batch) live anyway and views share their base's memory, so neither is
-    counted; a size that is a symbol counts with its example value.
+    counted; an output that is also saved (the logits of a loss) is. A size that is a symbol counts
+    with its example value.
     """
     output = next(iter(forward.find_nodes(op="output")))
     values = tree_leaves(output.args[0])
-    user = {_base(v) for v in values[:num_fwd_outputs] if isinstance(v, fx.Node)}
-    kept = {_base(v) for v in values[num_fwd_outputs:] if isinstance(v, fx.Node)} - user
+    kept = {_base(v) for v in values[num_fwd_outputs:] if isinstance(v, fx.Node)}
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for node in kept:
