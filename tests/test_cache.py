@@ -151,19 +151,27 @@ def test_a_lost_report_is_no_error(filled: tuple[Path, Any], package: Path) -> N
     assert second["sum"] == first["sum"]
 
 
-def test_inference_is_cached_as_well(package: Path, tmp_path: Path) -> None:
-    first, second = (run(tmp_path, train=False, package=package) for _ in range(2))
+@pytest.fixture(scope="module")
+def inferred(tmp_path_factory: pytest.TempPathFactory, package: Path) -> tuple[Path, Any]:
+    """The same of a process that only infers: a graph, and a compile, of half the size."""
+    cache = tmp_path_factory.mktemp("inference")
+    return cache, run(cache, train=False, package=package)
+
+
+def test_inference_is_cached_as_well(inferred: tuple[Path, Any], package: Path) -> None:
+    cache, first = inferred
+    second = run(cache, train=False, package=package)
     assert first["aot"] == MISS and second["aot"] == HIT
     assert second["sites"] == first["sites"] and second["cached"]
 
 
-def test_a_changed_source_misses(filled: tuple[Path, Any], package: Path, tmp_path: Path) -> None:
+def test_a_changed_source_misses(inferred: tuple[Path, Any], package: Path, tmp_path: Path) -> None:
     """Any file of the package counts: torch has lowerings and kernels in no key of its own."""
     other = copy_of(package, tmp_path / "package")
-    unchanged = run(filled[0], package=other)
+    unchanged = run(inferred[0], train=False, package=other)
     assert unchanged["aot"] == HIT
     with open(other / "lowerings" / "dequantize.py", "a") as file:
         file.write("\n# changed\n")
-    changed = run(filled[0], package=other)
+    changed = run(inferred[0], train=False, package=other)
     assert changed["aot"] == MISS
     assert changed["sum"] == unchanged["sum"]
