@@ -45,6 +45,7 @@ from inductor_q.passes.graph import (
     columns,
     computed_from,
     emit,
+    is_nested,
     is_tensor,
     peel_rows,
     peel_transposes,
@@ -456,7 +457,10 @@ def _recompute(x: fx.Node) -> None:
     """Let backward compute a pointwise input again rather than keep the wide buffer it lies in.
 
     What it is computed from (the residual stream, a gate and its factor) is kept for its own
-    backward anyway.
+    backward anyway. Not in a nested compile region: what its backward takes, Inductor (2.13) may
+    overwrite in place, and that would be the caller's tensor.
     """
+    if is_nested(x.graph):
+        return
     if _is_pointwise(x) and "recompute" not in x.meta:
         x.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

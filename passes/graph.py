@@ -196,6 +196,12 @@ def written_inputs(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
+def is_nested(graph: fx.Graph) -> bool:
+    """Whether this is the graph of a nested compile region: torch describes no input of those."""
+    inputs = graph.find_nodes(op="placeholder")
+    return bool(inputs) and not any("desc" in n.meta for n in inputs)
+
+
 def base_descriptor(desc: Any) -> Any:
     """Of a tensor that was desugared or cloned: what it comes from."""
     while hasattr(desc, "base"):

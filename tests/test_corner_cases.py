@@ -214,6 +214,28 @@ def test_an_input_is_not_computed_again_from_what_forward_wrote_to() -> None:
     assert result.reasons["extend_k"] == {WRITTEN: 1}
 
 
+def test_a_nested_compile_region_leaves_its_input_alone() -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(lambda m, h: m.base(h) + m.low(h), n=K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def layer(x: Tensor) -> Tensor:
+                y: Tensor = self.layer(x)
+                return y
+
+            region: Any = torch.compiler.nested_compile_region(layer)
+            y: Tensor = region(region(x))
+            return y
+
+    x = x_MK(96, K)
+    before = x.detach().clone()
+    result = same_as_eager(Region(), x)
+    assert torch.equal(x, before)
+    assert result.applied["canonicalize"] == 2 and result.applied["extend_k"] == 2
+
+
 # --- layers and biases --------------------------------------------------------------------------
 
 
