@@ -1,6 +1,7 @@
 """FX graph -> FX graph, in terms of qfuse:: ops. The pipeline, in order, a line each:
 
-canonicalize first, so that the rest knows one form; fold_lora before the stacking, since a scale or
+canonicalize first, so that the rest knows one form; fuse_scatter2scatter next, so that no other
+pass sees a dequantized stack of experts; fold_lora before the stacking, since a scale or
 a cast between two products hides that they share an input; stack_adapters before extend_k, so that
 one projection serves all of a group's products; stack_projections after it, on what was not
 extended; stack_gradients last of the joint passes, when extend_k has laid the gradients side by
@@ -13,6 +14,7 @@ assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {_
 from inductor_q.passes.canonicalize import Canonicalize
 from inductor_q.passes.extend_k import ExtendK
 from inductor_q.passes.fold_lora import FoldLora
+from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
@@ -21,6 +23,7 @@ from inductor_q.passes.stack_projections import StackProjections
 
 PIPELINE: tuple[Pass, ...] = (
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
+    FuseScatter2Scatter(),  # products with packed experts: one op that reads them packed
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour
     StackAdapters(),  # adapters that share an input: one projection
     ExtendK(),  # the adapter rides in the main product

@@ -60,11 +60,14 @@ def arg(node: fx.Node, index: int) -> fx.Node:
     return value
 
 
-def emit(graph: fx.Graph, target: Any, args: Sequence[Any], like: fx.Node) -> fx.Node:
+def emit(
+    graph: fx.Graph, target: Any, args: Sequence[Any], like: fx.Node, **kwargs: Any
+) -> fx.Node:
     """A new call at the graph's insertion point, with fake value and the origin of `like`."""
-    node = graph.call_function(target, tuple(args))
+    node = graph.call_function(target, tuple(args), kwargs)
     with V.fake_mode:
-        node.meta["val"] = target(*fx.node.map_arg(tuple(args), lambda a: a.meta["val"]))
+        values = fx.node.map_arg(tuple(args), lambda a: a.meta["val"])
+        node.meta["val"] = target(*values, **kwargs)
     for key in _INHERITED:
         if key in like.meta:
             node.meta[key] = like.meta[key]

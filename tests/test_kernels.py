@@ -129,7 +129,10 @@ def test_every_list_ends_with_the_reference() -> None:
 
 
 def test_provider_names() -> None:
-    assert provider_names() == {"dequantize": ("inductor", "cpp", "reference", "cuda", "triton")}
+    assert provider_names() == {
+        "dequantize": ("inductor", "cpp", "reference", "cuda", "triton"),
+        "scatter2scatter": ("reference", "cuda", "dequantize"),
+    }
     assert providers("dequantize", "cpu") == ["cpp"]  # the reference is no provider of speed
     assert providers("dequantize", "xpu") == []
 

@@ -118,8 +118,10 @@ def providers(op: str, device_type: str) -> list[str]:
 
 
 def provider_names() -> dict[str, tuple[str, ...]]:
-    """Every provider of every op, on whatever device."""
-    return {
+    """Every provider of every op that compiled code may ask for, on whatever device."""
+    names = {
         op: (POINTWISE, *dict.fromkeys(k.name for kernels in table.values() for k in kernels))
         for op, table in OPS.items()
     }
+    experts = dict.fromkeys(k.name for kernels in SCATTER2SCATTER.values() for k in kernels)
+    return {**names, "scatter2scatter": tuple(experts)}

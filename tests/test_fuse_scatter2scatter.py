@@ -1,0 +1,169 @@
+"""fuse_scatter2scatter: transformers' experts, as they are, read packed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from torch import Tensor, nn
+
+from inductor_q import experts
+from inductor_q.experts.modules import expert_layers
+from tests.compiling import Compiled, compile_step, step
+from tests.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, model, tokens
+
+PASS = "fuse_scatter2scatter"
+CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
+
+
+class Experts(nn.Module):
+    """The expert layer of a tiny model, with its choices, and an input that wants a gradient."""
+
+    def __init__(
+        self, family: str, implementation: str, dtype: torch.dtype, packed: bool = True
+    ) -> None:
+        super().__init__()
+        net = model(family).to(dtype)
+        self.experts: Any = expert_layers(net)["model.layers.0.mlp.experts"]
+        self.experts.requires_grad_(False)
+        if packed:
+            for name in ("gate_up_proj", "down_proj"):
+                replace_parameter_4bit(self.experts, name)
+            # What the hooks cache of a layer alone would leave the graph as outputs.
+            self.experts._forward_hooks.clear()
+            self.experts._forward_pre_hooks.clear()
+        self.experts.config._experts_implementation = implementation
+
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        result: Tensor = self.experts(x, ids, gates)
+        return result
+
+
+def inputs(dtype: torch.dtype, n: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    gates = torch.rand(n, 2, generator=generator).to(dtype).requires_grad_()
+    return x, torch.rand(n, EXPERTS, generator=generator).argsort(-1)[:, :2], gates
+
+
+def compiled(layer: Experts, dtype: torch.dtype, **kwargs: Any) -> Compiled:
+    """One step, held to the layer in eager mode in float32."""
+    exact = copy.deepcopy(layer).float()
+    for steps in (exact.experts._modules.get("parametrizations") or {}).values():
+        steps[0].quant_state.dtype = torch.float32
+    args = inputs(dtype)
+    x, ids, gates = (a.detach().float().requires_grad_() if a.requires_grad else a for a in args)
+    y = exact(x, ids, gates)
+    generator = torch.Generator().manual_seed(7)
+    y.backward(torch.randn(y.shape, generator=generator).to(dtype).float())
+    result = compile_step(layer, *args, fullgraph=True, **kwargs)
+    tolerance = CLOSE if dtype is torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    assert x.grad is not None and gates.grad is not None
+    torch.testing.assert_close(result.output.float(), y.detach(), **tolerance)
+    torch.testing.assert_close(result.gradients["x0"].float(), x.grad, **tolerance)
+    torch.testing.assert_close(result.gradients["x2"].float(), gates.grad, **tolerance)
+    return result
+
+
+def saved(result: Compiled) -> int:
+    """The largest tensor that the forward graph hands to backward."""
+    output: Any = result.partitioned[0].output_node()
+    computed = [v for v in output.args[0] if v is not None and v.op != "placeholder"]
+    return max(int(v.meta["val"].numel()) for v in computed)
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    ("qwen3_moe", "grouped_mm", torch.float32),
+    ("gpt_oss", "batched_mm", torch.float32),
+    pytest.param("qwen3_moe", "grouped_mm", torch.bfloat16, marks=SLOW),
+    pytest.param("qwen3_moe", "batched_mm", torch.float32, marks=SLOW),
+    pytest.param("qwen3_moe", "batched_mm", torch.bfloat16, marks=SLOW),
+    pytest.param("gpt_oss", "grouped_mm", torch.float32, marks=SLOW),
+    pytest.param("gpt_oss", "grouped_mm", torch.bfloat16, marks=SLOW),
+    pytest.param("gpt_oss", "batched_mm", torch.bfloat16, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("family", "implementation", "dtype"), CASES)
+def test_packed_experts_are_read_packed(
+    family: str, implementation: str, dtype: torch.dtype
+) -> None:
+    result = compiled(Experts(family, implementation, dtype), dtype)
+    assert result.applied[PASS] == 4  # two projections, forward and input gradient
+    assert result.ops["qfuse.scatter2scatter"] == 4
+    assert not {"_grouped_mm", "bmm", "qfuse.dequantize", "bitsandbytes.dequantize_4bit"} & {
+        *result.ops
+    }
+    assert saved(result) <= 14 * 2 * INTERMEDIATE
+    assert result.ops["sort"] <= 1
+
+
+@SLOW
+def test_gathered_dense_experts_are_not_copied() -> None:
+    """Beside packed ones: a model without any is Inductor's."""
+    layer = Experts("qwen3_moe", "batched_mm", torch.float32)
+    weight = layer.experts.gate_up_proj.detach()
+    torch.nn.utils.parametrize.remove_parametrizations(
+        layer.experts, "gate_up_proj", leave_parametrized=False
+    )
+    layer.experts.gate_up_proj = nn.Parameter(weight, requires_grad=False)
+    result = compiled(layer, torch.float32)
+    assert result.applied[PASS] == 4
+    assert saved(result) <= 14 * 2 * INTERMEDIATE
+
+
+def test_grouped_dense_experts_stay() -> None:
+    layer = Experts("qwen3_moe", "grouped_mm", torch.float32)
+    weight = layer.experts.gate_up_proj.detach()
+    torch.nn.utils.parametrize.remove_parametrizations(
+        layer.experts, "gate_up_proj", leave_parametrized=False
+    )
+    layer.experts.gate_up_proj = nn.Parameter(weight, requires_grad=False)
+    result = compiled(layer, torch.float32)
+    assert result.applied[PASS] == 2
+    assert result.reasons[PASS] == {
+        "the experts are dense: torch's grouped product reads them as they are": 2
+    }
+
+
+def test_products_of_our_own_are_counted_and_take_the_provider_asked_for() -> None:
+    net = model("qwen3_moe").requires_grad_(False)
+    experts.quantize(net)
+    layer = Experts("qwen3_moe", "qfuse", torch.float32, packed=False)
+    layer.experts = expert_layers(net)["model.layers.0.mlp.experts"]
+    awaken(experts.add_lora(layer, r=2))
+    options = {"qfuse.kernels": {"scatter2scatter": "reference"}}
+    result = compile_step(layer, *inputs(torch.float32), fullgraph=True, options=options)
+    assert result.applied[PASS] == 4
+    nodes = [n for graph in result.joint for n in graph.nodes]
+    products = [n for n in nodes if "qfuse.scatter2scatter" in str(n.target)]
+    assert {n.args[-1] for n in products} == {"reference"}
+    sites = [s for s in result.report.sites if s.pass_name == PASS]
+    assert {s.provider for s in sites} == {"reference"}
+    assert {s.module for s in sites} == {"experts.gate_up_proj", "experts.down_proj"}
+
+
+@SLOW
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_an_untouched_model(implementation: str) -> None:
+    net = model("qwen3_moe", implementation).requires_grad_(False)
+    net.model.embed_tokens.weight.requires_grad_(True)
+    for layer in expert_layers(net).values():
+        for name in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(layer, name)
+
+    def logits(ids: Tensor) -> Tensor:
+        result: Tensor = net(input_ids=ids, use_cache=False).logits
+        return result
+
+    expected, expected_grads = step(logits, tokens(), module=net)
+    result = compile_step(logits, tokens(), module=net, fullgraph=True)
+    assert result.applied[PASS] == 8
+    torch.testing.assert_close(result.output, expected, **CLOSE)
+    assert result.gradients.keys() == expected_grads.keys()
+    for name, grad in result.gradients.items():
+        torch.testing.assert_close(grad, expected_grads[name], **CLOSE)
