@@ -252,6 +252,7 @@ def test_backends_that_cannot_be_looked_into() -> None:
 
 def state() -> dict[str, Any]:
     from torch._dynamo import config as dynamo_config
+    from torch._dynamo import convert_frame
     from torch._dynamo.eval_frame import _stance
     from torch._dynamo.output_graph import OutputGraph
     from torch._functorch import config as functorch_config
@@ -270,6 +271,7 @@ def state() -> dict[str, Any]:
         "stance": repr(_stance),
         "compiler": OutputGraph.call_user_compiler,
         "listeners": list(runner.listeners),
+        "bytecode": dict(convert_frame._bytecode_hooks),
         "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
         "argv": list(sys.argv),
         "path": list(sys.path),
@@ -289,7 +291,8 @@ def test_nothing_is_left_behind(error: type[Exception] | None, tmp_path: Any) ->
     except ValueError:
         assert error
     assert state() == before
-    assert json.loads((tmp_path / "index.json").read_text()) == []
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert {entry["kind"] for entry in index} == {"bytecode"}
 
 
 def test_torch_is_not_imported_before_the_target_does() -> None:
