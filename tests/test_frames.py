@@ -26,6 +26,9 @@ def installed(tmp_path: Path) -> Path:
         (info / "RECORD").write_text("listed/__init__.py,,\nmodule.py,,\n")
         if top_level:
             (info / "top_level.txt").write_text(top_level)
+    (site / "listed").mkdir()
+    for name in ("listed/__init__.py", "module.py"):  # Python 3.12 lists what exists only
+        (site / name).touch()
     return tmp_path
 
 

@@ -46,7 +46,7 @@ def experts_forward(
     name = "gate_up_proj" if self.has_gate else "up_proj"
     hidden = project(self, name, x, routing, grouped_out=True)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    if not self.has_post_expert_norm:
+    if not getattr(self, "has_post_expert_norm", False):  # transformers 5.23 and later have it
         out = project(self, "down_proj", hidden, routing, grouped_in=True, gates=top_k_weights)
         return out.to(hidden_states.dtype)
     rows = project(self, "down_proj", hidden, routing, grouped_in=True, grouped_out=True)
