@@ -1,7 +1,7 @@
 // Bit planes and codes: transpositions, done among four lanes and inside a lane's registers.
 //
 // A block of 32 codes of K bits is K words: bit e of word p is bit p of code e. Four neighbouring
-// lanes (a quad) work on four neighbouring blocks: in memory, lane t owns the words of block t; in
+// lanes (a quad) work on four blocks: in memory, lane t owns the words of the t-th; in
 // arithmetic, it owns elements 8t .. 8t+7 of all four, so that what it reads and what it writes are
 // both contiguous. Every step below is its own inverse.
 

@@ -13,6 +13,7 @@
 
 constexpr int kBlock = 32;                // elements that share a scale
 constexpr int kRun = 8;                   // neighbouring elements of a lane
+constexpr int kApart = 8;                 // from one block of a quad to its next: see Lane
 
 // Where values lie: anywhere, so one by one; in rows in which runs of 8 are whole and aligned to 16
 // bytes; or such runs one after the other, which needs no division.
@@ -36,6 +37,8 @@ struct E4M4 {
   }
 };
 
+// The quads of a warp have neighbouring blocks, and each quad further ones 8 apart: the vectors that a
+// warp moves at one time are 512 contiguous bytes of 16-bit values.
 struct Lane {
   int lane, member;   // of the warp, of the quad
   int64 mine, first;  // blocks: the one whose packed words this lane holds, the quad's first
@@ -43,12 +46,12 @@ struct Lane {
   __device__ Lane() {
     lane = threadIdx.x & 31;
     member = lane & 3;
-    mine = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    first = mine - member;
+    first = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x - lane + lane / 4;
+    mine = first + member * kApart;
   }
 
   // The first of the lane's elements in the quad's block `s`.
-  __device__ int64 element(int s) const { return (first + s) * kBlock + member * kRun; }
+  __device__ int64 element(int s) const { return (first + s * kApart) * kBlock + member * kRun; }
 
   // What `value` is in the lane that owns the quad's block `s`.
   template <class T>
@@ -169,14 +172,14 @@ __global__ void dequantize(const uint32* __restrict__ qweight,
       if (start < numel) store_run<Out>(values, out + start);
     } else if constexpr (kLayout == kRows) {
       if (start < numel) store_run<Out>(values, out + place.offset + place.col);
-      place.advance(kBlock, cols, stride);
+      place.advance(kApart * kBlock, cols, stride);
     } else {
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
         if (start + e < numel) out[place.offset + place.col] = Out::encode(values[e]);
         place.advance(1, cols, stride);
       }
-      place.advance(kBlock - kRun, cols, stride);
+      place.advance(kApart * kBlock - kRun, cols, stride);
     }
   }
 }
