@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ def quantize(
     format: str = "nf4_b64",
     *,
     targets: Collection[str] = PROJECTIONS,
+    weights: Callable[[str, nn.Parameter], Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Pack the fused experts of `model` in place, a projection at a time, and use "qfuse" for them.
@@ -37,6 +38,9 @@ def quantize(
         model: of transformers (v5), or a PEFT model around one.
         format: of `inductor_q.FORMATS`: "nf4_b64", "nf4_b64_nested", "fp4_b64", "kbit4_e4m4", ...
         targets: "gate_up_proj", "up_proj", "down_proj".
+        weights: (name, parameter) -> its values, for a model with parameters on the meta device
+            (`inductor_q.kbit.meta_parameters`): asked for one projection at a time, so the whole
+            model is never held unpacked. By default the values that each parameter has.
         device: where to pack, and where the packed weights stay; by default where each weight is.
 
     Returns:
@@ -45,12 +49,14 @@ def quantize(
     Raises:
         NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
     """
-    for layer in expert_layers(model).values():
+    for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
             stack = as_stack(layer, name)
             if stack.format == DENSE:
-                weight = stack.operands[0].detach().to(device or stack.operands[0].device)
-                packed = put_stack(layer, name, pack(weight, format), format, stack.shape)
+                weight = stack.get_parameter("weight")
+                values = weights(f"{layer_name}.{name}", weight) if weights else weight.detach()
+                operands = pack(values.to(device or values.device), format)
+                packed = put_stack(layer, name, operands, format, stack.shape)
                 packed.lora_A, packed.lora_B = stack.lora_A, stack.lora_B
                 packed.scaling = stack.scaling
     return use_qfuse(model)
