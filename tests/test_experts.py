@@ -17,6 +17,8 @@ from inductor_q import exc, experts
 from inductor_q.backend import qfuse
 from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
+from inductor_q.kbit import meta_parameters
+from inductor_q.kbit.checkpoint import Checkpoint
 from tests.moe_models import (
     EXPERTS,
     FAMILIES,
@@ -326,6 +328,54 @@ def test_a_cast_leaves_packed_weights_alone(format: str) -> None:
     assert step(net, tokens())[0].dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("shard", ["100KB", "5GB"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_straight_from_a_checkpoint(
+    family: str, shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused or expert by expert, one file or shards; each tensor is read once."""
+    whole = model(family)
+    whole.save_pretrained(tmp_path, max_shard_size=shard)
+    with meta_parameters():
+        net = model(family)
+    read: list[str] = []
+    original = Checkpoint.read
+
+    def count(self: Checkpoint, name: str) -> Tensor:
+        read.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", count)
+    experts.quantize(net, checkpoint=tmp_path)
+    assert sorted(read) == sorted(Checkpoint(tmp_path).shapes())
+    logits, _ = step(experts.quantize(whole), tokens())
+    torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_which_a_part_is_packed(tmp_path: Path) -> None:
+    whole = model("qwen3_moe")
+    whole.save_pretrained(tmp_path)
+    with meta_parameters():
+        net = model("qwen3_moe")
+    awaken(experts.add_lora(net, r=2, targets=["gate_up_proj"]))
+    experts.quantize(net, checkpoint=tmp_path, targets=["gate_up_proj"])
+    assert {name.rpartition(".")[2] for name, _ in stacks(net)} == {"gate_up_proj"}
+    awaken(experts.add_lora(whole, r=2, targets=["gate_up_proj"]))
+    experts.quantize(whole, targets=["gate_up_proj"])
+    logits, _ = step(whole, tokens())
+    torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+def test_another_models_checkpoint(tmp_path: Path) -> None:
+    model("olmoe", intermediate_size=64).save_pretrained(tmp_path)
+    net = model("olmoe")
+    with pytest.raises(exc.WrongCheckpoint, match=r"gate_up_proj has shape \(4, 128, 64\)"):
+        experts.quantize(net, checkpoint=tmp_path)
+    with pytest.raises(exc.WrongCheckpoint, match=r"router\.weight is missing"):
+        experts.quantize(model("gpt_oss"), checkpoint=tmp_path)
+    assert not [*stacks(net)]
+
+
 # --- mistakes -----------------------------------------------------------------------------------
 
 
@@ -334,8 +384,10 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         experts.quantize(nn.Linear(2, 2))
     with pytest.raises(exc.UnknownProjection, match="Known: gate_up_proj"):
         experts.quantize(model("olmoe"), targets=["down"])
+    net = model("olmoe")
     with pytest.raises(exc.UnknownFormat):
-        experts.quantize(model("olmoe"), "nf5")
+        experts.quantize(net, "nf5")
+    assert not [*stacks(net)]
     with pytest.raises(exc.CorruptAdapter, match="no adapters"):
         experts.save_adapter(experts.quantize(model("olmoe")), tmp_path)
     net = adapted("olmoe")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from inductor_q.experts.checkpoint import ExpertCheckpoint
 from inductor_q.experts.forward import IMPLEMENTATION, register
 from inductor_q.experts.modules import (
     PROJECTIONS,
@@ -16,7 +18,7 @@ from inductor_q.experts.modules import (
     projections,
     put_stack,
 )
-from inductor_q.experts.packing import pack
+from inductor_q.experts.packing import operand_names, pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.ops.scatter2scatter import DENSE
 
@@ -27,6 +29,7 @@ def quantize(
     *,
     targets: Collection[str] = PROJECTIONS,
     weights: Callable[[str, nn.Parameter], Tensor] | None = None,
+    checkpoint: str | Path | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Pack the fused experts of `model` in place, a projection at a time, and use "qfuse" for them.
@@ -41,14 +44,20 @@ def quantize(
         weights: (name, parameter) -> its values, for a model with parameters on the meta device
             (`inductor_q.kbit.meta_parameters`): asked for one projection at a time, so the whole
             model is never held unpacked. By default the values that each parameter has.
+        checkpoint: a safetensors file, an index of shards or a folder with either, instead of
+            `weights`: the experts are read from it one projection at a time, and then the rest.
         device: where to pack, and where the packed weights stay; by default where each weight is.
 
     Returns:
         The model.
 
     Raises:
-        NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
+        NoExperts, UnknownProjection, UnknownFormat, MissingExtra; WrongCheckpoint, before anything
+        is changed.
     """
+    operand_names(format)  # an unknown one changes nothing
+    source = None if checkpoint is None else ExpertCheckpoint(checkpoint, model)
+    weights = weights if source is None else source.weight
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
             stack = as_stack(layer, name)
@@ -59,6 +68,11 @@ def quantize(
                 packed = put_stack(layer, name, operands, format, stack.shape)
                 packed.lora_A, packed.lora_B = stack.lora_A, stack.lora_B
                 packed.scaling = stack.scaling
+                for adapter in (packed.lora_A, packed.lora_B):
+                    if adapter is not None:  # in place: an optimizer may hold it
+                        adapter.data = adapter.data.to(packed.operands[0].device)
+    if source is not None:
+        source.load_others(model, device)
     return use_qfuse(model)
 
 
@@ -104,7 +118,8 @@ def attach(stack: ExpertStack, a: Tensor, b: Tensor, scaling: float) -> list[nn.
     """Make `a` and `b` the trained adapter of a stack whose own weights are frozen."""
     for weight in stack.operands:
         weight.requires_grad_(False)
-    device = stack.operands[0].device
+    weight = stack.operands[0]
+    device = a.device if weight.is_meta else weight.device  # of a model to be read from a file
     stack.lora_A, stack.lora_B = nn.Parameter(a.to(device)), nn.Parameter(b.to(device))
     stack.scaling = scaling
     return [stack.lora_A, stack.lora_B]
