@@ -131,9 +131,11 @@ def _provider(x: Any, context: Context) -> str:
 
 
 def _emit_route(graph: fx.Graph, route: _Route, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """`experts.route` of ids that are all in range, as nodes, once."""
+    """`experts.route` of the indices of a gather, as nodes, once."""
     if route.nodes is None:
-        ids = emit(graph, CAST, (route.ids, torch.int32), like)
+        # An index counts from the end where it is negative, and is in range otherwise.
+        ids = emit(graph, aten.remainder.Scalar, (route.ids, route.num_experts), like)
+        ids = emit(graph, CAST, (ids, torch.int32), like)
         both = emit(graph, aten.sort.stable, (ids,), like, stable=True)
         grouped, order = (emit(graph, operator.getitem, (both, i), like) for i in range(2))
         experts = _arange(graph, route.num_experts + 1, torch.int32, like)

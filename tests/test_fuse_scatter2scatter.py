@@ -149,6 +149,15 @@ def test_products_of_our_own_are_counted_and_take_the_provider_asked_for() -> No
 
 @SLOW
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_any_number_of_tokens(implementation: str) -> None:
+    layer = Experts("qwen3_moe", implementation, torch.float32)
+    result = compiled(layer, torch.float32, dynamic=True)
+    assert result.applied[PASS] == 4
+    assert result.ops["qfuse.scatter2scatter"] == 4
+
+
+@SLOW
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_an_untouched_model(implementation: str) -> None:
     net = model("qwen3_moe", implementation).requires_grad_(False)
     net.model.embed_tokens.weight.requires_grad_(True)
