@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,9 +253,9 @@ def test_compiled_code_is_served_by_a_kernel_that_can() -> None:
     assert choose("dequantize", "xpu", "cpp") == "inductor"
     for name in ("reference", "inductor"):
         assert choose("dequantize", "cpu", name) == name
-    kbit = FORMATS["kbit3_fp16"]
-    assert choose("dequantize", "cpu", "cpp", kbit) == "inductor"
-    assert refusal("dequantize", "cpu", "cpp", kbit)
+    crumbs = replace(FORMATS["nf4_b64"], packing=BytePacking(bits=2, high_first=True))
+    assert choose("dequantize", "cpu", "cpp", crumbs) == "inductor"
+    assert refusal("dequantize", "cpu", "cpp", crumbs)
     assert refusal("dequantize", "cpu", "triton") == "there is none of that name for cpu tensors"
 
 
