@@ -225,6 +225,7 @@ def graphs(gm: Any, example_inputs: Any) -> Any:
 
 
 def test_saved_bytes_are_what_autograd_holds() -> None:
+    other = testing.qlora_model(testing.tiny_llama_config(num_hidden_layers=2))  # the same paths
     config = testing.tiny_llama_config(num_hidden_layers=1)
     model = testing.qlora_model(config, adapter_dtype=torch.bfloat16)
     ids = torch.randint(0, config.vocab_size, (2, 32))
@@ -233,7 +234,7 @@ def test_saved_bytes_are_what_autograd_holds() -> None:
     held = testing.count_saved_bytes(lambda: compiled(input_ids=ids, labels=ids).loss, model)
     assert run.saved_bytes == held.total > 0
     assert sum(item.count for item in run.saved) == len(held.tensors)
-    assert len(run.layers) == len(testing.PROJECTIONS)
+    assert len(run.layers) == len(testing.PROJECTIONS), other
     assert all(layer.status == "fused" and layer.would for layer in run.layers)
 
 

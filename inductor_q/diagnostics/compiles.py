@@ -45,7 +45,7 @@ class Compiles:
     dry_runs: bool = True
     collect: bool = False
     all: list[Compiled] = field(default_factory=list)
-    layers: dict[str, Quantized] = field(default_factory=dict)
+    layers: dict[tuple[int, str], Quantized] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _open: list[Compiled] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Compiles:
         if self.collect:
             gc.collect()
         for layer in quantized_layers():
-            self.layers.setdefault(layer.module, layer)
+            self.layers.setdefault((layer.tree, layer.module), layer)
 
     def compiling(self, compiler: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         if not self.all:

@@ -43,7 +43,7 @@ def layers(
             _add(covered, _layer(name, sites, would))
     found: dict[str, Layer] = {}
     live = tuple(live)
-    trees = {w.tree for w in live if all_trees or _match(w.module, read)}
+    trees = {w.tree for w in live} if all_trees else _read_trees(live, read)
     for weight in (w for w in live if w.tree in trees):
         known = _match(weight.module, covered)
         layer = covered[known] if known else _uncovered(weight, read)
@@ -57,6 +57,25 @@ def layers(
     matched = {_match(name, covered) for name in found}
     rest = {name: layer for name, layer in covered.items() if name not in matched}
     return (*found.values(), *rest.values())
+
+
+def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
+    """The module trees that compiled graphs read, by paths, which two models may share.
+
+    What is read of a tree has to be more than another one explains of which more is read: a model
+    that lives on from an earlier run is not taken for the compiled one's twin.
+    """
+    paths: dict[int, set[str]] = {}
+    for weight in live:
+        paths.setdefault(weight.tree, set()).add(weight.module)
+    hits = {tree: {p for p in own if _match(p, read)} for tree, own in paths.items()}
+    explained: set[str] = set()
+    trees = set()
+    for tree in sorted(hits, key=lambda t: -len(hits[t]) / len(paths[t])):
+        if hits[tree] - explained:
+            explained |= hits[tree]
+            trees.add(tree)
+    return trees
 
 
 def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
