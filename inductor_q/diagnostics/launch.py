@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -153,7 +154,12 @@ def _on_sigterm(report: Callable[[], object]) -> Iterator[None]:
 
 
 def _die_interrupted() -> NoReturn:
-    """Let the interpreter end the process the way an uncaught Ctrl-C does: exit handlers run, then
-    the process dies of SIGINT. The traceback has been printed."""
-    sys.excepthook = lambda kind, error, trace: None
-    raise KeyboardInterrupt
+    """End as an uncaught Ctrl-C does, whose traceback has been printed: exit handlers run, then the
+    process dies of SIGINT. Raising it again would not do: started by `python -m`, Python 3.12 then
+    exits with status 1."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("SIGINT does not end this process")
