@@ -56,14 +56,14 @@ def pointwise(
         for name, operand in zip(fmt.operands, operands, strict=True)
     }
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    device = operands[0].get_device()
+    loops = Loops(loaders, device.type)
 
     def inner(index: Sequence[sympy.Expr]) -> Any:
         i = sum((x * s for x, s in zip(index, strides, strict=True)), sympy.S.Zero)
-        return ops.to_dtype(fmt.decode(Loops(loaders), i), dtype)
+        return ops.to_dtype(fmt.decode(loops, i), dtype)
 
-    return ir.Pointwise.create(
-        device=operands[0].get_device(), dtype=dtype, inner_fn=inner, ranges=list(shape)
-    )
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(shape))
 
 
 def _units(x: Any, fmt: QuantFormat) -> Any:

@@ -359,8 +359,21 @@ def test_codebook_in_loops_selects_every_value() -> None:
         (5.0, 7.0),
     ):
         with V.set_ops_handler(cast(Any, Python())):
-            found = [Loops({}).codebook(values, code) for code in range(len(values))]
+            found = [Loops({}, "cpu").codebook(values, code) for code in range(len(values))]
         assert tuple(found) == values
+
+
+def test_loops_round_products_on_cuda() -> None:
+    """Triton would contract `code * outer + offset` of a nested scale to an FMA, eager does not."""
+    from torch._inductor.ops_handler import MockHandler
+    from torch._inductor.virtualized import V
+
+    from inductor_q.decode.loops import Loops
+
+    handler = cast(Any, MockHandler())
+    with V.set_ops_handler(handler):
+        assert str(Loops({}, "cpu").mul("a", "b")) == str(handler.mul("a", "b"))
+        assert "mul.rn.f32" in str(Loops({}, "cuda").mul("a", "b"))
 
 
 # --- errors -------------------------------------------------------------------------------------
