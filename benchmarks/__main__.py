@@ -12,6 +12,7 @@ NAMES = (
     "bench_kbit",
     "bench_linear",
     "bench_moe",
+    "bench_moe_model",
     "bench_step",
     "bench_thresholds",
 )

@@ -221,6 +221,7 @@ def qlora_model(
     rslora: bool = False,
     dora: bool = False,
     targets: Sequence[str] = PROJECTIONS,
+    target_parameters: Sequence[str] = (),
     adapters: int = 1,
     randomize_adapters: bool = False,
     device: str | torch.device = "cpu",
@@ -232,7 +233,8 @@ def qlora_model(
     """The model of ``config`` as a QLoRA user has it: NF4 projections from bitsandbytes, LoRA
     from PEFT, training mode.
 
-    Every projection is quantized; ``targets`` are the ones that get an adapter. Embeddings, norms
+    Every projection is quantized; ``targets`` are the ones that get an adapter, and
+    ``target_parameters`` what PEFT adapts by parametrization (experts in 16 bits). Embeddings, norms
     and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's
     default, fp32 adapters. PEFT starts LoRA at B = 0, which makes the gradient of A vanish: tests
     of gradients want ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them
@@ -263,6 +265,7 @@ def qlora_model(
         lora_alpha=2 * r if alpha is None else alpha,
         lora_dropout=dropout,
         target_modules=list(targets),
+        target_parameters=list(target_parameters) or None,
         use_rslora=rslora,
         use_dora=dora,
     )

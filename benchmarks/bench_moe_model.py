@@ -1,0 +1,191 @@
+"""One training step of a whole mixture of experts, QLoRA: forward, loss, backward, AdamW.
+
+On a GPU: the shapes of Qwen3-30B-A3B, 4 layers, 2 x 2048 tokens, NF4 attention and experts with
+double quantization, a vocabulary of 32,000. On a CPU a toy.
+
+``attention``: LoRA (r = 16) on attention only. Experts are packed by bitsandbytes'
+``replace_parameter_4bit`` and run as "grouped_mm": in eager, stock Inductor and qfuse, the model
+untouched; ``packed`` is qfuse after ``experts.quantize``, which takes the packed weights over.
+
+``attention + experts``: LoRA on both. The peers are what PEFT offers, ``target_parameters`` on
+experts in bf16 (it refuses packed ones), in eager and under stock Inductor, whose graph breaks;
+``packed`` has NF4 experts and ``experts.add_lora``.
+
+Each peer has a model of its own from the same seeds; its peak is counted from before it was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from inductor_q import testing
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = ("gate_up_proj", "down_proj")
+#: What is adapted: the peers that can.
+CASES = {
+    "attention": ("eager", "inductor", "qfuse", "packed"),
+    "attention + experts": ("eager", "inductor", "packed"),
+}
+RANK, ALPHA, LEARNING_RATE = 16, 32, 2e-4
+
+Step = Callable[[], torch.Tensor]
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    parser = harness.parser(__doc__, peers=CASES["attention"])
+    parser.add_argument("--layers", type=int, help="default: 4 on a GPU, 1 on CPU")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
+    parser.add_argument("--adapt", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--loss-steps", type=int, default=10)
+    arguments = parser.parse_args(argv)
+    suite = harness.start("bench_moe_model", arguments)
+    on_gpu = suite.device.type == "cuda"
+    config = _config(arguments.layers or (4 if on_gpu else 1), on_gpu=on_gpu)
+    length = arguments.seq_len or (2048 if on_gpu else 32)
+    suite.settings |= {
+        "layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "rank": RANK,
+        "format": "nf4_b64_nested",
+        "loss_steps": arguments.loss_steps,
+    }
+    generator = torch.Generator().manual_seed(arguments.seed)
+    ids = torch.randint(
+        0, min(64, config.vocab_size), (arguments.batch, length), generator=generator
+    )
+    for adapted in arguments.adapt:
+        _run_case(suite, arguments, config, adapted, ids.to(suite.device))
+    shown = ("peak_bytes", "static_bytes", "loss_deviation", "breaks", "first_step_s")
+    harness.finish(suite, arguments, extras=shown)
+    return suite
+
+
+def _run_case(
+    suite: harness.Suite,
+    arguments: argparse.Namespace,
+    config: Any,
+    adapted: str,
+    ids: torch.Tensor,
+) -> None:
+    torch.compiler.reset()
+    peers = [peer for peer in CASES[adapted] if peer in arguments.backends]
+    extra: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Step] = {}
+    for peer in peers:
+        gc.collect()
+        before = harness.held_bytes(suite.device) or 0
+        model = _model(config, suite.device, packed=peer == "packed", experts="experts" in adapted)
+        static = harness.held_bytes(suite.device)
+        call = harness.compile_as("qfuse" if peer == "packed" else peer, model)
+        steps[peer] = _step(call, model, ids)
+        with testing.CompileTrace() as trace:
+            first = harness.first_call(steps[peer], suite.device)
+        losses = [float(steps[peer]()) for _ in range(arguments.loss_steps)]
+        extra[peer] = {"losses": losses, "breaks": len(trace.breaks), "first_step_s": first}
+        peak = harness.peak_bytes(steps[peer], suite.device)
+        if peak is not None and static is not None:
+            extra[peer] |= {"peak_bytes": peak - before, "static_bytes": static - before}
+        if "eager" in extra:
+            pairs = zip(losses, extra["eager"]["losses"], strict=True)
+            extra[peer]["loss_deviation"] = max(abs(one / other - 1) for one, other in pairs)
+    timings = harness.time_steps(
+        steps,
+        suite.device,
+        rounds=arguments.rounds or (2 if arguments.quick else 7),
+        per_round=5 if suite.device.type == "cuda" else 1,
+    )
+    tokens = f"{ids.shape[0]} x {ids.shape[1]}"
+    case = {"LoRA on": adapted, "layers": config.num_hidden_layers, "tokens": tokens}
+    suite.add(case, timings, roof=_roof(suite, config, ids), extra=extra)
+
+
+def _config(layers: int, *, on_gpu: bool) -> Any:
+    if not on_gpu:
+        return testing.tiny_qwen3_moe_config(num_hidden_layers=layers)
+    return testing.tiny_qwen3_moe_config(
+        vocab_size=32_000,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        max_position_embeddings=40_960,
+    )
+
+
+def _model(config: Any, device: torch.device, *, packed: bool, experts: bool) -> Any:
+    import transformers
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    from inductor_q import experts as our_experts
+
+    torch.manual_seed(0)
+    from_config: Any = transformers.AutoModelForCausalLM.from_config
+    with torch.device(device):
+        base = from_config(config, dtype=torch.bfloat16)
+    base.set_experts_implementation("grouped_mm")
+    by_peft = experts and not packed
+    if not by_peft:
+        for module in list(base.modules()):
+            for name in EXPERTS:
+                if name in module._parameters:
+                    replace_parameter_4bit(module, name, compress_statistics=True)
+    model = testing.qlora_model(
+        config,
+        base=base,
+        device=device,
+        r=RANK,
+        alpha=ALPHA,
+        targets=ATTENTION,
+        target_parameters=[f"mlp.experts.{name}" for name in EXPERTS] if by_peft else (),
+    )
+    if packed:
+        our_experts.quantize(model)
+        if experts:
+            our_experts.add_lora(model, r=RANK, alpha=ALPHA)
+    return model
+
+
+def _step(call: Callable[..., Any], model: Any, ids: torch.Tensor) -> Step:
+    parameters = testing.adapter_parameters(model)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=ids.is_cuda or None)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = call(input_ids=ids, labels=ids, use_cache=False).loss
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _roof(suite: harness.Suite, config: Any, ids: torch.Tensor) -> float:
+    """Products of forward and input gradient; the packed weights read twice."""
+    tokens, hidden = ids.numel(), config.hidden_size
+    heads = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    expert = 3 * hidden * config.moe_intermediate_size
+    attention = 2 * hidden * (heads + keys)
+    used = attention + config.num_experts_per_tok * expert + config.num_experts * hidden
+    causal = 7 * tokens * ids.shape[1] * heads
+    flops = config.num_hidden_layers * (4 * tokens * used + causal)
+    flops += 4 * tokens * config.vocab_size * hidden
+    held = config.num_hidden_layers * (attention + config.num_experts * expert)
+    return suite.ceilings.roof(flops=flops, bytes=2 * held * (0.5 + 1 / 64))
+
+
+if __name__ == "__main__":
+    main()
