@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.exc import NoExperts, UnknownProjection
-from inductor_q.experts.packing import operand_names
+from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.ops.scatter2scatter import DENSE
 
@@ -60,7 +60,11 @@ def bnb_packed(layer: nn.Module, name: str) -> tuple[list[Tensor], str, list[int
         return None
     steps = parametrizations[name]
     state = getattr(steps[0], "quant_state", None)
-    return None if state is None else bnb_operands(steps.original, state)
+    if state is None:
+        return None
+    operands, format, shape = bnb_operands(steps.original, state)
+    experts: Any = layer.num_experts
+    return operands, format, expert_shape(shape, experts)
 
 
 def as_stack(layer: Any, name: str) -> ExpertStack:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from inductor_q.exc import MissingExtra, UnknownFormat
+from inductor_q.exc import MissingExtra, UnknownFormat, WrongShape
 from inductor_q.formats import BNB_QUANT_TYPES, FORMATS, get_format
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.formats.scale import NestedScale
@@ -51,3 +53,18 @@ def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
 def operand_names(format: str) -> tuple[str, ...]:
     """The names under which a stack in `format` keeps its tensors."""
     return ("weight",) if format == DENSE else get_format(format).operands
+
+
+def expert_shape(shape: Sequence[int], num_experts: int) -> list[int]:
+    """[E, rows, cols] of a stack that was quantized in that shape, or flattened to [E rows, cols].
+
+    Raises:
+        WrongShape: it is no stack of `num_experts` experts.
+    """
+    whole = [*shape]
+    if len(whole) == 2 and whole[0] % num_experts == 0:
+        return [num_experts, whole[0] // num_experts, whole[1]]
+    if len(whole) != 3 or whole[0] != num_experts:
+        expected = f"({num_experts}, rows, cols), or ({num_experts} rows, cols)"
+        raise WrongShape(what="stack of experts", expected=expected, got=tuple(whole))
+    return whole
