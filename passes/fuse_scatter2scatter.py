@@ -27,7 +27,9 @@ from inductor_q.capture.experts_graph import (
     match_grouped,
 )
 from inductor_q.diagnostics.context import Context
+from inductor_q.formats import get_format
 from inductor_q.kernels import scatter2scatter_kernels
+from inductor_q.ops.scatter2scatter import DENSE
 from inductor_q.passes.graph import CAST, emit, tensor
 from inductor_q.passes.runner import Site
 
@@ -60,7 +62,8 @@ class FuseScatter2Scatter:
             if node.op != "call_function":
                 continue
             if node.target is torch.ops.qfuse.scatter2scatter.default:
-                yield Site(node, weight=node.args[1][0], provider=_provider(node.args[0], context))
+                x, operands, name, *_ = node.args
+                yield Site(node, weight=operands[0], provider=_provider(x, name, context))
                 continue
             found = match_grouped(node) or match_batched(node)
             if isinstance(found, str):
@@ -120,14 +123,15 @@ class FuseScatter2Scatter:
 
 def _site(node: fx.Node, plan: _Plan, context: Context) -> Site:
     stack = plan.product.stack
-    provider = _provider(plan.product.x, context)
+    provider = _provider(plan.product.x, stack.format, context)
     return Site(node, weight=stack.operands[0], plan=plan, provider=provider)
 
 
-def _provider(x: Any, context: Context) -> str:
-    """Who is asked first on the device of `x`."""
+def _provider(x: Any, format: str, context: Context) -> str:
+    """Who is asked first for weights in `format` on the device of `x`."""
+    fmt = None if format == DENSE else get_format(format)
     kernels = scatter2scatter_kernels(tensor(x).device.type, context.kernel(OP))
-    return next(kernel.name for kernel in kernels if not kernel.available())
+    return next(k.name for k in kernels if not k.available() and not k.decodes(fmt))
 
 
 def _emit_route(graph: fx.Graph, route: _Route, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

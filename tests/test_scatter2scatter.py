@@ -15,7 +15,7 @@ from torch.library import opcheck
 from inductor_q import exc, kernels, ops
 from inductor_q.experts.routing import Routing, route
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import scatter2scatter_dequantize
+from inductor_q.kernels import scatter2scatter_dequantize, scatter2scatter_grouped_mm
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.scatter2scatter import DENSE
@@ -233,7 +233,7 @@ def test_dequantize_provider(
     monkeypatch: pytest.MonkeyPatch, rank: int, transposed: bool, grouped: tuple[bool, bool]
 ) -> None:
     # No reference to fall back to: an unsupported call would be an error.
-    product, gram = scatter2scatter_dequantize.KERNEL, scatter2scatter_dequantize.GRAM
+    product, gram = scatter2scatter_dequantize.KERNEL, scatter2scatter_grouped_mm.GRAM
     monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", (product,))
     monkeypatch.setitem(kernels.GROUPED_GRAM, "cpu", (gram,))
     check(
@@ -248,7 +248,7 @@ def test_dequantize_provider(
 
 
 def test_dequantize_provider_says_why_not() -> None:
-    gram = scatter2scatter_dequantize.GRAM
+    gram = scatter2scatter_grouped_mm.GRAM
     left, order, offsets = torch.ones(2, 3), torch.arange(2), torch.tensor([0, 2])
     call = GroupedGram(left, left, order, offsets, 1, True, True, torch.float32)
     assert "bfloat16" in gram.supports(call)

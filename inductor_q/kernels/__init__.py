@@ -1,6 +1,6 @@
 """Kernels behind the ops, by op and device type, the preferred first.
 
-The eager reference closes every list, so that nothing is ever unserved.
+The eager reference is in every list, so that nothing is ever unserved.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from inductor_q.kernels import (
     quantize_kbit_triton,
     scatter2scatter_cuda,
     scatter2scatter_dequantize,
+    scatter2scatter_grouped_mm,
     scatter2scatter_reference,
 )
 from inductor_q.kernels.kernel import (
@@ -35,10 +36,16 @@ QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {
     "cuda": (quantize_kbit_cuda.KERNEL, quantize_kbit_triton.KERNEL),
 }
 
+#: Those after the reference, which serves every call, are asked only by name.
 SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
-    "cpu": (scatter2scatter_reference.KERNEL,),
+    "cpu": (
+        scatter2scatter_reference.KERNEL,
+        scatter2scatter_grouped_mm.KERNEL,
+        scatter2scatter_dequantize.KERNEL,
+    ),
     "cuda": (
         scatter2scatter_cuda.KERNEL,
+        scatter2scatter_grouped_mm.KERNEL,
         scatter2scatter_dequantize.KERNEL,
         scatter2scatter_reference.KERNEL,
     ),
@@ -48,7 +55,7 @@ GROUPED_GRAM: dict[str, tuple[GroupedGramKernel, ...]] = {
     "cpu": (scatter2scatter_reference.GRAM,),
     "cuda": (
         grouped_gram_triton.KERNEL,
-        scatter2scatter_dequantize.GRAM,
+        scatter2scatter_grouped_mm.GRAM,
         scatter2scatter_reference.GRAM,
     ),
 }

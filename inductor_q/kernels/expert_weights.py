@@ -1,7 +1,8 @@
-"""The weights of one expert, or of all, out of a stack in any format."""
+"""The weights of one expert, of some, or of all, out of a stack in any format."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +17,12 @@ from inductor_q.ops.dequantize import write
 
 
 class ExpertWeights:
-    """A stack [E, rows, cols], dense or packed, that is decoded an expert at a time.
+    """A stack [E, rows, cols], dense or packed, of which what is asked for is decoded.
 
     An expert whose elements fill whole blocks is decoded from slices of the operands by the fastest
-    kernel of the device; nested scales are decoded once, since their own blocks may span experts.
-    Where a block spans two experts, one alone is decoded element by element.
+    kernel of the device; where blocks of nested scales span experts, the scales are decoded first,
+    once. Where a block spans two experts, one alone is decoded element by element, and several
+    are picked from all.
     """
 
     def __init__(
@@ -34,8 +36,17 @@ class ExpertWeights:
         self._shape = tuple(shape)
         self._numel = math.prod(self._shape[1:])
         self._whole_blocks = fmt is not None and self._numel % fmt.scale.block == 0
-        if fmt is not None and self._whole_blocks and isinstance(fmt.scale, NestedScale):
-            self._operands, self._fmt = _plain_scales(operands, fmt, math.prod(shape))
+
+    @functools.cached_property
+    def _sliceable(self) -> tuple[list[Tensor], QuantFormat]:
+        """Operands and their format, of which each expert has slices of its own."""
+        assert self._fmt is not None and self._whole_blocks
+        scale = self._fmt.scale
+        if not isinstance(scale, NestedScale):
+            return self._operands, self._fmt
+        if self._numel % (scale.block * scale.outer.block) == 0:
+            return self._operands, self._fmt
+        return _plain_scales(self._operands, self._fmt, math.prod(self._shape))
 
     def __getitem__(self, expert: int) -> Tensor:
         """[rows, cols] of one expert."""
@@ -44,11 +55,30 @@ class ExpertWeights:
         device = self._operands[0].device
         out = torch.empty(self._shape[1:], dtype=self._dtype, device=device)
         if self._whole_blocks:
-            write(self._slices(self._fmt, expert), self._fmt, out)
+            parts = [part if shared else part[expert] for part, shared in self._by_expert()]
+            write(parts, self._sliceable[1], out)
         elif self._numel:
             index = torch.arange(self._numel, device=device) + expert * self._numel
             values = self._fmt.decode(_interpreter(self._operands, self._fmt), index)
             out.copy_(values.reshape(out.shape))
+        return out
+
+    def some(self, experts: Tensor) -> Tensor:
+        """[A, rows, cols] of the experts with the numbers `experts` [A].
+
+        No more than A experts are decoded, unless a block spans two of them.
+        """
+        if self._fmt is None:
+            return self._operands[0].index_select(0, experts).to(self._dtype)
+        if not self._whole_blocks:
+            return self.all().index_select(0, experts)
+        parts = [
+            part if shared else part.index_select(0, experts).reshape(-1)
+            for part, shared in self._by_expert()
+        ]
+        shape = (experts.shape[0], *self._shape[1:])
+        out = torch.empty(shape, dtype=self._dtype, device=parts[0].device)
+        write(parts, self._sliceable[1], out.view(-1, self._shape[-1]))
         return out
 
     def all(self) -> Tensor:
@@ -60,15 +90,20 @@ class ExpertWeights:
         write(self._operands, self._fmt, out.view(-1, self._shape[-1]))
         return out
 
-    def _slices(self, fmt: QuantFormat, expert: int) -> list[Tensor]:
+    def _by_expert(self) -> list[tuple[Tensor, bool]]:
+        """Of each operand the parts of the experts [E, ...], or a table that they share."""
+        operands, fmt = self._sliceable
         one, two = fmt.requirements(self._numel), fmt.requirements(2 * self._numel)
         found = []
-        for operand, of_two, tensor in zip(one, two, self._operands, strict=True):
+        for operand, of_two, tensor in zip(one, two, operands, strict=True):
+            if operand == of_two:
+                found.append((tensor, True))
+                continue
             flat = tensor.reshape(-1)
             if not operand.dtypes:  # bytes, stored in any dtype
                 flat = flat.view(torch.uint8)
-            start = 0 if operand == of_two else expert * operand.numel  # a table is shared
-            found.append(flat[start : start + operand.numel])
+            parts = flat[: self._shape[0] * operand.numel]
+            found.append((parts.view(self._shape[0], operand.numel), False))
         return found
 
 

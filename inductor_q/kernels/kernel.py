@@ -59,6 +59,10 @@ class Scatter2ScatterKernel(Protocol):
         """Empty when this machine can run the kernel, else the reason why not."""
         ...
 
+    def decodes(self, fmt: QuantFormat | None) -> str:
+        """Empty when this kernel takes weights in the format, None being dense, else the reason."""
+        ...
+
     def supports(self, call: Scatter2Scatter) -> str:
         """Empty when this kernel can serve the call, else the reason why not."""
         ...

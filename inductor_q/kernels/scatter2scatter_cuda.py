@@ -64,8 +64,11 @@ class Cuda:
             return library
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
+    def decodes(self, fmt: QuantFormat | None) -> str:
+        return _other_format(fmt)
+
     def supports(self, call: Scatter2Scatter) -> str:
-        refused = self.available() or _other_format(call.fmt) or _other_shape(call)
+        refused = self.available() or self.decodes(call.fmt) or _other_shape(call)
         if refused:
             return refused
         if refused := _other_operands(call):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from inductor_q.formats import QuantFormat
 from inductor_q.kernels.expert_rows import expert_of_row, gather, scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.ops.grouped_gram import GroupedGram
@@ -23,6 +24,9 @@ class Reference:
     name = "reference"
 
     def available(self) -> str:
+        return ""
+
+    def decodes(self, fmt: QuantFormat | None) -> str:
         return ""
 
     def supports(self, call: Scatter2Scatter) -> str:

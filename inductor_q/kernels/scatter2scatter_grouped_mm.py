@@ -1,0 +1,154 @@
+"""scatter2scatter on dense experts as torch's grouped GEMM, which reads them where they lie.
+
+Nothing is copied but the rows. Also what the providers that first write the weights in 16 bits do
+with them, and the Gram products.
+
+The adapter is always three products here: rows through W, rows through A, those through B.
+axolotl's kernels do so at E <= 32 and K N >= 20e6 and fuse elsewhere; torch's grouped GEMM has no
+place for an adapter, and the kernel that has one (csrc/scatter2scatter.cu) was the faster in one
+launch at every size of `benchmarks.bench_moe`, so which of the two it is follows from the provider
+and no rule of sizes is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inductor_q.experts.active import ActiveExperts, select_adapter
+from inductor_q.formats import QuantFormat
+from inductor_q.kernels.expert_rows import expert_of_row, gather, owned, scatter
+from inductor_q.ops.grouped_gram import GroupedGram
+from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a row of a grouped product is aligned to
+
+
+class GroupedMm:
+    name = "grouped_mm"
+
+    def available(self) -> str:
+        return available()
+
+    def decodes(self, fmt: QuantFormat | None) -> str:
+        return "" if fmt is None else f"the weight is {fmt.name}, not dense"
+
+    def supports(self, call: Scatter2Scatter) -> str:
+        if refused := self.decodes(call.fmt) or unsupported(call):
+            return refused
+        if call.operands[0].dtype != call.x.dtype:
+            return f"the weight is {call.operands[0].dtype}, not {call.x.dtype}: it has to be cast"
+        return ""
+
+    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+        x = rows_in(call)
+        return rows_out(call, x, product(call, x, call.operands[0], call.offsets), None)
+
+
+class GroupedGramMm:
+    """The Gram products as one grouped GEMM, whose groups are along the sum."""
+
+    name = "grouped_mm"
+
+    def available(self) -> str:
+        return available()
+
+    def supports(self, call: GroupedGram) -> str:
+        if call.left.dtype != call.right.dtype:
+            return "both sides must have one dtype"
+        return _unsupported(call.left.dtype, call.left.device, ())
+
+    def launch(self, call: GroupedGram) -> Tensor:
+        left = _aligned(gather(call.left, call.grouped_left, call.order, call.top_k), 1)
+        right = _aligned(gather(call.right, call.grouped_right, call.order, call.top_k), 1)
+        out = torch._grouped_mm(left.t(), right, offs=call.offsets[1:])
+        _, rows, cols = call.shape
+        some = (call.offsets.diff() > 0).reshape(-1, 1, 1)
+        return torch.where(some, out[:, :rows, :cols], 0).to(call.dtype).contiguous()
+
+
+def available() -> str:
+    """Empty when this torch has a grouped GEMM, else the reason why not."""
+    return "" if hasattr(torch, "_grouped_mm") else "this torch has no _grouped_mm"
+
+
+def unsupported(call: Scatter2Scatter) -> str:
+    """Empty when torch's grouped GEMM can serve the sizes and dtype of `call`."""
+    return _unsupported(call.x.dtype, call.x.device, (call.in_features, call.out_features))
+
+
+def _unsupported(dtype: torch.dtype, device: torch.device, features: tuple[int, ...]) -> str:
+    if missing := available():
+        return missing
+    if dtype is not torch.bfloat16:
+        return f"torch's grouped GEMM is fast in bfloat16 only, not in {dtype}"
+    if any(n % ALIGNMENT for n in features):
+        return f"torch's grouped GEMM wants features in multiples of {ALIGNMENT}, not {features}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "torch's grouped GEMM needs compute capability 8.0"
+    return ""
+
+
+def rows_in(call: Scatter2Scatter) -> Tensor:
+    """[R, K], contiguous, in grouped order."""
+    return gather(call.x, call.grouped_in, call.order, call.top_k).contiguous()
+
+
+def product(call: Scatter2Scatter, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """[R, N]: grouped rows `x` times `weight`, stored as the call's are, with groups at `offsets`.
+
+    Nobody's rows may be anything.
+    """
+    weight = weight if call.transposed else weight.transpose(1, 2)
+    return torch._grouped_mm(x, weight, offs=offsets[1:])
+
+
+def rows_out(
+    call: Scatter2Scatter, x: Tensor, y: Tensor, active: ActiveExperts | None
+) -> tuple[Tensor, Tensor]:
+    """The op's results from grouped rows `x` and their base product `y`, which is overwritten."""
+    rank = x.new_empty(call.rows, 0)
+    if call.lora_a is not None:
+        a, b, offsets = adapter(call, active)
+        wide, rank = project(call, x, a, offsets)
+        b = _aligned(b, 2).transpose(1, 2)
+        y = y.add_(torch._grouped_mm(wide, b, offs=offsets[1:]), alpha=call.scaling)
+    return biased_out(call, y), rank
+
+
+def adapter(call: Scatter2Scatter, active: ActiveExperts | None) -> tuple[Tensor, Tensor, Tensor]:
+    """A and B in the dtype of the input, and offsets: of all experts, or of the active ones."""
+    assert call.lora_a is not None and call.lora_b is not None
+    a, b, offsets = call.lora_a, call.lora_b, call.offsets
+    if active is not None:
+        a, b = select_adapter(a, b, active.ids, call.num_experts)
+        offsets = active.offsets
+    return a.to(call.x.dtype), b.to(call.x.dtype), offsets
+
+
+def project(call: Scatter2Scatter, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """`x A'` with zeros up to an aligned rank, and the op's second result, without."""
+    wide = torch._grouped_mm(x, _aligned(a, 1).transpose(1, 2), offs=offsets[1:])
+    # A row that no product wrote may be NaN.
+    return wide, torch.where(owned(call.rows, call.offsets), wide[:, : call.rank], 0)
+
+
+def biased_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
+    """The op's first result from grouped rows `y` without bias and gates; overwrites them."""
+    if call.bias is not None:
+        expert = expert_of_row(call.rows, call.offsets).clamp(max=call.num_experts - 1)
+        y = y.add_(call.bias.to(y.dtype)[expert])
+    return scatter(y, call)
+
+
+def _aligned(x: Tensor, dim: int) -> Tensor:
+    """`x`, contiguous, with zeros up to a multiple of ALIGNMENT along `dim`."""
+    missing = -x.shape[dim] % ALIGNMENT
+    if not missing:
+        return x.contiguous()
+    return pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))
+
+
+KERNEL = GroupedMm()
+GRAM = GroupedGramMm()

@@ -1,0 +1,260 @@
+"""The providers of scatter2scatter that end in torch's grouped GEMM: what each of them decodes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inductor_q import kernels
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import (
+    expert_weights,
+    scatter2scatter_dequantize,
+    scatter2scatter_grouped_mm,
+    scatter2scatter_reference,
+)
+from inductor_q.kernels.expert_weights import ExpertWeights
+from inductor_q.ops.dequantize import write
+from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter, _tell_once
+from tests.moe import Layer, Sizes, layer, results
+from tests.quantized import assert_same_bits, sample
+from tests.test_scatter2scatter import check
+
+BF16 = torch.bfloat16
+FEW = Sizes(experts=64, tokens=3)  # 6 rows
+MANY = Sizes(experts=4, tokens=12)  # 24 rows
+KERNELS = (
+    scatter2scatter_reference.KERNEL,
+    scatter2scatter_grouped_mm.KERNEL,
+    scatter2scatter_dequantize.KERNEL,
+)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the kernels that are launched, in order."""
+    names: list[str] = []
+    for kernel in KERNELS:
+
+        def launch(
+            call: Scatter2Scatter, kernel: Any = kernel, original: Any = kernel.launch
+        ) -> tuple[Tensor, Tensor]:
+            names.append(kernel.name)
+            result: tuple[Tensor, Tensor] = original(call)
+            return result
+
+        monkeypatch.setattr(kernel, "launch", launch, raising=False)
+    yield names
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many bytes of weights are written, call by call."""
+    written: list[int] = []
+
+    def count(operands: Any, fmt: Any, out: Tensor) -> None:
+        written.append(out.nbytes)
+        write(operands, fmt, out)
+
+    monkeypatch.setattr(expert_weights, "write", count)
+    yield written
+
+
+# --- some experts of a stack --------------------------------------------------------------------
+
+#: Rows and columns of an expert, by what it is to blocks of 64 and to their nested blocks of 256.
+EXPERTS = {
+    "whole nested blocks": (128, 128),
+    "whole blocks": (48, 64),
+    "blocks span experts": (33, 17),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_some_experts_are_a_slice_of_all(name: str, decoded: list[int]) -> None:
+    for rows, cols in EXPERTS.values():
+        shape = (5, rows, cols)
+        operands, _ = sample(FORMATS[name], shape)
+        weights = ExpertWeights(operands, FORMATS[name], shape, BF16)
+        some, whole = torch.tensor([4, 0, 3]), weights.all()
+        decoded.clear()
+        assert_same_bits(weights.some(some), whole[some])
+        aligned = rows * cols % FORMATS[name].scale.block == 0
+        assert decoded == [(3 if aligned else 5) * rows * cols * 2]
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
+def test_some_experts_of_any_storage(storage: torch.dtype) -> None:
+    shape, fmt = (5, 48, 64), FORMATS["nf4_b64_nested"]
+    operands, _ = sample(fmt, shape, storage=storage)
+    weights = ExpertWeights(operands, fmt, shape, BF16)
+    some = torch.tensor([1, 4])
+    assert_same_bits(weights.some(some), weights.all()[some])
+
+
+def test_some_dense_experts_are_picked_before_they_are_cast() -> None:
+    weight, some = torch.randn(5, 3, 4), torch.tensor([4, 1])
+    got = ExpertWeights([weight], None, weight.shape, BF16).some(some)
+    assert_same_bits(got, weight[some].to(BF16))
+
+
+# --- dequantize ---------------------------------------------------------------------------------
+
+STACKS: dict[str, dict[str, Any]] = {
+    "nf4": {},
+    "fp4, plain": {"quant": "fp4", "nested": False},
+    "transposed": {"transposed": True},
+    "bias, gates": {"bias": True, "gates": True, "sentinel": -1},
+    "no adapter": {"lora": False},
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_no_more_experts_than_rows_are_decoded(
+    stack: str, decoded: list[int], served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = layer(FEW, dtype=BF16, **STACKS[stack])
+    bounded = results(case, case(provider="dequantize"))
+    expert = math.prod(case.shape[1:]) * 2
+    assert decoded == [6 * expert] * 2  # forward, input gradient
+    assert served == ["dequantize"] * 2
+    decoded.clear()
+    monkeypatch.setattr(scatter2scatter_dequantize, "fewer_experts", lambda call: None)
+    everything = results(case, case(provider="dequantize"))
+    assert decoded == [64 * expert] * 2
+    for name, value in everything.items():
+        assert_same_bits(bounded[name], value)
+
+
+def test_all_experts_are_decoded_at_once_for_many_rows(decoded: list[int]) -> None:
+    case = layer(MANY, dtype=BF16)
+    case(provider="dequantize")
+    assert decoded == [math.prod(case.shape) * 2]
+
+
+def test_qwen3_5_decodes_a_32nd_for_one_token(decoded: list[int]) -> None:
+    """256 experts, 8 of them for a token; features an eighth of the model's."""
+    case = layer(Sizes(256, 256, 64, 1, 8, 4), dtype=BF16)
+    with torch.no_grad():
+        case(provider="dequantize")
+    assert decoded == [math.prod(case.shape) * 2 // 32]
+
+
+def test_a_block_over_two_experts_decodes_all(decoded: list[int]) -> None:
+    sizes = replace(FEW, in_features=8, out_features=24)  # 192 elements, blocks of 128
+    check(sizes, dtype=BF16, blocksize=128)
+    case = layer(sizes, dtype=BF16, blocksize=128)
+    decoded.clear()
+    got = results(case, case(provider="dequantize"))
+    assert decoded == [math.prod(case.shape) * 2] * 2
+    for name, value in results(case, case.loop()).items():
+        torch.testing.assert_close(got[name], value, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
+def test_a_dense_weight_in_another_dtype_is_cast(sizes: Sizes, served: list[str]) -> None:
+    case = layer(sizes, dtype=BF16, quant=DENSE)
+    wide = replace(case, operands=[case.operands[0].detach().float()])
+    expected, got = case(provider="grouped_mm"), wide(provider="dequantize")
+    assert served == ["grouped_mm", "dequantize"]
+    assert_same_bits(got.detach(), expected.detach())
+
+
+# --- grouped_mm ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
+def test_a_dense_weight_is_read_where_it_lies(
+    transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = layer(FEW, dtype=BF16, quant=DENSE, transposed=transposed, lora=False)
+    read: list[int] = []
+    original = torch._grouped_mm
+
+    def grouped_mm(x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        read.append(weight.data_ptr())
+        return original(x, weight, **kwargs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
+    y = case(provider="grouped_mm")
+    torch.autograd.grad(y.sum(), case.x)
+    assert read == [case.operands[0].data_ptr()] * 2
+
+
+@pytest.mark.parametrize("provider", ["grouped_mm", "dequantize"])
+@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
+def test_dense_experts(sizes: Sizes, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cpu", "cuda"):
+        found = kernels.scatter2scatter_kernels(device, provider)
+        reason = "nothing to decode" if provider == "dequantize" else ""
+        assert found[0].name == provider
+        case = layer(sizes, dtype=BF16, quant=DENSE)
+        assert reason in found[0].supports(call(case))
+    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", KERNELS[1:])
+    check(sizes, quant=DENSE, dtype=BF16, bias=True, gates=True, sentinel=-1)
+
+
+def call(case: Layer) -> Scatter2Scatter:
+    """What a kernel gets."""
+    values = {field.name: getattr(case, field.name) for field in fields(case)}
+    name, routing = values.pop("format"), values.pop("routing")
+    fmt = None if name == DENSE else FORMATS[name]
+    return Scatter2Scatter(fmt=fmt, **values, **routing._asdict())
+
+
+def test_each_says_what_it_is_not_for(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_once.cache_clear()
+    packed = layer(MANY, dtype=BF16)
+    grouped_mm, dequantize = KERNELS[1:3]
+    assert "nf4_b64_nested, not dense" in grouped_mm.supports(call(packed))
+    assert "bfloat16" in dequantize.supports(call(layer(MANY)))
+    odd = layer(replace(MANY, in_features=60), dtype=BF16)
+    assert "multiples of 8" in dequantize.supports(call(odd))
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        packed(provider="grouped_mm")
+    assert "'grouped_mm' not used: the weight is nf4_b64_nested" in caplog.text
+
+
+def test_a_kernel_for_other_formats_is_no_news(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, served: list[str]
+) -> None:
+    _tell_once.cache_clear()
+    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", KERNELS[1:])
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        layer(MANY, dtype=BF16)()
+    assert served == ["dequantize"] and not caplog.text
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("case", ["dequantize", "grouped_mm"])
+def test_gpu_in_a_captured_graph(case: str, sizes: Sizes) -> None:
+    """So it never waits for the device."""
+    quant = DENSE if case == "grouped_mm" else "nf4"
+    fit = replace(sizes, in_features=128, out_features=128)
+    one = layer(fit, quant=quant, dtype=BF16, device="cuda", bias=True, gates=True, sentinel=-1)
+    with torch.no_grad():
+        expected = one(provider=case)
+        torch.testing.assert_close(expected, one.loop(), rtol=0.05, atol=0.05)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            one(provider=case)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = one(provider=case)
+        y.fill_(7)
+        graph.replay()
+    assert torch.equal(y, expected)
