@@ -27,6 +27,7 @@ from inductor_q import inductor_config, presets
 from inductor_q.exc import (
     InvalidOptionValue,
     ModeConflict,
+    NeedsRelaxed,
     UnknownMode,
     UnknownOp,
     UnknownOption,
@@ -115,12 +116,13 @@ def resolve(
         inductor[name] = value
         sources[name] = "user"
 
+    numerics = chosen("qfuse.numerics", "default")
     resolved = Resolved(
         inductor=FrozenMap(inductor),
         preset=preset,
         passes=_passes(preset, layers["qfuse.passes"], sources),
-        numerics=chosen("qfuse.numerics", "default"),
-        kernels=_kernels(preset, layers["qfuse.kernels"], sources),
+        numerics=numerics,
+        kernels=_kernels(preset, layers["qfuse.kernels"], sources, numerics),
         report=chosen("qfuse.report", None),
         strict=chosen("qfuse.strict", False),
         sources=FrozenMap(sources),
@@ -385,7 +387,8 @@ OPTIONS: Mapping[str, _Option] = FrozenMap(
         ),
         "qfuse.numerics": _Option(
             '"strict" keeps the dtype of every GEMM as written, "default" may reorder and '
-            'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype',
+            'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype and lets '
+            'the provider "merged" round them into the weights of experts',
             _parse_numerics,
             "QFUSE_NUMERICS",
         ),
@@ -429,6 +432,12 @@ def _providers() -> dict[str, tuple[str, ...]]:
     return provider_names()
 
 
+def _relaxed() -> Mapping[str, tuple[str, ...]]:
+    from inductor_q.kernels import RELAXED
+
+    return RELAXED
+
+
 # --- merging ------------------------------------------------------------------------------------
 
 
@@ -466,7 +475,9 @@ def _passes(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> tu
     return tuple(name for name, on in enabled.items() if on)
 
 
-def _kernels(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:
+def _kernels(
+    preset: Preset, layers: list[_Layer], sources: dict[str, str], numerics: Numerics
+) -> FrozenMap[str]:
     preferred: dict[str, str] = {}
     for op, entry in preset.kernels.items():
         source = f"{entry.origin} {preset.name}"
@@ -475,6 +486,10 @@ def _kernels(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> F
     for layer in layers:
         preferred |= layer.value
         sources |= {f"qfuse.kernels.{op}": layer.source for op in layer.value}
+    for op, name in preferred.items():
+        if numerics != "relaxed" and name in _relaxed().get(op, ()):
+            source = _variable(sources, "qfuse.kernels")
+            raise NeedsRelaxed(name=name, op=op, numerics=numerics, source=source)
     return FrozenMap(preferred)
 
 

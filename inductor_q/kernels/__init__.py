@@ -17,6 +17,7 @@ from inductor_q.kernels import (
     scatter2scatter_cuda,
     scatter2scatter_dequantize,
     scatter2scatter_grouped_mm,
+    scatter2scatter_merged,
     scatter2scatter_reference,
 )
 from inductor_q.kernels.kernel import (
@@ -42,14 +43,19 @@ SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
         scatter2scatter_reference.KERNEL,
         scatter2scatter_grouped_mm.KERNEL,
         scatter2scatter_dequantize.KERNEL,
+        scatter2scatter_merged.KERNEL,
     ),
     "cuda": (
         scatter2scatter_cuda.KERNEL,
         scatter2scatter_grouped_mm.KERNEL,
         scatter2scatter_dequantize.KERNEL,
         scatter2scatter_reference.KERNEL,
+        scatter2scatter_merged.KERNEL,
     ),
 }
+
+#: Providers, by op, that a compile may ask for under `qfuse.numerics="relaxed"` only.
+RELAXED: dict[str, tuple[str, ...]] = {"scatter2scatter": (scatter2scatter_merged.KERNEL.name,)}
 
 GROUPED_GRAM: dict[str, tuple[GroupedGramKernel, ...]] = {
     "cpu": (scatter2scatter_reference.GRAM,),
@@ -72,6 +78,7 @@ __all__ = [
     "OPS",
     "POINTWISE",
     "QUANTIZE_KBIT",
+    "RELAXED",
     "SCATTER2SCATTER",
     "DequantizeKernel",
     "GroupedGramKernel",
