@@ -1,19 +1,28 @@
-"""One projection of a mixture of experts: NF4 experts, a LoRA adapter each (r = 16), top-k routing.
+"""One projection of a mixture of experts: NF4 experts, a LoRA adapter each, top-k routing.
 
 Rows are gathered, multiplied with their experts and left grouped: forward, and forward with the
-gradients of x, A and B. ``bitsandbytes`` dequantizes all experts and multiplies with torch's
-grouped GEMM (what transformers' "grouped_mm" experts do, and saves them for backward);
-``dequantize`` is our op with its provider of that name, ``qfuse`` the op as it chooses.
-``error`` is against float64, relative to that of bitsandbytes.
+gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsandbytes``
+dequantizes all experts and multiplies with torch's grouped GEMM (what transformers' "grouped_mm"
+experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` and
+``merged`` the op with the provider of that name, and ``grouped_mm`` the op on the same experts held
+in bf16. ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
+is over rank 0, where ``--ranks`` has it.
+
+``--ep N`` is one device of N: it has every Nth part of the experts and sees all tokens. Choices of
+other devices' experts are sentinels for our op, which skips them; ``masked`` is the op, and
+``bitsandbytes`` the same as above, with those ids clamped to the last expert and their gates zero,
+as the experts of transformers and axolotl have it: every row is computed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +32,7 @@ from benchmarks import harness
 from inductor_q import ops
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.experts.routing import Routing, route
+from inductor_q.ops.scatter2scatter import DENSE
 
 # name: (experts, out features, in features, top-k); gate and up in one projection.
 MODELS = {
@@ -41,7 +51,11 @@ CASES = {
     "cpu": [("tiny", 64), ("tiny", 512)],
 }
 QUICK = {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]}
-PEERS = ("bitsandbytes", "dequantize", "qfuse")
+TOKENS = 2048  # of a model that is in no list
+PEERS = ("bitsandbytes", "dequantize", "merged", "grouped_mm", "qfuse")
+PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
+KNOWN = tuple(dict.fromkeys(PEERS + PARALLEL_PEERS))
+PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
 RANK = 16
 SCALING = 2.0
 
@@ -52,36 +66,77 @@ class Layer:
 
     name: str
     x: Tensor
-    a: Tensor
-    b: Tensor
+    a: Tensor | None  # None: rank 0
+    b: Tensor | None
     qweight: Tensor
     state: Any
     shape: tuple[int, int, int]
     routing: Routing
+    gates: Tensor | None  # with expert parallelism
     grad: Tensor
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [self.x, self.a, self.b]
+        return [t for t in (self.x, self.a, self.b) if t is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=PEERS)
-    parser.add_argument("--models", nargs="+", choices=MODELS)
+    parser.set_defaults(backends=None)
+    known = ", ".join(MODELS)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        help=f"of {known}; or Hugging Face ids or folders, of which the config is read",
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, help=f"(default: by case, or {TOKENS})")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[RANK], help="0: no adapter")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES[:2]))
+    parser.add_argument("--ep", nargs="+", type=int, default=[1], help="devices that share experts")
     arguments = parser.parse_args(argv)
+    if arguments.backends is None:
+        arguments.backends = list(PEERS if arguments.ep == [1] else PARALLEL_PEERS)
+    if unknown := set(arguments.backends) - set(KNOWN):
+        parser.error(f"no peer {', '.join(sorted(unknown))}; known: {', '.join(KNOWN)}")
     suite = harness.start("bench_moe", arguments)
-    suite.settings |= {"rank": RANK, "format": "nf4, nested", "dtype": "bf16"}
-    for name, tokens in (QUICK if arguments.quick else CASES)[suite.device.type]:
-        if name in (arguments.models or MODELS):
-            _run_case(suite, arguments, name, tokens)
-    harness.finish(suite, arguments, extras=("error_to_bitsandbytes", "peak_bytes"))
+    suite.settings |= {"format": "nf4, nested", "dtype": "bf16"}
+    for (name, tokens), rank, devices in itertools.product(
+        list(_cases(arguments, suite.device.type)), sorted(arguments.ranks), arguments.ep
+    ):
+        _run_case(suite, arguments, _layers(name, tokens, rank, devices, suite.device), devices)
+    harness.finish(suite, arguments, extras=("error_to_bitsandbytes", "overhead", "peak_bytes"))
     return suite
 
 
-def _layer(name: str, tokens: int, device: torch.device) -> Layer:
+def _cases(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, int]]:
+    """Models and numbers of tokens: what was asked for, the rest as listed."""
+    listed = (QUICK if arguments.quick else CASES)[device]
+    for name in arguments.models or dict.fromkeys(name for name, _ in listed):
+        known = [tokens for model, tokens in listed if model == name]
+        for tokens in arguments.tokens or known or [TOKENS]:
+            yield name, tokens
+
+
+def sizes(name: str) -> tuple[int, int, int, int]:
+    """Experts, out features, in features, top-k of one of MODELS, or of what a config says."""
+    if name in MODELS:
+        return MODELS[name]
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(name).get_text_config()
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return experts, 2 * inner, config.hidden_size, config.num_experts_per_tok
+
+
+def _layers(
+    name: str, tokens: int, rank: int, devices: int, device: torch.device
+) -> tuple[Layer, Layer]:
+    """One device's layer, whose choices elsewhere are sentinels; and masked."""
     import bitsandbytes.functional as F
 
-    experts, n, k, top_k = MODELS[name]
+    everywhere, n, k, top_k = sizes(name)
+    experts = everywhere // devices
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -89,34 +144,45 @@ def _layer(name: str, tokens: int, device: torch.device) -> Layer:
 
     weight = random(experts * n, k, scale=k**-0.5)
     qweight, state = F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    logits = torch.randn(tokens, experts, device=device, generator=generator)
-    routing = route(logits.topk(top_k).indices, experts)
-    return Layer(
-        name=name,
+    logits = torch.randn(tokens, everywhere, device=device, generator=generator)
+    values, ids = logits.topk(top_k)
+    here = ids < experts
+    gates = None if devices == 1 else values.softmax(-1)
+    layer = Layer(
+        name=Path(name).name,
         x=random(tokens, k).requires_grad_(),
-        a=random(experts, RANK, k, scale=k**-0.5).requires_grad_(),
-        b=random(experts, n, RANK, scale=0.02).requires_grad_(),
+        a=random(experts, rank, k, scale=k**-0.5).requires_grad_() if rank else None,
+        b=random(experts, n, rank, scale=0.02).requires_grad_() if rank else None,
         qweight=qweight,
         state=state,
         shape=(experts, n, k),
-        routing=routing,
+        routing=route(torch.where(here, ids, -1), experts),
+        gates=gates,
         grad=random(tokens * top_k, n),
     )
+    clamped = route(ids.clamp(max=experts - 1), experts)
+    return layer, replace(layer, routing=clamped, gates=None if gates is None else gates * here)
 
 
 def _grouped_mm(layer: Layer) -> Tensor:
     import bitsandbytes.functional as F
 
     weight = F.dequantize_4bit(layer.qweight, layer.state).view(layer.shape)
-    offs = layer.routing.offsets[1:]
-    x = layer.x[layer.routing.order // layer.routing.top_k]
+    routing, offs = layer.routing, layer.routing.offsets[1:]
+    x = layer.x[routing.order // routing.top_k]
     y = torch._grouped_mm(x, weight.transpose(1, 2), offs=offs)
-    rank = torch._grouped_mm(x, layer.a.transpose(1, 2), offs=offs)
-    return y + torch._grouped_mm(rank * SCALING, layer.b.transpose(1, 2), offs=offs)
+    if layer.a is not None and layer.b is not None:
+        rank = torch._grouped_mm(x, layer.a.transpose(1, 2), offs=offs)
+        y = y + torch._grouped_mm(rank * SCALING, layer.b.transpose(1, 2), offs=offs)
+    if layer.gates is not None:
+        y = y * layer.gates.reshape(-1, 1)[routing.order].to(y.dtype)
+    return y
 
 
-def _op(layer: Layer, provider: str) -> Tensor:
+def _op(layer: Layer, provider: str, dense: Tensor | None = None) -> Tensor:
     operands, name, _ = bnb_operands(layer.qweight, layer.state)
+    if dense is not None:
+        operands, name = [dense], DENSE
     return ops.scatter2scatter(
         layer.x,
         operands,
@@ -127,42 +193,62 @@ def _op(layer: Layer, provider: str) -> Tensor:
         lora_a=layer.a,
         lora_b=layer.b,
         scaling=SCALING,
+        gates=layer.gates,
         provider=provider,
     )
 
 
-def _exact(layer: Layer) -> Tensor:
-    """float64, an expert at a time, from the fp32 values of the weight."""
+def _values(layer: Layer, dtype: torch.dtype) -> Tensor:
     operands, name, _ = bnb_operands(layer.qweight, layer.state)
-    weight = ops.dequantize(operands, name, layer.shape, torch.float32)
-    offsets = layer.routing.offsets.tolist()
-    rows = layer.x.detach()[layer.routing.order // layer.routing.top_k]
-    parts = []
-    for e, (start, end) in enumerate(pairwise(offsets)):
-        x, a, b = rows[start:end].double(), layer.a[e].double(), layer.b[e].double()
-        parts.append(x @ weight[e].double().t() + SCALING * (x @ a.t()) @ b.t())
-    return torch.cat(parts).detach()
+    return ops.dequantize(operands, name, layer.shape, dtype)
 
 
-def _run_case(suite: harness.Suite, arguments: argparse.Namespace, name: str, tokens: int) -> None:
-    layer = _layer(name, tokens, suite.device)
+def _exact(layer: Layer) -> Tensor:
+    """float64, an expert at a time, from the fp32 values of the weight; a row a slot."""
+    weight, routing = _values(layer, torch.float32), layer.routing
+    rows = layer.x.detach()[routing.order // routing.top_k]
+    y = torch.zeros_like(layer.grad, dtype=torch.float64)
+    for e, (start, end) in enumerate(pairwise(routing.offsets.tolist())):
+        x = rows[start:end].double()
+        y[start:end] = x @ weight[e].double().t()
+        if layer.a is not None and layer.b is not None:
+            a, b = layer.a[e].detach().double(), layer.b[e].detach().double()
+            y[start:end] += SCALING * (x @ a.t()) @ b.t()
+    if layer.gates is not None:
+        y *= layer.gates.reshape(-1, 1)[routing.order]
+    return y[routing.inverse]
+
+
+def _run_case(
+    suite: harness.Suite,
+    arguments: argparse.Namespace,
+    layers: tuple[Layer, Layer],
+    devices: int,
+) -> None:
+    layer, masked = layers
+    rank = 0 if layer.a is None else layer.a.shape[1]
+    peers = [peer for peer in arguments.backends if rank or peer != "merged"]
+    dense = _values(layer, torch.bfloat16) if "grouped_mm" in peers else None
     forwards: dict[str, Callable[[], Tensor]] = {
-        "bitsandbytes": functools.partial(_grouped_mm, layer),
-        "dequantize": functools.partial(_op, layer, "dequantize"),
+        "bitsandbytes": functools.partial(_grouped_mm, masked),
+        "masked": functools.partial(_op, masked, "auto"),
+        "grouped_mm": functools.partial(_op, layer, "grouped_mm", dense),
         "qfuse": functools.partial(_op, layer, "auto"),
     }
-    forwards = {peer: forwards[peer] for peer in arguments.backends}
+    for provider in peers:  # the others are our op's
+        forwards.setdefault(provider, functools.partial(_op, layer, provider))
     exact = _exact(layer)
-    errors = {
-        peer: float((call().detach() - exact).norm() / exact.norm())
-        for peer, call in forwards.items()
-    }
+    errors = {}
+    for peer in peers:
+        inverse = (masked if peer in ("bitsandbytes", "masked") else layer).routing.inverse
+        got = forwards[peer]().detach()[inverse]
+        errors[peer] = float((got - exact).norm() / exact.norm())
     del exact
-    for kind in ("fwd", "fwd+bwd"):
-        candidates = {
-            peer: functools.partial(_run, call, layer, backward=kind != "fwd")
-            for peer, call in forwards.items()
-        }
+    case = {"model": layer.name, "T": layer.x.shape[0], "r": rank, "ep": devices}
+    for kind in arguments.passes:
+        if kind == "dA/dB" and not rank:
+            continue
+        candidates = {peer: _pass(kind, forwards[peer], layer) for peer in peers}
         extra: dict[str, dict[str, Any]] = {}
         for peer, call in candidates.items():
             results = sum(t.nbytes for t in call())
@@ -174,22 +260,43 @@ def _run_case(suite: harness.Suite, arguments: argparse.Namespace, name: str, to
             if peak is not None:  # beyond inputs and what is returned
                 extra[peer]["peak_bytes"] = peak - before - results
         timings = harness.time_kernels(candidates, suite.device, rounds=arguments.rounds or 5)
-        case = {"model": name, "T": tokens, "pass": kind}
-        suite.add(case, timings, roof=_roof(suite, layer, backward=kind != "fwd"), extra=extra)
+        for peer, timing in timings.items():
+            base = suite.find({**case, "r": 0, "pass": kind}, peer)
+            if rank and base is not None:
+                extra[peer]["overhead"] = timing.median / base.timing.median - 1
+        roof = _roof(suite, layer, ways=2 if kind == "fwd+bwd" else 1)
+        suite.add({**case, "pass": kind}, timings, roof=roof, extra=extra)
 
 
-def _run(call: Callable[[], Tensor], layer: Layer, *, backward: bool) -> list[Tensor]:
-    if not backward:
+def _pass(kind: str, forward: Callable[[], Tensor], layer: Layer) -> Callable[[], list[Tensor]]:
+    """What is timed: `kind` of PASSES."""
+
+    def without_gradients() -> list[Tensor]:
         with torch.no_grad():
-            return [call()]
-    y = call()
-    return [y.detach(), *torch.autograd.grad(y, layer.leaves, layer.grad)]
+            return [forward()]
+
+    def with_gradients() -> list[Tensor]:
+        y = forward()
+        return [y.detach(), *torch.autograd.grad(y, layer.leaves, layer.grad)]
+
+    if kind == "fwd":
+        return without_gradients
+    if kind == "fwd+bwd":
+        return with_gradients
+    # One gradient alone, of a graph that has no other.
+    wanted = layer.leaves[:1] if kind == "dX" else layer.leaves[1:]
+    for leaf in layer.leaves:
+        leaf.requires_grad_(any(leaf is one for one in wanted))
+    y = forward()
+    for leaf in layer.leaves:
+        leaf.requires_grad_()
+    return lambda: list(torch.autograd.grad(y, wanted, layer.grad, retain_graph=True))
 
 
-def _roof(suite: harness.Suite, layer: Layer, *, backward: bool) -> float:
+def _roof(suite: harness.Suite, layer: Layer, *, ways: int) -> float:
     """The products, or the packed weights and the rows read and written once a direction."""
     _, n, k = layer.shape
-    rows, ways = layer.grad.shape[0], 2 if backward else 1
+    rows = int(layer.routing.offsets[-1])
     operands, _, _ = bnb_operands(layer.qweight, layer.state)
     packed = sum(t.nbytes for t in operands)
     return suite.ceilings.roof(

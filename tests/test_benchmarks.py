@@ -195,9 +195,51 @@ def test_bench_moe(tmp_path: Path) -> None:
     out = tmp_path / "moe.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
     bench_moe.main(command)
-    rows = check_file(out, "bench_moe", {"bitsandbytes", "dequantize", "qfuse"})
-    assert [row["case"]["pass"] for row in rows] == ["fwd"] * 3 + ["fwd+bwd"] * 3
+    rows = check_file(out, "bench_moe", set(bench_moe.PEERS))
+    peers = len(bench_moe.PEERS)
+    assert [row["case"]["pass"] for row in rows] == ["fwd"] * peers + ["fwd+bwd"] * peers
     assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
+
+
+def test_bench_moe_of_a_config_by_rank_pass_and_devices(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        num_experts=8, moe_intermediate_size=32, hidden_size=64, num_experts_per_tok=2
+    )
+    config.save_pretrained(tmp_path / "small")
+    assert bench_moe.sizes(str(tmp_path / "small")) == (8, 64, 64, 2)
+    out = tmp_path / "moe.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    command += ["--models", str(tmp_path / "small"), "--tokens", "4", "--ranks", "8", "0"]
+    bench_moe.main([*command, "--passes", "fwd", "dX", "dA/dB", "--ep", "4"])
+    rows = check_file(out, "bench_moe", set(bench_moe.PARALLEL_PEERS))
+    assert {(r["case"]["model"], r["case"]["T"], r["case"]["ep"]) for r in rows} == {
+        ("small", 4, 4)
+    }
+    passes = [(row["case"]["r"], row["case"]["pass"]) for row in rows if row["peer"] == "qfuse"]
+    assert passes == [(0, "fwd"), (0, "dX"), (8, "fwd"), (8, "dX"), (8, "dA/dB")]
+    for row in rows:
+        assert row["extra"]["error_to_bitsandbytes"] < 1.25
+        over = row["case"]["r"] == 8 and row["case"]["pass"] != "dA/dB"
+        assert ("overhead" in row["extra"]) == over
+
+
+def test_expert_parallel_layers_have_the_rows_of_their_experts() -> None:
+    """Sentinels are nobody's rows; masked, they are the last expert's, with gates of zero."""
+    skipped, masked = bench_moe._layers("tiny", 16, 8, 2, CPU)
+    rows = skipped.routing.offsets[-1]
+    assert 0 < rows < 32 and masked.routing.offsets[-1] == 32
+    assert skipped.gates is not None and masked.gates is not None
+    assert int((masked.gates > 0).sum()) == rows
+    assert skipped.shape == (2, *bench_moe.MODELS["tiny"][1:3])
+    torch.testing.assert_close(bench_moe._exact(skipped), bench_moe._exact(masked))
+
+
+def test_bench_moe_knows_its_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_moe.main(["--device", "cpu", "--backends", "scattermoe"])
+    assert "no peer scattermoe; known: bitsandbytes" in capsys.readouterr().err
 
 
 def test_bits_and_noise_of_k_bit_formats() -> None:
