@@ -42,8 +42,8 @@ class CompilesClean:
             max_saved_mb: MiB that one step may save for backward.
             backend: force this backend.
 
-        An error of the block comes through as it is. A block that compiles nothing fails too: it
-        would keep any limit.
+        An error of the block comes through as it is. A block that compiles nothing fails too, and
+        one with an error that `suppress_errors` hides: they would keep any limit.
         """
         from inductor_q.diagnostics.budgets import Budget
         from inductor_q.diagnostics.observe import observe
@@ -59,6 +59,7 @@ class CompilesClean:
             min_fused=min_fused,
             max_saved_mb=max_saved_mb,
         ).missed(run)
+        missed += [f"suppressed in {s.function}: {s.error}" for s in run.suppressed]
         if not run.compiles and not run.breaks:
             missed.append("nothing was compiled in the block")
         if missed:

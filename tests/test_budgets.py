@@ -97,6 +97,17 @@ def test_nothing(assert_compiles_clean):
     with assert_compiles_clean():
         pass
 
+def hidden(assert_compiles_clean, **limits):
+    def no_kernel(gm, example_inputs):
+        raise NotImplementedError("no kernel")
+    with assert_compiles_clean(**limits), torch._dynamo.config.patch(suppress_errors=True):
+        clean(torch.ones(3))
+        torch.compile(torch.tanh, backend=no_kernel)(torch.ones(3))
+
+def test_suppressed(assert_compiles_clean):
+    torch._dynamo.reset()
+    hidden(assert_compiles_clean, max_breaks=None, max_recompiles=None)
+
 def test_error(assert_compiles_clean):
     with assert_compiles_clean():
         raise KeyError("mine")
@@ -128,7 +139,8 @@ def test_the_fixture(tmp_path: Path) -> None:
     assert "1 graph break, at most 0 allowed; first: Call to `torch._dynamo.graph_break()`" in said
     assert "nothing was compiled in the block" in said
     assert "KeyError: 'mine'" in said
-    assert "3 failed, 2 passed" in said
+    assert "suppressed in " in said and "NotImplementedError: no kernel" in said
+    assert "4 failed, 2 passed" in said
 
 
 def test_the_plugin_imports_nothing_before_it_is_used() -> None:

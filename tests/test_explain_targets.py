@@ -19,6 +19,7 @@ from inductor_q import testing
 from inductor_q.diagnostics.explanation import Explanation, GraphBreak
 from inductor_q.diagnostics.observe import observe
 from inductor_q.diagnostics.render.json import read
+from inductor_q.diagnostics.summary import NO_GPU
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ROOT / "tests/targets"
@@ -132,6 +133,48 @@ def test_a_storm_of_shapes_until_the_limit(explain: Explain) -> None:
     assert storm.where.file == str(TARGETS / "recompile_storm.py")
     [fallback] = run.report.fallbacks
     assert (fallback.function, "limit" in fallback.reason) == ("attend", True)
+
+
+# --- what torch does not tell -------------------------------------------------------------------
+
+
+def test_errors_that_the_target_suppresses(explain: Explain) -> None:
+    """It ends well and fast, and nothing of it was compiled."""
+    run = explain("suppressed_errors", options=("--max-breaks", "0", "--github"))
+    assert (run.status, run.out) == (0, "ended well (8, 32)\n")
+    report = run.report
+    first = report.suppressed[0]
+    assert (first.function, first.where.line) == ("step", run.line("@torch.compile"))
+    assert first.error == (
+        "BackendCompilerFailed: backend='no_kernel' raised: "
+        "NotImplementedError: no kernel for this device"
+    )
+    # Torch then tries each function that step calls, and fails there too; not once more a call.
+    assert all(s.count == 1 and s.error == first.error for s in report.suppressed)
+    assert not report.compiles, "a graph that did not compile is none"
+    [layer] = report.layers
+    assert (layer.status, layer.module) == ("rejected", "0")
+    assert layer.reason == f"its compile failed: {first.error}"
+    assert not report.warnings, "no word of a backend that compiles without Inductor"
+    assert f"{len(report.suppressed)} suppressed errors" in run.err
+    assert "set it to False (and unset TORCHDYNAMO_SUPPRESS_ERRORS)" in " ".join(run.err.split())
+    annotation = f"::warning file=tests/targets/suppressed_errors.py,line={first.where.line},"
+    assert f"{annotation}title=error suppressed x1::{first.error}" in run.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA graphs here")
+def test_cuda_graphs_that_a_cpu_skips(explain: Explain) -> None:
+    """Torch counts these and says nothing."""
+    run = explain("reduce_overhead")
+    assert (run.status, run.out) == (0, "one step\n")
+    [skip] = run.report.cudagraph_skips
+    assert (skip.reason, skip.count) == (NO_GPU, 2)  # a graph on each side of the break
+    assert "CUDA graphs skipped" in run.err
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_that_a_gpu_records(explain: Explain) -> None:
+    assert not explain("reduce_overhead").report.cudagraph_skips
 
 
 # --- how a target ends --------------------------------------------------------------------------

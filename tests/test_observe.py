@@ -161,6 +161,34 @@ def test_suppressed_errors() -> None:
     assert "no code for you" in run.suppressed[0].error
 
 
+def test_cuda_graphs_that_torch_skips() -> None:
+    """What it logs on a GPU, through the function that logs it, whatever TORCH_LOGS shows."""
+    skip = torch._inductor.cudagraph_utils.log_cudagraph_skip_and_bump_counter
+    mutated = "skipping cudagraphs due to mutated inputs (1 instances)"
+
+    def call() -> None:
+        for reason in (mutated, "skipping cudagraphs due to cpu device (arg0_1)", mutated):
+            skip(reason)
+
+    found = observed(call).cudagraph_skips
+    assert [(s.reason, s.count) for s in found] == [
+        (mutated, 2),
+        ("skipping cudagraphs due to cpu device (arg0_1)", 1),
+    ]
+
+
+def test_too_many_cuda_graphs_are_a_warning_and_no_skip() -> None:
+    from torch._inductor.cudagraph_utils import maybe_warning_due_to_dynamic_shape
+
+    def call() -> None:
+        with torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": 2}):
+            maybe_warning_due_to_dynamic_shape({(n,): print for n in range(3)}, 3)
+
+    run = observed(call)
+    assert not run.cudagraph_skips
+    assert any("observed 4 distinct sizes" in warning for warning in run.warnings)
+
+
 def test_nothing_compiled_says_how_to() -> None:
     run = observed(lambda: scale(torch.ones(4)), backend="eager")
     (warning,) = run.warnings

@@ -316,8 +316,11 @@ def test_annotations_name_file_and_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert properties == {"file": "src/train.py", "line": "7", "title": "graph break GB0124"}
     assert message.startswith("Unsupported Tensor.item()") and "\nCompare on" in message
     assert parsed[3][1]["title"] == "recompiled x8"
-    assert REASON in parsed[4][2] and "layers.2.mlp.down_proj" in parsed[4][2]
-    assert len(parsed) == 5
+    assert parsed[4][1]["title"] == "error suppressed x1"
+    assert parsed[4][2].startswith("BackendCompilerFailed: no C++ compiler\n")
+    assert parsed[5][1:] == ({"title": "CUDA graph skipped x2"}, "mutated inputs")
+    assert REASON in parsed[6][2] and "layers.2.mlp.down_proj" in parsed[6][2]
+    assert len(parsed) == 7
 
 
 def test_without_a_missed_budget_annotations_are_warnings() -> None:

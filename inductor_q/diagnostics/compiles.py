@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from inductor_q.diagnostics.context import module_names
 from inductor_q.diagnostics.dry_run import DryRun, dry_run
@@ -35,7 +36,7 @@ class Compiled:
     report: Report | None = None
     saved: tuple[SavedTensors, ...] = ()
     observed: bool = False
-    training: bool = False
+    wants_cudagraphs: bool = False
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Compiles:
             return
         one = self._open[-1]
         one.observed = True
+        one.wants_cudagraphs |= bool(inductor_config.triton.cudagraphs) and not _on_gpu(graph)
         if one.dry is not None:
             with self._noted(one):
                 one.dry.joint(graph)
@@ -141,6 +143,11 @@ def backend_name(compiler: Any) -> str:
     if module == "inductor_q.backend":
         return "qfuse"
     return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _on_gpu(graph: fx.Graph) -> bool:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return any(isinstance(v, torch.Tensor) and v.device.type == "cuda" for v in values)
 
 
 def _current_id() -> str:

@@ -14,8 +14,9 @@ from inductor_q.diagnostics.explanation import Layer, LayerStatus, Step
 from inductor_q.diagnostics.live import Quantized
 from inductor_q.diagnostics.report import Report, SiteRecord
 
-UNSEEN = "in no compiled graph: its forward ran uncompiled, or did not run"
+UNSEEN = "its forward ran uncompiled, or did not run"
 UNKNOWN = "compiled, but no pass knows this kind of quantized weight"
+FAILED = "its compile failed: {}"
 BLIND = "compiled by backend {!r}, where the passes cannot look: run with --backend qfuse"
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
@@ -175,4 +176,4 @@ def _match(path: str, names: Iterable[str]) -> str:
     return best
 
 
-__all__ = ["BLIND", "UNKNOWN", "UNSEEN", "layers"]
+__all__ = ["BLIND", "FAILED", "UNKNOWN", "UNSEEN", "layers"]

@@ -99,11 +99,15 @@ class Observation:
             recompiles=run.recompiles(),
             fallbacks=run.fallbacks(),
             suppressed=run.suppressed(),
-            cudagraph_skips=self.skips.records(),
+            cudagraph_skips=(*self.skips.records(), *run.cudagraph_skips()),
             phases=run.phases(),
             saved=run.saved(),
             layers=layers(run.reports(), live, run.read(), all_trees=self.whole_process),
-            warnings=(*run.warnings(self.forced), *dict.fromkeys(self.compiles.problems)),
+            warnings=(
+                *run.warnings(self.forced),
+                *self.skips.warnings,
+                *dict.fromkeys(self.compiles.problems),
+            ),
             dump=str(self.dump) if self.dump else "",
         )
 
@@ -186,14 +190,20 @@ def _forced(backend: str) -> Iterator[None]:
 
 
 class _Skips(logging.Handler):
-    """The reasons for which Inductor did not record CUDA graphs, as it logs them."""
+    """The reasons for which Inductor did not record CUDA graphs, as it logs them, and what else it
+    warns of there: that it recorded too many."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.reasons: Counter[str] = Counter()
+        self.warnings: dict[str, None] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.reasons[record.getMessage()] += 1
+        said = record.getMessage()
+        if said.startswith("CUDAGraph supports dynamic shapes"):
+            self.warnings[said] = None
+        else:
+            self.reasons[said] += 1
 
     def records(self) -> tuple[CudagraphSkip, ...]:
         return tuple(CudagraphSkip(reason, count) for reason, count in self.reasons.most_common())

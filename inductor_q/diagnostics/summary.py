@@ -11,10 +11,11 @@ from typing import Any
 
 from inductor_q.diagnostics import breaks, recompiles
 from inductor_q.diagnostics.compiles import Compiled
-from inductor_q.diagnostics.coverage import BLIND, UNKNOWN
+from inductor_q.diagnostics.coverage import BLIND, FAILED, UNKNOWN
 from inductor_q.diagnostics.events import Event, interned
 from inductor_q.diagnostics.explanation import (
     Compile,
+    CudagraphSkip,
     Fallback,
     Frame,
     GraphBreak,
@@ -25,6 +26,10 @@ from inductor_q.diagnostics.explanation import (
 )
 from inductor_q.diagnostics.report import Report
 
+NO_GPU = (
+    "asked for (mode='reduce-overhead' or triton.cudagraphs), and the graph runs on the CPU, which "
+    "has none: leave the mode out there"
+)
 _LIMIT = "recompile limit"
 _SMALLEST = 0.01  # of the longest phase: what is worth a line
 
@@ -93,13 +98,15 @@ class Run:
     def suppressed(self) -> tuple[SuppressedError, ...]:
         count: Counter[tuple[str, Frame, str]] = Counter()
         for one, data in self.metrics.items():
-            kind = data.get("fail_type")
-            if kind and kind != "Unsupported" and data.get("config_suppress_errors"):
-                # "backend='inductor' raised:" and, on the next line, what it raised
-                lines = str(data.get("fail_reason") or "").strip().splitlines()[:2]
-                error = ": ".join([str(kind), " ".join(lines)]) if lines else str(kind)
+            error = self._failure(one)
+            if error and data.get("config_suppress_errors"):
                 count[(*self._function(one), error)] += 1
         return tuple(SuppressedError(f, w, e, n) for (f, w, e), n in count.items())
+
+    def cudagraph_skips(self) -> tuple[CudagraphSkip, ...]:
+        """Torch logs why it skips a graph on a GPU; of one that has none it says nothing."""
+        count = sum(one.wants_cudagraphs for one in self.compiled)
+        return (CudagraphSkip(NO_GPU, count),) if count else ()
 
     # --- compiles ----------------------------------------------------------------------------
 
@@ -110,6 +117,8 @@ class Run:
         cached = {e.compile_id for e in self.named("fx_graph_cache_hit", "aotautograd_cache_hit")}
         found = {}
         for one in self.compiled:
+            if self._failure(one.compile_id):
+                continue
             data = self.metrics.get(one.compile_id, {})
             function, where = self._function(one.compile_id)
             forward = data.get("entire_frame_compile_time_s") or 0.0
@@ -180,6 +189,8 @@ class Run:
         found: dict[str, str] = {}
         for one in self.compiled:
             reason = UNKNOWN if one.observed else BLIND.format(one.backend)
+            if failure := self._failure(one.compile_id):
+                reason = FAILED.format(failure)
             for path in filter(None, one.read):
                 found[path] = reason if found.get(path) != UNKNOWN else UNKNOWN
         return found
@@ -191,7 +202,7 @@ class Run:
             return [_nothing_compiled(forced, broken=bool(self.stacks))]
         blind: dict[str, list[str]] = defaultdict(list)
         for one in self.compiled:
-            if not one.observed:
+            if not one.observed and not self._failure(one.compile_id):
                 blind[one.backend].append(one.compile_id)
         return [
             f"backend {backend!r} ({', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''}) compiled "
@@ -199,6 +210,16 @@ class Run:
             "cannot be seen (--backend qfuse shows them)"
             for backend, ids in blind.items()
         ]
+
+    def _failure(self, compile_id: str) -> str:
+        """The error that ended a compile; "" where it went well, or where a break ended it."""
+        data = self.metrics.get(compile_id, {})
+        kind = data.get("fail_type")
+        if not kind or kind == "Unsupported" or _LIMIT in str(data.get("fail_reason")):
+            return ""
+        # "backend='inductor' raised:" and, on the next line, what it raised
+        lines = str(data.get("fail_reason") or "").strip().splitlines()[:2]
+        return ": ".join([str(kind), " ".join(lines)]) if lines else str(kind)
 
     def _function(self, compile_id: str) -> tuple[str, Frame]:
         """The name of the function that a compile is about, and where it is defined."""

@@ -29,6 +29,13 @@ def annotate(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
     for again in run.recompiles:
         said = "\n".join(filter(None, (words.failed_guard(again), again.fix)))
         lines.append(_command(level, f"recompiled x{again.count}", said, again.where))
+    for hidden in run.suppressed:
+        title = f"error suppressed x{hidden.count}"
+        lines.append(_command(level, title, f"{hidden.error}\n{words.UNSUPPRESS}", hidden.where))
+    lines += [
+        _command(level, f"CUDA graph skipped x{skip.count}", skip.reason)
+        for skip in run.cudagraph_skips
+    ]
     for reason, layers in _refused(run).items():
         modules = ", ".join(layer.module for layer in layers)
         said = f"{reason}\n{modules}"

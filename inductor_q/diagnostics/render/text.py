@@ -77,7 +77,10 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     )
     yield (
         _title("Suppressed errors", len(run.suppressed)),
-        [_facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed],
+        [
+            *(_facts(_times(s.error, s.count), ("at", _place(s.where))) for s in run.suppressed),
+            *([plain(words.UNSUPPRESS, "green")] if run.suppressed else []),
+        ],
     )
     yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
     yield f"Fusion: {words.coverage(run)}", [*_fusion(run)]

@@ -11,6 +11,12 @@ from pathlib import Path
 
 from inductor_q.diagnostics.explanation import Explanation, Frame, Layer, Recompile, Step
 
+#: The way out of every suppressed error.
+UNSUPPRESS = (
+    "torch._dynamo.config.suppress_errors turned this into eager execution: set it to False (and "
+    "unset TORCHDYNAMO_SUPPRESS_ERRORS), and it raises"
+)
+
 _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
@@ -75,7 +81,7 @@ def causes(count: int, distinct: int, noun: str) -> str:
 
 def summary(run: Explanation) -> str:
     """The run in one line, the worst first."""
-    if not run.compiles and not run.breaks and not run.fallbacks:
+    if not (run.compiles or run.breaks or run.fallbacks or run.suppressed):
         return "nothing was compiled"
     parts = [
         causes(run.break_count, len(run.breaks), "graph break"),
