@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         "vocab_size": config.vocab_size,
         "rank": RANK,
         "format": "nf4_b64_nested",
+        "adapter_dtype": "bf16",
         "loss_steps": arguments.loss_steps,
     }
     generator = torch.Generator().manual_seed(arguments.seed)
@@ -148,13 +149,14 @@ def _model(config: Any, device: torch.device, *, packed: bool, experts: bool) ->
         device=device,
         r=RANK,
         alpha=ALPHA,
+        adapter_dtype=torch.bfloat16,
         targets=ATTENTION,
         target_parameters=[f"mlp.experts.{name}" for name in EXPERTS] if by_peft else (),
     )
     if packed:
         our_experts.quantize(model)
         if experts:
-            our_experts.add_lora(model, r=RANK, alpha=ALPHA)
+            our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=torch.bfloat16)
     return model
 
 

@@ -21,8 +21,9 @@ from inductor_q.cache import bodies_are_cacheable, load_report, report_key, stor
 from inductor_q.diagnostics.context import Context
 from inductor_q.diagnostics.report import SCHEMA_VERSION, Report
 from inductor_q.exc import NotFused
-from inductor_q.manager import JointPasses, Partitioner
+from inductor_q.manager import JointPasses, Partitioner, run_stage
 from inductor_q.options import Resolved, resolve
+from inductor_q.passes.runner import CAPTURED
 
 log = logging.getLogger("inductor_q")
 
@@ -76,6 +77,11 @@ def qfuse(
         _last = report
         return compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
     context = Context(resolved, report, sources=input_sources(gm))
+    run_stage(CAPTURED, gm.graph, context)
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+    captured = len(report.passes)
     provider = context.provider("dequantize", device)
     patches = {
         **(FUSION_LIMITS if provider == kernels.POINTWISE else {}),
@@ -93,9 +99,9 @@ def qfuse(
     ):
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
     key = report_key(gm, example_inputs, context)
-    if report.passes or not resolved.passes:
+    if len(report.passes) > captured or not resolved.passes:
         store_report(key, report)
-    else:  # the AOTAutograd cache had it: no pass has run
+    else:  # the AOTAutograd cache had it: no pass behind it has run
         _last = report = load_report(key, report)
     _tell(report, resolved)
     return compiled

@@ -20,6 +20,13 @@ from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import run
 
 
+def run_stage(stage: str, graph: fx.Graph, context: Context) -> None:
+    """Run the enabled passes of `stage` in the order of the pipeline."""
+    for step in PIPELINE:
+        if step.stage == stage and step.name in context.resolved.passes:
+            run(step, graph, context)
+
+
 class _Hook:
     """What both hooks share: the context, the pass that was there before, the key."""
 
@@ -32,12 +39,6 @@ class _Hook:
         if previous is None:
             return None  # an uncacheable pass of the user's: torch bypasses its caches
         return ("qfuse", source_digest(), self.context.resolved.fingerprint(), *previous)
-
-    def run_stage(self, stage: str, graph: fx.Graph) -> None:
-        """Run the enabled passes of `stage` in the order of the pipeline."""
-        for step in PIPELINE:
-            if step.stage == stage and step.name in self.context.resolved.passes:
-                run(step, graph, self.context)
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's caches hash the pickled configuration, hooks included: a hook is its key.
@@ -65,7 +66,7 @@ class JointPasses(_Hook, CustomGraphPass):
     """The joint stage: forward and backward in one graph, or an inference graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.run_stage("joint", graph)
+        run_stage("joint", graph, self.context)
         hooks = self.previous if isinstance(self.previous, (list, tuple)) else [self.previous]
         for hook in hooks:
             if hook is not None:
@@ -84,7 +85,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.context.static_inputs = frozenset(static_lifetime_input_indices or ())
-        self.run_stage("partition", gm.graph)
+        run_stage("partition", gm.graph, self.context)
         partition: Callable[..., Any] = self.previous or min_cut_rematerialization_partition
         result: tuple[fx.GraphModule, fx.GraphModule] = partition(
             gm, joint_inputs, static_lifetime_input_indices=static_lifetime_input_indices, **kwargs
@@ -92,4 +93,4 @@ class Partitioner(_Hook, CustomPartitionerFn):
         return result
 
 
-__all__ = ["JointPasses", "Partitioner"]
+__all__ = ["JointPasses", "Partitioner", "run_stage"]

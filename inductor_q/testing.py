@@ -234,8 +234,8 @@ def qlora_model(
     from PEFT, training mode.
 
     Every projection is quantized; ``targets`` are the ones that get an adapter, and
-    ``target_parameters`` what PEFT adapts by parametrization (experts in 16 bits). Embeddings, norms
-    and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's
+    ``target_parameters`` what PEFT adapts by parametrization (experts in 16 bits). Embeddings,
+    norms and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's
     default, fp32 adapters. PEFT starts LoRA at B = 0, which makes the gradient of A vanish: tests
     of gradients want ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them
     active. ``base`` replaces the random model of ``config`` (the demo trains one first).

@@ -1,8 +1,9 @@
 """FX graph -> FX graph, in terms of qfuse:: ops. The pipeline, in order, a line each:
 
-canonicalize first, so that the rest knows one form; fuse_scatter2scatter next, so that no other
-pass sees a dequantized stack of experts; fold_lora before the stacking, since a scale or
-a cast between two products hides that they share an input; stack_adapters before extend_k, so that
+causal_attention first, on the graph as Dynamo captured it, before AOTAutograd chooses attention's
+kernels; canonicalize before the rest, so that it knows one form; fuse_scatter2scatter next, so that
+no other pass sees a dequantized stack of experts; fold_lora before the stacking, since a scale or a
+cast between two products hides that they share an input; stack_adapters before extend_k, so that
 one projection serves all of a group's products; stack_projections after it, on what was not
 extended; stack_gradients last of the joint passes, when extend_k has laid the gradients side by
 side; keep_packed in the partitioner, on whatever the joint passes left.
@@ -12,6 +13,7 @@ side; keep_packed in the partitioner, on whatever the joint passes left.
 assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {__name__}"
 
 from inductor_q.passes.canonicalize import Canonicalize
+from inductor_q.passes.causal_attention import CausalAttention
 from inductor_q.passes.extend_k import ExtendK
 from inductor_q.passes.fold_lora import FoldLora
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
@@ -22,6 +24,7 @@ from inductor_q.passes.stack_gradients import StackGradients
 from inductor_q.passes.stack_projections import StackProjections
 
 PIPELINE: tuple[Pass, ...] = (
+    CausalAttention(),  # a causal mask written out -> is_causal
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
     FuseScatter2Scatter(),  # products with packed experts: one op that reads them packed
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour

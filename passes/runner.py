@@ -17,6 +17,9 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from inductor_q.diagnostics.context import Context
 from inductor_q.diagnostics.report import PassRecord
 
+#: The stage of Dynamo's graph. It may mutate and switch modes: what is dead is left to AOTAutograd.
+CAPTURED = "captured"
+
 
 @dataclass(frozen=True)
 class Site:
@@ -72,8 +75,9 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
     for site in applied:
         step.apply(graph, site, context)
     if applied:
-        stable_topological_sort(graph)
-        graph.eliminate_dead_code()
+        if step.stage != CAPTURED:
+            stable_topological_sort(graph)
+            graph.eliminate_dead_code()
         graph.lint()
     context.report.add(PassRecord(step.name, len(applied), time.perf_counter() - start), records)
     for listen in listeners:

@@ -66,7 +66,7 @@ class Context:
         bytes_saved: int = 0,
     ) -> SiteRecord:
         """The record of a site; call it before the graph is edited."""
-        value = node.meta.get("val")
+        value = node.meta.get("val", node.meta.get("example_value"))
         return SiteRecord(
             pass_name=pass_name,
             target=str(node.target),

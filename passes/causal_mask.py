@@ -1,0 +1,130 @@
+"""Whether an attention mask that a graph computes is the causal one.
+
+Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
+functions, read no input of the graph, and hold no number but the mask's own sizes, which are
+replaced, and -1, 0 and 1. What passes cannot know any larger distance than a step, so what holds
+for every pair of positions at these sizes holds at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+SIZES = (3, 8, 17)
+FEW = 2  # what stands for the number of sequences, and of heads
+
+_FUNCTIONS = {
+    *(torch.arange, torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like),
+    *(torch.diff, torch.cumsum, torch.logical_and, torch.logical_or, torch.logical_not),
+    *(operator.add, operator.sub, operator.and_, operator.or_, operator.invert, operator.getitem),
+    *(operator.eq, operator.ne, operator.le, operator.lt, operator.ge, operator.gt),
+    *(torch.eq, torch.ne, torch.le, torch.lt, torch.ge, torch.gt, torch.tril, torch.triu),
+}
+_METHODS = {
+    *("expand", "unsqueeze", "squeeze", "view", "reshape", "to", "bool", "contiguous", "clone"),
+    *("cumsum", "diff", "new_ones", "new_zeros", "new_full", "logical_and", "logical_not"),
+    *("eq", "ne", "le", "lt", "ge", "gt", "tril", "triu", "__and__", "__or__", "__invert__"),
+}
+_PLAIN = (-1, 0, 1)
+
+
+class _NotProven(Exception):
+    """Why a mask is not known to be causal."""
+
+
+def why_not_causal(mask: fx.Node, outside: Mapping[fx.Node, fx.Node]) -> str:
+    """Empty if `mask` is True for keys up to the query and False after it; else the reason.
+
+    Args:
+        mask: a node of Dynamo's graph, bool, [..., S, S].
+        outside: placeholders of subgraphs -> the nodes that they stand for.
+    """
+    value = mask.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.dim() != 4:
+        return "the mask is not boolean and four-dimensional"
+    if not same_size(value.shape[-2], value.shape[-1]):
+        return "queries and keys differ in number"
+    try:
+        for size in SIZES:
+            sizes = [(value.shape[-1], size), (value.shape[0], FEW), (value.shape[1], FEW)]
+            found = _Evaluation(sizes, outside).of(mask)
+            causal = torch.ones(size, size, dtype=torch.bool).tril()
+            if found.shape[-2:] != causal.shape or not torch.equal(found, causal.expand_as(found)):
+                return "the mask is another than the causal one"
+    except _NotProven as reason:
+        return str(reason)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        return f"the mask could not be computed at other sizes: {error}"
+    return ""
+
+
+def same_size(one: Any, other: Any) -> bool:
+    """Whether two sizes are one number, or one expression of symbols; adds no guard."""
+    return bool(_expression(one) == _expression(other))
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+class _Evaluation:
+    """The values of nodes on the CPU with some sizes replaced."""
+
+    def __init__(
+        self, sizes: Sequence[tuple[int | torch.SymInt, int]], outside: Mapping[fx.Node, fx.Node]
+    ) -> None:
+        self._sizes = sizes
+        self._outside = outside
+        self._known: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        node = self._outside.get(node, node)
+        if node not in self._known:
+            self._known[node] = self._run(node)
+        return self._known[node]
+
+    def _run(self, node: fx.Node) -> Any:
+        value = node.meta.get("example_value")
+        if isinstance(value, (int, torch.SymInt)):
+            return self._size(value)
+        if node.op == "placeholder":
+            name = str(node.target).removeprefix("L_").strip("_")
+            raise _NotProven(f"the mask depends on the input {name}: it may hold padding")
+        called, functions = node.target, node.op == "call_function"
+        if not (called in _FUNCTIONS if functions else called in _METHODS):
+            raise _NotProven(f"the mask is computed with {getattr(called, '__name__', called)}")
+        args = self._arguments(node.args)
+        kwargs = {name: self._arguments(value) for name, value in node.kwargs.items()}
+        with unset_fake_temporarily(), torch.no_grad():
+            if callable(called):
+                return called(*args, **kwargs)
+            return getattr(args[0], called)(*args[1:], **kwargs)
+
+    def _arguments(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self.of(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._arguments(v) for v in value)
+        if isinstance(value, slice):
+            return slice(*(self._arguments(v) for v in (value.start, value.stop, value.step)))
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, int) and not isinstance(value, bool):
+            return self._size(value)
+        if isinstance(value, float):
+            raise _NotProven(f"the mask is computed with the number {value}")
+        return value
+
+    def _size(self, value: int | torch.SymInt) -> int:
+        for size, small in self._sizes:
+            if value not in _PLAIN and same_size(value, size):
+                return small
+        if isinstance(value, int) and value in _PLAIN:
+            return value
+        raise _NotProven(f"the mask is computed with the number {value}, as a window is")
