@@ -92,7 +92,7 @@ def test_stretched_codebooks_are_close() -> None:
     for name, most in (("nf4_b64", 1.2e-3), ("fp4_b64", 1e-6)):
         codec = FORMATS[name].codec
         values = torch.tensor(codec.values, dtype=torch.float64)  # type: ignore[attr-defined]
-        rounded, stretch = scatter2scatter_cuda.fit(codec.values)  # type: ignore[attr-defined]
+        rounded, stretch = scatter2scatter_cuda.fit(codec.values, BF16)  # type: ignore[attr-defined]
         assert 1 <= stretch < 2
         off = (rounded.double() / stretch - values).norm() / values.norm()
         assert off < most

@@ -11,6 +11,7 @@ import pytest
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_triton, quantize_kbit_triton
+from tests.compile_triton import compiled
 from tests.test_kbit import CASES
 
 pytest.importorskip("triton")
@@ -26,17 +27,7 @@ POINTERS = {
 
 def ptx(kernel: Any, constants: dict[str, int | bool], pointers: dict[str, str]) -> str:
     """`kernel` for sm_90; what is neither a constant nor a pointer is an int32."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = POINTERS | pointers | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.asm["cubin"][:4] == b"\x7fELF"
-    text: str = compiled.asm["ptx"]
+    text: str = compiled(kernel, constants, POINTERS | pointers, num_warps=4).asm["ptx"]
     return text
 
 

@@ -5,6 +5,8 @@ The eager reference is in every list, so that nothing is ever unserved.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import (
     dequantize_cpp,
@@ -19,6 +21,7 @@ from inductor_q.kernels import (
     scatter2scatter_grouped_mm,
     scatter2scatter_merged,
     scatter2scatter_reference,
+    scatter2scatter_triton,
 )
 from inductor_q.kernels.kernel import (
     DequantizeKernel,
@@ -26,6 +29,9 @@ from inductor_q.kernels.kernel import (
     QuantizeKbitKernel,
     Scatter2ScatterKernel,
 )
+
+if TYPE_CHECKING:
+    from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
     "cpu": (dequantize_cpp.KERNEL, dequantize_reference.KERNEL),
@@ -47,6 +53,7 @@ SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
     ),
     "cuda": (
         scatter2scatter_cuda.KERNEL,
+        scatter2scatter_triton.KERNEL,
         scatter2scatter_grouped_mm.KERNEL,
         scatter2scatter_dequantize.KERNEL,
         scatter2scatter_reference.KERNEL,
@@ -100,9 +107,18 @@ def candidates(op: str, device_type: str, wanted: str = "auto") -> list[Dequanti
     return sorted(kernels, key=lambda kernel: kernel.name != wanted)
 
 
-def scatter2scatter_kernels(device_type: str, wanted: str) -> list[Scatter2ScatterKernel]:
-    """The kernels of scatter2scatter in the order in which they are asked, `wanted` first."""
-    kernels = SCATTER2SCATTER.get(device_type, SCATTER2SCATTER["cpu"])
+def scatter2scatter_kernels(
+    device_type: str, wanted: str, call: Scatter2Scatter | None = None
+) -> list[Scatter2ScatterKernel]:
+    """The kernels of scatter2scatter in the order in which they are asked, `wanted` first.
+
+    With a `call`, Triton's comes just before the reference where it is expected to be slower.
+    """
+    kernels = list(SCATTER2SCATTER.get(device_type, SCATTER2SCATTER["cpu"]))
+    late = scatter2scatter_triton.KERNEL
+    if call is not None and late in kernels and not scatter2scatter_triton.is_preferred(call):
+        kernels.remove(late)
+        kernels.insert(kernels.index(scatter2scatter_reference.KERNEL), late)
     return sorted(kernels, key=lambda kernel: kernel.name != wanted)
 
 

@@ -10,6 +10,43 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+
+def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
+    """The op's first result from the grouped rows, some of which nobody has written."""
+    gates = y if call.gates is None else call.gates.contiguous()
+    features = y.shape[1]
+    if call.grouped_out:
+        finish[(triton.cdiv(call.rows, 32), triton.cdiv(features, 256))](
+            y,
+            gates,
+            call.order,
+            call.offsets,
+            features,
+            call.rows,
+            call.num_experts,
+            ROWS=32,
+            WIDTH=256,
+            GATED=call.gates is not None,
+        )
+        return y
+    out = y.new_empty(call.tokens, features)
+    combine[(call.tokens, triton.cdiv(features, 1024))](
+        y,
+        gates,
+        call.inverse,
+        call.offsets,
+        out,
+        features,
+        call.num_experts,
+        TOP_K=call.top_k,
+        WIDTH=1024,
+        GATED=call.gates is not None,
+    )
+    return out
 
 
 @triton.jit
@@ -138,7 +175,7 @@ def combine(
     total = tl.zeros((WIDTH,), tl.float32)
     for j in tl.static_range(TOP_K):
         place = tl.load(inverse + token * TOP_K + j)
-        mask = inside & (place < owned)
+        mask = column < tl.where(place < owned, features, 0)
         part = tl.load(rows + place * features + column, mask=mask, other=0).to(tl.float32)
         if GATED:
             part *= tl.load(gates + token * TOP_K + j).to(tl.float32)

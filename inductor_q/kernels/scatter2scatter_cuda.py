@@ -27,6 +27,7 @@ from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 SOURCE = "scatter2scatter.cu"
 CAPABILITY = (9, 0)
+NOT_HOPPER = "csrc/scatter2scatter.cu is for compute capability 9.0 (Hopper)"
 THREADS = 384
 BLOCK = 64  # elements that share a scale: a stage of the contraction
 MAX_RANK = 64  # the adapter's stage
@@ -62,7 +63,9 @@ class Cuda:
         library = nvrtc.library()
         if isinstance(library, str):
             return library
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
+        if not importlib.util.find_spec("triton"):
+            return "triton is not installed"
+        return "" if _may_be_hopper() else NOT_HOPPER
 
     def decodes(self, fmt: QuantFormat | None) -> str:
         return _other_format(fmt)
@@ -75,13 +78,20 @@ class Cuda:
             return refused
         device = call.x.device
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
-            return "csrc/scatter2scatter.cu is for compute capability 9.0 (Hopper)"
+            return NOT_HOPPER
         handle = _function(kernel_name(call.transposed, _config(call)), device.index)
         return handle if isinstance(handle, str) else ""
 
     def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         with on(call.x.device):
             return _launch(call)
+
+
+@functools.cache
+def _may_be_hopper() -> bool:
+    """Whether this machine has a Hopper GPU, or none at all."""
+    here = range(torch.cuda.device_count())
+    return not here or CAPABILITY in map(torch.cuda.get_device_capability, here)
 
 
 def _other_format(fmt: QuantFormat | None) -> str:
@@ -186,6 +196,8 @@ def _run(
 
 
 def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+    from inductor_q.kernels.expert_rows_triton import rows_out
+
     device, config = call.x.device, _config(call)
     _, n, k = call.shape
     x = call.x.contiguous()
@@ -222,7 +234,7 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         (n, k, 0 if projected is None else projected.shape[1]),
         shared=_shared_bytes(call.transposed, config),
     )
-    return _rows_out(call, out), rank
+    return rows_out(call, out), rank
 
 
 def _project(
@@ -304,44 +316,6 @@ def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
     return out
 
 
-def _rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
-    """The op's first result from the grouped rows, some of which nobody has written."""
-    import triton
-
-    from inductor_q.kernels.expert_rows_triton import combine, finish
-
-    gates = y if call.gates is None else call.gates.contiguous()
-    features = y.shape[1]
-    if call.grouped_out:
-        finish[(triton.cdiv(call.rows, 32), triton.cdiv(features, 256))](
-            y,
-            gates,
-            call.order,
-            call.offsets,
-            features,
-            call.rows,
-            call.num_experts,
-            ROWS=32,
-            WIDTH=256,
-            GATED=call.gates is not None,
-        )
-        return y
-    out = y.new_empty(call.tokens, features)
-    combine[(call.tokens, triton.cdiv(features, 1024))](
-        y,
-        gates,
-        call.inverse,
-        call.offsets,
-        out,
-        features,
-        call.num_experts,
-        TOP_K=call.top_k,
-        WIDTH=1024,
-        GATED=call.gates is not None,
-    )
-    return out
-
-
 # --- the codebook -------------------------------------------------------------------------------
 
 
@@ -349,7 +323,7 @@ def _rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
 def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """The planes [8] int32 that csrc/scatter2scatter.cu looks up, and the factor of the scales."""
     assert fmt is not None and isinstance(fmt.codec, Codebook)
-    values, stretch = fit(fmt.codec.values)
+    values, stretch = fit(fmt.codec.values, torch.bfloat16)
     bits = values.view(torch.int16).to(torch.int32)
     planes = [
         sum(int(byte) << 8 * j for j, byte in enumerate(plane[i : i + 4]))
@@ -361,15 +335,15 @@ def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Te
 
 
 @functools.cache
-def fit(values: tuple[float, ...]) -> tuple[Tensor, float]:
-    """bfloat16 values [16] and a stretch in [1, 2) with `values * stretch` closest to them.
+def fit(values: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Values [16] in `dtype`, 16 bits, and a stretch in [1, 2) with `values * stretch` closest.
 
-    A codebook rounded as it is would add 1.4e-3 to the error of every nf4 weight, whose own
-    rounding to bfloat16 is 1.6e-3; stretched by 1.437 first it adds 0.8e-3, and nothing to fp4.
+    A codebook rounded to bfloat16 as it is would add 1.4e-3 to the error of every nf4 weight, whose
+    own rounding is 1.6e-3; stretched by 1.437 first it adds 0.8e-3, and nothing to fp4.
     """
     exact = torch.tensor(values, dtype=torch.float64)
     stretches = torch.linspace(1, 2, 1 << 16, dtype=torch.float64)[:-1, None]
-    rounded = (exact * stretches).to(torch.float32).to(torch.bfloat16)
+    rounded = (exact * stretches).to(torch.float32).to(dtype)
     wrong = ((rounded.double() / stretches - exact) ** 2).sum(1)
     best = int(wrong.argmin())
     return rounded[best], float(stretches[best])

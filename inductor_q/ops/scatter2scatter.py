@@ -208,7 +208,7 @@ def _scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     call = _call(inputs)
     if call.rows == 0:
         return _empty(call)
-    for kernel in scatter2scatter_kernels(call.x.device.type, provider):
+    for kernel in scatter2scatter_kernels(call.x.device.type, provider, call):
         reason = kernel.supports(call)
         if not reason:
             return kernel.launch(call)

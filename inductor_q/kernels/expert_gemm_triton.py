@@ -1,0 +1,191 @@
+"""Triton kernels of scatter2scatter: a grouped GEMM that decodes its weights in the loop.
+
+Imported by the kernel that launches them, at its first use. Rows are grouped: each expert's lie
+together. How bytes become values is a device function that the GEMM is handed, so nothing here
+looks at a format's name.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_map(offsets, tiles, tile_count, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """tiles[i] = (expert, first row, rows, 0): each expert's rows in parts of ROWS, in order.
+
+    A program has one expert; EXPERTS is a power of two, `experts` or more.
+    """
+    expert = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    begin = tl.load(offsets + e, mask=e < experts, other=0)
+    end = tl.load(offsets + e + 1, mask=e < experts, other=0)
+    parts = (end - begin + (ROWS - 1)) // ROWS
+    if expert == 0:
+        tl.store(tile_count, tl.sum(parts))
+    to = tiles + tl.sum(tl.where(e < expert, parts, 0)) * 4
+    first = tl.load(offsets + expert)
+    rows = tl.load(offsets + expert + 1) - first
+    for start in range(0, rows, ROWS * 64):
+        done = start + tl.arange(0, 64) * ROWS
+        at = to + done // ROWS * 4
+        tl.store(at, tl.full((64,), 0, tl.int32) + expert, mask=done < rows)
+        tl.store(at + 1, first + done, mask=done < rows)
+        tl.store(at + 2, tl.minimum(rows - done, ROWS), mask=done < rows)
+
+
+@triton.jit
+def weight_tile(
+    weight,
+    scales,
+    expert,
+    row,
+    column,
+    rows,
+    columns,
+    row_bytes,
+    row_mask,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOOK_UP: tl.constexpr,
+    EVEN: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """[ROWS, COLUMNS] of an expert as stored, in `dtype`, from `column` on, zero where masked.
+
+    GROUP columns share a scale, [E, columns / GROUP, rows]; 0: the weight is dense. LOOK_UP: bytes
+    to the values of their high and low nibbles.
+    """
+    first = (expert * rows + row.to(tl.int64))[:, None]
+    if GROUP == 0:
+        c = column + tl.arange(0, COLUMNS)[None, :]
+        mask = row_mask[:, None] & (EVEN | (c < columns))
+        tile = tl.load(weight + first * columns + c, mask=mask, other=0).to(dtype)
+    else:
+        c = column // 2 + tl.arange(0, COLUMNS // 2)[None, :]
+        mask = row_mask[:, None] & (EVEN | (c < row_bytes))
+        packed = tl.load(weight + first * row_bytes + c, mask=mask, other=0)
+        GROUPS: tl.constexpr = COLUMNS // GROUP if COLUMNS > GROUP else 1
+        group = column // GROUP + tl.arange(0, GROUPS)[None, :]
+        mask = row_mask[:, None] & (EVEN | (group * GROUP < columns))
+        at = (expert * (columns // GROUP) + group) * rows + row[:, None]
+        scale = tl.load(scales + at, mask=mask, other=0)
+        even, odd = LOOK_UP(packed)
+        tile = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, COLUMNS // GROUPS))
+        tile = (tile.to(tl.float32) * scale[:, :, None]).to(dtype)
+    return tl.reshape(tile, (ROWS, COLUMNS))
+
+
+@triton.jit
+def expert_gemm(
+    out,
+    x,
+    source,
+    tiles,
+    tile_count,
+    weight,
+    scales,
+    projected,
+    factor,
+    bias,
+    in_features,
+    out_features,
+    row_bytes,
+    padded,
+    factor_expert,
+    factor_feature,
+    factor_rank,
+    rank,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    RANK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOOK_UP: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    GATHER: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """out[row] = W_e x[source[row]] + factor_e projected[row] + bias_e, in grouped order.
+
+    A program has a tile of rows of one expert and FEATURES of the output. The weight is the left
+    operand, so few rows are a narrow tile and not one of padding. Stored [E, out, in], and
+    transposed [E, in, out]. RANK 0: no adapter. EVEN: DEPTH and FEATURES divide what they cut.
+    """
+    blocks = tl.cdiv(out_features, FEATURES)
+    tile = tl.program_id(0) // blocks
+    if tile < tl.load(tile_count):
+        dtype: tl.constexpr = x.dtype.element_ty
+        expert = tl.load(tiles + tile * 4).to(tl.int64)
+        local = tl.arange(0, ROWS)
+        inside = (local < tl.load(tiles + tile * 4 + 2))[None, :]
+        row = tl.load(tiles + tile * 4 + 1) + local
+        at = row
+        if GATHER:
+            at = tl.load(source + row, mask=local < tl.load(tiles + tile * 4 + 2), other=0)
+        feature0 = tl.program_id(0) % blocks * FEATURES
+        feature = feature0 + tl.arange(0, FEATURES)
+        real = EVEN | (feature < out_features)
+        d = tl.arange(0, DEPTH)
+        x_at = x + at[None, :].to(tl.int64) * in_features + d[:, None]
+        total = tl.zeros((FEATURES, ROWS), tl.float32)
+        for start in range(0, in_features, DEPTH):
+            left = EVEN | (start + d < in_features)
+            part = tl.load(x_at + start, mask=inside & left[:, None], other=0)
+            if TRANSPOSED:
+                w = weight_tile(
+                    weight,
+                    scales,
+                    expert,
+                    start + d,
+                    feature0,
+                    in_features,
+                    out_features,
+                    row_bytes,
+                    left,
+                    DEPTH,
+                    FEATURES,
+                    GROUP,
+                    LOOK_UP,
+                    EVEN,
+                    dtype,
+                )
+                w = tl.trans(w)
+            else:
+                w = weight_tile(
+                    weight,
+                    scales,
+                    expert,
+                    feature,
+                    start,
+                    out_features,
+                    in_features,
+                    row_bytes,
+                    real,
+                    FEATURES,
+                    DEPTH,
+                    GROUP,
+                    LOOK_UP,
+                    EVEN,
+                    dtype,
+                )
+            total = tl.dot(w, part, total)
+        if RANK > 0:
+            r = tl.arange(0, RANK)
+            part_at = projected + row[None, :].to(tl.int64) * padded + r[:, None]
+            part = tl.load(part_at, mask=inside & (r < padded)[:, None], other=0)
+            b_at = factor + expert * factor_expert + feature[:, None].to(tl.int64) * factor_feature
+            b_mask = (feature < out_features)[:, None] & (r < rank)[None, :]
+            b = tl.load(b_at + r[None, :] * factor_rank, mask=b_mask, other=0)
+            total = tl.dot(b.to(dtype), part, total)
+        mask = (feature < out_features)[:, None]
+        if BIAS:
+            b_at = bias + expert * out_features + feature[:, None]
+            total += tl.load(b_at, mask=mask, other=0).to(tl.float32)
+        to = out + row[None, :].to(tl.int64) * out_features + feature[:, None]
+        tl.store(to, total.to(dtype), mask=mask & inside)

@@ -1,0 +1,345 @@
+"""scatter2scatter with Triton: 4-bit experts are decoded inside the GEMM, on any NVIDIA GPU.
+
+What csrc/scatter2scatter.cu does on Hopper alone: no decoded expert exists in memory, nothing waits
+for the host, and the memory beside inputs and results is a float a scale. Also for dense experts,
+and for float16. How a GPU looks values up is printed here from the format's codebook.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q.decode.triton import device_functions
+from inductor_q.formats import QuantFormat
+from inductor_q.formats.codec import Codebook
+from inductor_q.formats.packing import BytePacking
+from inductor_q.kernels import tiles
+from inductor_q.kernels.dequantize_triton import compile_source
+from inductor_q.kernels.gpu import on
+from inductor_q.kernels.scatter2scatter_cuda import fit
+from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+MIN_GROUP = 32  # elements of a row that share a scale: fewer make the scales larger than the codes
+MAX_RANK = 128
+DTYPES = (torch.bfloat16, torch.float16)
+
+#: Compute capabilities, by their major number, for which torch has a grouped GEMM.
+GROUPED_GEMM_MAJORS = (9, 10)
+
+#: Rows an expert up to which decoding in the loop is expected to win there. Modelled, not measured:
+#: to decode first moves 4.5 bytes an element of the weight, and the loop is taken to multiply at
+#: half the speed, which on an H200 is even at about 250 rows.
+FEW_ROWS = 256
+
+
+class Triton:
+    name = "triton"
+
+    def available(self) -> str:
+        if not importlib.util.find_spec("triton"):
+            return "triton is not installed"
+        return "codes are looked up in PTX, which AMD has not" if torch.version.hip else ""
+
+    def decodes(self, fmt: QuantFormat | None) -> str:
+        """Empty for dense experts, and for 4-bit codes in bytes with a fixed codebook."""
+        if fmt is None:
+            return ""
+        if fmt.packing != BytePacking(bits=4, high_first=True):
+            return f"{fmt.name} is not packed as nibbles, high one first"
+        if not isinstance(fmt.codec, Codebook) or len(fmt.codec.values) != 16:
+            return f"{fmt.name} has no fixed codebook of 16 values"
+        return ""
+
+    def supports(self, call: Scatter2Scatter) -> str:
+        if refused := self.available() or self.decodes(call.fmt) or unfit(call):
+            return refused
+        device = call.x.device
+        if device.type != "cuda":
+            return f"there is no Triton for {device.type} tensors"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (7, 5) or (call.x.dtype is torch.bfloat16 and capability < (8, 0)):
+            major, minor = capability
+            return f"compute capability {major}.{minor} does not multiply {call.x.dtype} matrices"
+        return ""
+
+    def launch(
+        self, call: Scatter2Scatter, tile: tiles.Tile | None = None
+    ) -> tuple[Tensor, Tensor]:
+        with on(call.x.device):
+            return _launch(call, tile or tiles.choose(work(call), tiles.limits(call.x.device)))
+
+
+def is_preferred(call: Scatter2Scatter) -> bool:
+    """Whether to ask this kernel before those that hand decoded experts to torch's grouped GEMM.
+
+    Always where torch has no kernel for that: there it loops over the groups, and waits for the
+    device to know their rows (ATen/native/GroupedMMUtils.h). Elsewhere, where decoding all experts
+    first costs more than the slower product here; never for experts that need no decoding.
+    """
+    if torch.cuda.get_device_capability(call.x.device)[0] not in GROUPED_GEMM_MAJORS:
+        return True
+    return call.fmt is not None and call.rows <= FEW_ROWS * call.num_experts
+
+
+def unfit(call: Scatter2Scatter) -> str:
+    """Empty where the kernels can do a call in a format they know, else the reason why not."""
+    if call.x.dtype not in DTYPES:
+        return f"the input is {call.x.dtype}, not bfloat16 or float16"
+    if call.rank > MAX_RANK:
+        return f"rank {call.rank} is over {MAX_RANK}"
+    if call.fmt and _group(call) < MIN_GROUP:
+        return f"rows of {call.shape[2]} do not start where {call.fmt.name} has a new scale"
+    if call.fmt is None and call.operands[0].dtype not in (*DTYPES, torch.float32):
+        return f"the weight is {call.operands[0].dtype}"
+    for name, operand in zip(
+        call.fmt.operands if call.fmt else ("weight",), call.operands, strict=True
+    ):
+        if not operand.is_contiguous():
+            return f"{name} is not contiguous"
+    return ""
+
+
+def _group(call: Scatter2Scatter) -> int:
+    """How many neighbours in a stored row share a scale: a power of two; 0 for a dense weight."""
+    return math.gcd(call.shape[2], call.fmt.scale.block) if call.fmt else 0
+
+
+def work(call: Scatter2Scatter) -> tiles.Work:
+    """What tiles depend on."""
+    average = -(-call.rows // max(1, call.num_experts))
+    return tiles.Work(
+        rows=min(_power_of_two(average), tiles.ROWS[-1]),
+        in_features=call.in_features,
+        out_features=call.out_features,
+        transposed=call.transposed,
+        weight_bits=call.fmt.packing.bits if call.fmt else call.operands[0].itemsize * 8,
+        group=_group(call),
+        rank=_padded_rank(call.rank),
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _padded_rank(rank: int) -> int:
+    """What a product takes: a power of two, 16 at least; indices go by the rank itself."""
+    return max(16, _power_of_two(rank)) if rank else 0
+
+
+def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
+    from inductor_q.kernels.expert_gemm_triton import expert_gemm, tile_map
+    from inductor_q.kernels.expert_rows_triton import rows_out
+
+    device, group = call.x.device, _group(call)
+    x, offsets = call.x.contiguous(), call.offsets.contiguous()
+    source = None if call.grouped_in else (call.order // call.top_k).to(torch.int32)
+    most = min(call.num_experts, call.rows) + call.rows // tile.rows
+    parts = torch.empty((most, 4), dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    experts = call.num_experts
+    tile_map[(experts,)](
+        offsets, parts, count, experts, ROWS=tile.rows, EXPERTS=_power_of_two(experts)
+    )
+    rank, projected = _project(call, x, source, parts, count, tile)
+    factor = call.lora_b if projected is not None else None
+    out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
+    bias = None if call.bias is None else call.bias.to(x.dtype).contiguous()
+    weight = call.operands[0]
+    kernel = None
+    if call.fmt is not None:
+        assert call.fmt.operands[0] == "qweight", call.fmt.operands
+        weight = weight.reshape(-1).view(torch.uint8)
+        kernel = _kernel(call.fmt, x.dtype)
+    even = not (call.in_features % tile.depth or call.out_features % tile.features)
+    expert_gemm[(most * -(-call.out_features // tile.features),)](
+        out,
+        x,
+        source,
+        parts,
+        count,
+        weight,
+        None if kernel is None else _scales(call, kernel, group),
+        projected,
+        factor,
+        bias,
+        call.in_features,
+        call.out_features,
+        call.shape[2] // 2,
+        0 if projected is None else projected.shape[1],
+        *((0, 0, 0) if factor is None else factor.stride()),
+        call.rank,
+        ROWS=tile.rows,
+        FEATURES=tile.features,
+        DEPTH=tile.depth,
+        RANK=0 if projected is None else _padded_rank(call.rank),
+        GROUP=group,
+        LOOK_UP=None if kernel is None else kernel.look_up,
+        TRANSPOSED=call.transposed,
+        GATHER=source is not None,
+        BIAS=bias is not None,
+        EVEN=even,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return rows_out(call, out), rank
+
+
+def _project(
+    call: Scatter2Scatter,
+    x: Tensor,
+    source: Tensor | None,
+    parts: Tensor,
+    count: Tensor,
+    tile: tiles.Tile,
+) -> tuple[Tensor, Tensor | None]:
+    """`x @ A_e'` [R, r], and the same scaled [R, padded to 16]."""
+    from inductor_q.kernels.expert_rows_triton import project
+
+    r = call.rank
+    if call.lora_a is None or r == 0:
+        return x.new_zeros(call.rows, r), None
+    padded = -(-r // 16) * 16
+    rank = x.new_zeros(call.rows, r)
+    scaled = torch.empty((call.rows, padded), dtype=x.dtype, device=x.device)
+    a = call.lora_a.to(x.dtype)
+    rows = min(64, tile.rows)
+    project[(parts.shape[0] * (tile.rows // rows),)](
+        x,
+        a,
+        x if source is None else source,
+        parts,
+        count,
+        rank,
+        scaled,
+        call.scaling,
+        call.in_features,
+        r,
+        padded,
+        x.stride(0),
+        *a.stride(),
+        PARTS=tile.rows // rows,
+        ROWS=rows,
+        RANK=_padded_rank(r),
+        DEPTH=64,
+        GATHER=source is not None,
+        num_warps=4,
+        num_stages=2 if r > 64 else 3,  # at most 48 KiB of shared memory
+    )
+    return rank, scaled
+
+
+# --- what is printed from a format ----------------------------------------------------------------
+
+_EXPAND_SCALES = """
+@triton.jit
+def expand_scales(out, offsets, {pointers}factor, rows, columns, groups,
+                  GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    expert = tl.program_id(2).to(tl.int64)
+    if tl.load(offsets + expert) < tl.load(offsets + expert + 1):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[None, :]
+        mask = (row < rows) & (group < groups)
+        scale = scale_fn((expert * rows + row) * columns + group * GROUP, mask, {operands})
+        tl.store(out + (expert * groups + group) * rows + row, scale * factor, mask=mask)
+"""
+
+#: Four bytes at a time: both byte planes of the values of four nibbles, then words of two values.
+_LOOK_UP = '''
+@triton.jit
+def by_permute(packed):
+    return tl.inline_asm_elementwise("""{{
+        .reg .b32 rest, index, upper, a, b, low, high;
+        {first}
+        shr.u32 rest, $4, 16;
+        {second}
+    }}""", "=&r,=&r,=&r,=&r,r", [packed], dtype=({dtype}, {dtype}), is_pure=True, pack=4)
+'''
+_LOOK_UP_HALF = """
+        and.b32 index, {codes}, 0x7777;
+        shl.b32 upper, {codes}, 4;
+        prmt.b32 upper, upper, {codes}, 0xD9C8;
+        prmt.b32 a, {planes[0]}, {planes[1]}, index;
+        prmt.b32 b, {planes[2]}, {planes[3]}, index;
+        lop3.b32 low, upper, b, a, 0xCA;
+        prmt.b32 a, {planes[4]}, {planes[5]}, index;
+        prmt.b32 b, {planes[6]}, {planes[7]}, index;
+        lop3.b32 high, upper, b, a, 0xCA;
+        prmt.b32 {even}, low, high, 0x7351;
+        prmt.b32 {odd}, low, high, 0x6240;
+"""
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The device functions of a format for one dtype; `factor` undoes the stretch of its values."""
+
+    look_up: Any
+    expand_scales: Any
+    scale_operands: tuple[str, ...]
+    factor: float
+
+
+@functools.cache
+def _kernel(fmt: QuantFormat, dtype: torch.dtype) -> _Kernel:
+    assert isinstance(fmt.codec, Codebook)
+    device = device_functions(fmt)
+    values, stretch = fit(fmt.codec.values, dtype)
+    source = device.source + _EXPAND_SCALES.format(
+        pointers="".join(f"{name}, " for name in device.scale_operands),
+        operands=", ".join(device.scale_operands),
+    )
+    filename = f"<qfuse experts {fmt.name} {dtype}>"
+    return _Kernel(
+        compile_source(f"{filename} look_up", _printed_look_up(values), "by_permute"),
+        compile_source(f"{filename} scales", source, "expand_scales"),
+        device.scale_operands,
+        1 / stretch,
+    )
+
+
+def _printed_look_up(values: Tensor) -> str:
+    """`by_permute` with the 16 values as constants: a byte permutation looks up four nibbles."""
+    bits = values.view(torch.int16).to(torch.int32)
+    planes = [
+        f"0x{sum(int(byte) << 8 * j for j, byte in enumerate(plane[i : i + 4])):08x}"
+        for plane in ((bits & 255).tolist(), (bits >> 8 & 255).tolist())
+        for i in range(0, 16, 4)
+    ]
+    return _LOOK_UP.format(
+        first=_LOOK_UP_HALF.format(codes="$4", planes=planes, even="$0", odd="$2"),
+        second=_LOOK_UP_HALF.format(codes="rest", planes=planes, even="$1", odd="$3"),
+        dtype="tl.bfloat16" if values.dtype is torch.bfloat16 else "tl.float16",
+    )
+
+
+def _scales(call: Scatter2Scatter, kernel: _Kernel, group: int) -> Tensor:
+    """[E, columns / group, rows] float32; of experts without rows, anything."""
+    assert call.fmt is not None
+    e, rows, columns = call.shape
+    groups = columns // group
+    out = torch.empty((e, groups, rows), dtype=torch.float32, device=call.x.device)
+    operands = dict(zip(call.fmt.operands, call.operands, strict=True))
+    kernel.expand_scales[(-(-rows // 64), -(-groups // 32), e)](
+        out,
+        call.offsets.contiguous(),
+        *(operands[name] for name in kernel.scale_operands),
+        kernel.factor,
+        rows,
+        columns,
+        groups,
+        GROUP=group,
+        ROWS=64,
+        GROUPS=32,
+    )
+    return out
+
+
+KERNEL = Triton()

@@ -1,0 +1,100 @@
+"""The Triton kernels of scatter2scatter on CPU tensors: run with TRITON_INTERPRET=1.
+
+A program of its own, because Triton decides at import whether it interprets. Each case is a layer
+whose output and gradients are held against a float64 loop over its experts: each within a rounding
+of float16, all together as near as the loop in float16. Prints how many cases there were. The
+interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from inductor_q import kernels
+from inductor_q.kernels import scatter2scatter_triton, tiles
+from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
+from tests import ptx
+from tests.moe import Layer, Sizes, layer, results
+
+#: An A100, and a Turing card: what does not fit there is cut smaller.
+A100, TURING = tiles.Limits((8, 0), 166_912), tiles.Limits((7, 5), 65_536)
+EPS = torch.finfo(torch.float16).eps
+FIT = Sizes(experts=4, in_features=64, out_features=64, tokens=9, top_k=2, rank=4)
+SHAPES = {
+    "small": FIT,
+    "ends of tiles": replace(FIT, in_features=96, out_features=160),
+    "odd": replace(FIT, experts=3, in_features=32, out_features=33, tokens=7, rank=3),
+    "one expert": Sizes(1, 64, 32, 40, 1, 17),
+    "all experts": Sizes(4, 32, 64, 5, 4, 2),
+    "one token": Sizes(5, 64, 32, 1, 2, 8),
+    "empty experts": Sizes(40, 64, 32, 3, 2, 4),
+    "no adapter": FIT,
+    "many rows": Sizes(2, 64, 64, 150, 2, 4),
+}
+
+
+class Interpreted(scatter2scatter_triton.Triton):
+    """The kernel without its question for a GPU."""
+
+    def supports(self, call: Scatter2Scatter) -> str:
+        return self.decodes(call.fmt) or scatter2scatter_triton.unfit(call)
+
+
+def cases() -> Iterator[Layer]:
+    for i, (name, sizes) in enumerate(SHAPES.items()):
+        yield make(sizes, lora=name != "no adapter", gates=i % 2 == 0, bias=i % 3 == 0)
+    grouped = itertools.product([False, True], repeat=2)
+    for form, transposed in itertools.product(grouped, [False, True]):
+        yield make(grouped=form, transposed=transposed, gates=True, bias=True, sentinel=-1)
+        yield make(grouped=form, transposed=transposed, quant=DENSE, sentinel=4)
+    for quant, nested, blocksize in itertools.product(
+        ["nf4", "fp4"], [False, True], [32, 128, 4096]
+    ):
+        yield make(quant=quant, nested=nested, blocksize=blocksize)
+
+
+def make(sizes: Sizes = FIT, **kwargs: Any) -> Layer:
+    kwargs = {"grouped": (False, True), **kwargs}
+    return layer(sizes, dtype=torch.float16, **kwargs)
+
+
+def errors(case: Layer, y: Tensor, truth: dict[str, Tensor]) -> dict[str, float]:
+    """Relative to the truth's norm, squared; of nothing but zeros, absolute."""
+    return {
+        name: float((value.double() - truth[name]).square().sum())
+        / (float(truth[name].square().sum()) or 1.0)
+        for name, value in results(case, y).items()
+    }
+
+
+def main() -> int:
+    tl.inline_asm_elementwise = ptx.elementwise
+    kernels.SCATTER2SCATTER["cpu"] = (Interpreted(),)
+    ours: dict[str, float] = defaultdict(float)
+    peer: dict[str, float] = defaultdict(float)
+    count = 0
+    for case, device in itertools.product(cases(), (A100, TURING)):
+        if device is TURING and count % 4:  # some of them
+            continue
+        tiles.limits = lambda _, device=device: device  # type: ignore[assignment, misc]
+        exact = case.double()
+        truth = results(exact, exact.loop())
+        for total, y in ((ours, case(provider="triton")), (peer, case.loop())):
+            for name, error in errors(case, y, truth).items():
+                assert error <= EPS**2, (case, name, error**0.5)
+                total[name] += error
+        count += 1
+    assert all(ours[name] <= 1.25**2 * peer[name] for name in peer), (ours, peer)
+    return count
+
+
+if __name__ == "__main__":
+    print(main())
