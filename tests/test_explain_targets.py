@@ -172,6 +172,13 @@ def test_cuda_graphs_that_a_cpu_skips(explain: Explain) -> None:
     assert "CUDA graphs skipped" in run.err
 
 
+def test_a_layer_that_a_function_finds_in_a_global(explain: Explain) -> None:
+    """Its adapter's sites are named by the trace, its weight's by the source: one layer."""
+    [layer] = explain("reduce_overhead").report.layers
+    assert (layer.module, layer.status) == ("proj", "fused")
+    assert {s.pass_name for s in layer.steps} >= {"canonicalize", "fold_lora"}
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_that_a_gpu_records(explain: Explain) -> None:
     assert not explain("reduce_overhead").report.cudagraph_skips

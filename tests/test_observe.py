@@ -252,6 +252,15 @@ def graphs(gm: Any, example_inputs: Any) -> Any:
         return compile_fx(gm, example_inputs, inner_compile=run)
 
 
+def test_a_layer_that_is_itself_compiled() -> None:
+    """It has no path; its parameter has a name."""
+    layer: nn.Module = testing.quantized_linear(torch.randn(32, 64, dtype=torch.bfloat16))
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    run = observed(lambda: torch.compile(layer, backend=graphs)(x))
+    [found] = [one for one in run.layers if one.status == "fused"]
+    assert (found.module, found.format) == ("weight", "nf4")
+
+
 def test_saved_bytes_are_what_autograd_holds() -> None:
     other = testing.qlora_model(testing.tiny_llama_config(num_hidden_layers=2))  # the same paths
     config = testing.tiny_llama_config(num_hidden_layers=1)

@@ -6,7 +6,6 @@ Everything that is kept here is plain data; no graph and no tensor outlives its 
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +14,12 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from inductor_q.diagnostics.context import module_names
+from inductor_q.diagnostics.context import module_names, parameter_name
 from inductor_q.diagnostics.dry_run import DryRun, dry_run
 from inductor_q.diagnostics.explanation import SavedTensors
 from inductor_q.diagnostics.live import Quantized, module_path, quantized_layers
 from inductor_q.diagnostics.report import Report
 from inductor_q.diagnostics.saved import saved_tensors
-
-_PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 
 
 @dataclass
@@ -170,5 +167,4 @@ def _sources(gm: fx.GraphModule) -> list[str]:
 
 
 def _layer_path(source: str) -> str:
-    names = _PARAMETER.findall(source)
-    return module_path(".".join(module_names(source)), names[-1] if names else "")
+    return module_path(".".join(module_names(source)), parameter_name(source))

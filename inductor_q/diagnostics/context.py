@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from inductor_q.options import Resolved
 
 # `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
 _MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
+_PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 
@@ -70,7 +72,7 @@ class Context:
         return SiteRecord(
             pass_name=pass_name,
             target=str(node.target),
-            module=self.module_path(weight) or _from_stack(node),
+            module=self.module_path(weight) or self._from_stack(node),
             source=user_frame(node),
             shape=tuple(_number(s) for s in getattr(value, "shape", ())),
             provider=provider,
@@ -86,7 +88,20 @@ class Context:
         index = input_index(weight)
         if index is None or index >= len(self.sources):
             return ""
-        return ".".join(n for n in module_names(self.sources[index]) if n != "base_layer")
+        source = self.sources[index]
+        path = ".".join(n for n in module_names(source) if n != "base_layer")
+        return path or parameter_name(source)  # the compiled module is the layer itself
+
+    def _from_stack(self, node: fx.Node) -> str:
+        """The innermost module of the traced call, from where the inputs' names start: torch's own
+        may begin at a variable that holds the module ("G['model']", "L['trainer'].model")."""
+        names = _called(node)
+        start = next((i for i, name in enumerate(names) if name in self._roots), 0)
+        return ".".join(names[start:])
+
+    @cached_property
+    def _roots(self) -> frozenset[str]:
+        return frozenset(names[0] for names in map(module_names, self.sources) if names)
 
 
 def module_names(source: str) -> list[str]:
@@ -103,14 +118,21 @@ def input_index(node: fx.Node) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def _from_stack(node: fx.Node) -> str:
-    """The innermost module of the traced call, whichever way Dynamo spells the path to it."""
+def parameter_name(source: str) -> str:
+    """The name of the parameter or buffer that a source names in its module; "" for neither."""
+    names: list[str] = _PARAMETER.findall(source)
+    return names[-1] if names else ""
+
+
+def _called(node: fx.Node) -> list[str]:
+    """The names on the way to the innermost module of a traced call, whichever way Dynamo spells
+    them."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     path = ""
     for entry in stack.values():
         path = entry[0]
     names = (bracket or dotted for bracket, dotted in _STEP.findall(path.removeprefix("L['self']")))
-    return ".".join(n for n in names if n not in ("__dict__", "_modules", "base_layer"))
+    return [n for n in names if n not in ("__dict__", "_modules", "base_layer")]
 
 
 def _number(size: Any) -> int:

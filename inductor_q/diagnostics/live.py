@@ -52,7 +52,7 @@ def module_path(path: str, name: str = "") -> str:
     if "parametrizations" in parts:
         parts.remove("parametrizations")
         name = ""
-    if name and name not in ("weight", "original"):
+    if name and (not parts or name not in ("weight", "original")):
         parts.append(name)
     return ".".join(parts)
 
