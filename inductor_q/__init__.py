@@ -1,6 +1,7 @@
 """inductor_q: `torch.compile(model, backend="qfuse")` for models with quantized weights and LoRA.
 
-Importing this package does nothing else: names are resolved on first use.
+Importing this package does nothing else: names are resolved on first use. (PYTEST_DONT_REWRITE:
+pytest, which loads `pytest_plugin`, need not warn that `qfuse explain` has imported the package.)
 """
 
 from __future__ import annotations

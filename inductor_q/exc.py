@@ -239,6 +239,15 @@ class InvalidInputs(QfuseError, TypeError):
     )
 
 
+class UnwritableOutput(QfuseError, OSError):
+    """A file or folder to report to, found out before the target runs."""
+
+    option: str
+    path: str
+    problem: str
+    message = "{option} {path} cannot be written: {problem}. Nothing was run"
+
+
 class NotAReport(QfuseError, ValueError):
     """A file that `qfuse explain --json` did not write."""
 

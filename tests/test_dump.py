@@ -27,6 +27,8 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 
 def test_dump(tmp_path: Path) -> None:
     torch._dynamo.reset()
+    (tmp_path / "0_0.000.old.txt").write_text("of an earlier dump")
+    (tmp_path / "index.json").write_text(json.dumps([{"file": "0_0.000.old.txt"}]))
     layer: Any = testing.quantized_linear(torch.randn(32, 64, dtype=torch.bfloat16))
     try:
         with observe(dump=tmp_path), torch.no_grad():

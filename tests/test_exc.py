@@ -128,6 +128,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         RuntimeError,
     ),
     (
+        exc.UnwritableOutput(option="--json", path="/proc/a.json", problem="Permission denied"),
+        "--json /proc/a.json cannot be written: Permission denied. Nothing was run",
+        OSError,
+    ),
+    (
         exc.NotAReport(path="a.json", problem="it has no schema_version"),
         "a.json is not a report: it has no schema_version. "
         "Write one with: qfuse explain --json FILE TARGET",

@@ -3,6 +3,7 @@ blames, and that the target does not notice."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ from inductor_q.diagnostics.summary import NO_GPU
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ROOT / "tests/targets"
+SCHEMA = json.loads((ROOT / "docs/explain.schema.json").read_text())
 EXPLAIN = ("-m", "inductor_q", "explain")
 
 
@@ -71,6 +74,10 @@ def explain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explain]:
                 timeout=500,
             )
             assert file.exists(), done.stderr
+            jsonschema.validate(json.loads(file.read_text()), SCHEMA)
+            told = "".join(done.stderr.partition("qfuse explain ")[1:]).splitlines()
+            assert told, done.stderr
+            assert all(len(line) <= 80 for line in told if not line.startswith("::")), told
             runs[key] = Run(name, done.returncode, done.stdout, done.stderr, read(str(file)))
         return runs[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from inductor_q.cli import main, parser
+from inductor_q.diagnostics import launch
 from inductor_q.diagnostics.torchrun import explained_ranks
 from tests.processes import ROOT, environment
 
@@ -82,6 +84,71 @@ def test_in_this_process(
     assert "graph break" in page.read_text()
 
 
+def test_a_target_that_leaves_its_folder(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Reports lie where they were asked for, and the script's lines are still shown."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with open(script, "a") as file:
+        file.write(f"import os\nos.chdir({str(elsewhere)!r})\n")
+    torch._dynamo.reset()
+    files = ("--json", "out.json", "--html", "pages/page.html", "--dump", "dump")
+    assert main(["explain", *files, "script.py"]) == 0
+    assert os.listdir(elsewhere) == []
+    assert {"out.json", "pages", "dump"} <= {path.name for path in tmp_path.iterdir()}
+    assert "torch._dynamo.graph_break()\n    in  your code" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--dump"])
+def test_what_cannot_be_written_is_told_before_the_target_runs(
+    option: str, script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file / "below", tmp_path if option != "--dump" else file):
+        assert main(["explain", option, str(path), script]) == 2
+        said = capfd.readouterr()
+        assert said.out == "", "it did not run"
+        [line] = said.err.splitlines()
+        assert line.startswith(f"qfuse: {option} {path} cannot be written: ")
+
+
+def test_a_report_that_is_lost_at_the_end_leaves_the_exit_status(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(launch, "write_whole", full)
+    torch._dynamo.reset()
+    assert main(["explain", "--json", str(tmp_path / "out.json"), script]) == 0
+    said = capfd.readouterr()
+    assert "out.json was not written: No space left on device" in said.err
+    assert "1 graph break" in said.err
+
+
+@pytest.mark.parametrize(
+    ("limit", "problem"),
+    [
+        (("--min-fused", "90"), "90 is no share"),
+        (("--min-fused", "-0.1"), "-0.1 is no share"),
+        (("--min-fused", "nan"), "nan is no share"),
+        (("--max-breaks", "-1"), "-1 is no number of events"),
+        (("--max-recompiles", "many"), "many is no number of events"),
+    ],
+)
+def test_budgets_that_no_run_could_keep(
+    limit: tuple[str, str], problem: str, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", *limit, script])
+    assert stopped.value.code == 2
+    said = capfd.readouterr()
+    assert said.out == "" and problem in said.err
+
+
 def test_mistakes_in_the_call(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "nowhere.py"]) == 2
     assert "cannot run 'nowhere.py': no such file" in capfd.readouterr().err
@@ -134,3 +201,28 @@ def test_a_launcher_launches_explained_ranks(target: list[str], ranks_run: list[
         *given,
         *ranks_run,
     ]
+
+
+def test_a_pytest_node_sees_nothing_of_ours(tmp_path: Path) -> None:
+    """Not even the warning that a package with a plugin was imported before pytest."""
+    (tmp_path / "test_it.py").write_text(
+        "import torch\n\ndef test_a(capsys):\n    f = torch.compile(torch.sin, backend='eager')\n"
+        "    f(torch.ones(2))\n    print('quiet')\n\ndef test_b():\n    assert 0\n"
+    )
+    pytest_args = ("-q", "-p", "no:cacheprovider", "-W", "error::pytest.PytestWarning")
+    for test, status, said in (("test_a", 0, "1 passed"), ("test_b", 1, "1 failed")):
+        command = [sys.executable, "-m", "inductor_q", "explain", "--json", f"{test}.json"]
+        done = subprocess.run(
+            [*command, f"test_it.py::{test}", *pytest_args],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert (done.returncode, said in done.stdout) == (status, True), done.stdout
+        assert "warning" not in done.stdout
+        report = json.loads((tmp_path / f"{test}.json").read_text())
+        assert report["target"] == f"test_it.py::{test}"
+        assert report["argv"] == [*pytest_args]
+        assert len(report["compiles"]) == (test == "test_a")

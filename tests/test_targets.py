@@ -181,6 +181,10 @@ def test_a_callable_with_inputs(folder: Path, capfd: pytest.CaptureFixture[str])
         Target.parse(["observed_net:net.step"], inputs="observed_net:wrong").run()
     with pytest.raises(UnknownTarget, match="nothing"):
         Target.parse(["observed_net:net.nothing"]).run()
+    with pytest.raises(UnknownTarget, match=r"argument: 'x'; --inputs .*, before the target"):
+        Target.parse(["observed_net:net.step", "--inputs", "observed_net:both"]).run()
+    with pytest.raises(InvalidInputs, match="that does not fit: too many positional arguments"):
+        Target.parse(["observed_net:wrong"], inputs="observed_net:positional").run()
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ def register(subparsers: Subparsers) -> None:
     run.add_argument("--backend", metavar="NAME", help="force a backend, such as qfuse")
     run.add_argument("--inputs", metavar="MODULE:FUNCTION", default="", help="makes the arguments")
     limits = parser.add_argument_group("budgets", "exit status 1 when one is missed")
-    limits.add_argument("--max-breaks", type=int, metavar="N")
-    limits.add_argument("--max-recompiles", type=int, metavar="N")
-    limits.add_argument("--min-fused", type=float, metavar="SHARE", help="0 to 1")
+    limits.add_argument("--max-breaks", type=_count, metavar="N")
+    limits.add_argument("--max-recompiles", type=_count, metavar="N")
+    limits.add_argument("--min-fused", type=_share, metavar="SHARE", help="0 to 1")
     limits.add_argument("--max-saved-mb", type=float, metavar="MB", help="saved for backward")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -53,3 +53,21 @@ def main(args: argparse.Namespace) -> int:
     if not args.module and not args.target:
         args.usage_error("no TARGET")
     return launch.explain(args)
+
+
+def _count(text: str) -> int:
+    """A limit on events: 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of events")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    """A part of all layers: 0 to 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share: 1 is all layers, 0.5 half of them")
+    return share

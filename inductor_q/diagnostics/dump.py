@@ -43,6 +43,7 @@ def dumping(folder: Path, handler: TraceHandler) -> Iterator[None]:
     from inductor_q.passes import runner
 
     folder.mkdir(parents=True, exist_ok=True)
+    _clear(folder)
     dump = _Dump(folder)
     runner.listeners.append(dump.graph)
     bytecode = register_bytecode_hook(dump.bytecode)
@@ -56,6 +57,13 @@ def dumping(folder: Path, handler: TraceHandler) -> Iterator[None]:
         dump.decompile()
         listed = json.dumps([asdict(one) for one in dump.files], indent=1)
         (folder / INDEX).write_text(listed)
+
+
+def _clear(folder: Path) -> None:
+    """Remove the files of an earlier dump, so that none is taken for one of this run."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        for item in json.loads((folder / INDEX).read_text()):
+            (folder / Path(item["file"]).name).unlink(missing_ok=True)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from errno import EISDIR
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -22,6 +23,7 @@ from inductor_q.diagnostics.merge import Exchange, Ranks, merge, write_whole
 from inductor_q.diagnostics.observe import Observation, observe
 from inductor_q.diagnostics.targets import Target
 from inductor_q.diagnostics.torchrun import LAUNCHERS, explained_ranks
+from inductor_q.exc import UnwritableOutput
 
 _PATIENCE = 20.0  # seconds that rank 0 waits for the other ranks' reports
 
@@ -32,6 +34,9 @@ def explain(args: Namespace) -> int:
     """`qfuse explain`: the exit status of the process."""
     if args.module is not None:
         args.target = ["-m", *args.module]
+    for name in ("json", "html", "dump"):
+        if getattr(args, name):
+            setattr(args, name, str(_output(name, getattr(args, name))))
     if args.target[1:2] and args.target[1] in LAUNCHERS and args.target[0] == "-m":
         return Target.parse(explained_ranks(args.target, args)).run().status
     target = Target.parse(args.target, inputs=args.inputs)
@@ -51,6 +56,27 @@ def explain(args: Namespace) -> int:
     if ended.signal == "SIGINT":
         _die_interrupted()
     return ended.status or (BUDGET_MISSED if missed else 0)
+
+
+def _output(name: str, given: str) -> Path:
+    """Where a report will lie, wherever the target goes (os.chdir), and that it can: a run may take
+    long, and its report should not be lost at the end.
+
+    Raises:
+        UnwritableOutput: it cannot be written.
+    """
+    path = Path(given).absolute()
+    folder = path if name == "dump" else path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path != folder and path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise UnwritableOutput(option=f"--{name}", path=given, problem=problem) from None
+    return path
 
 
 @dataclass
@@ -102,12 +128,12 @@ class Reporter:
         if self.args.json:
             from inductor_q.diagnostics.render.json import to_json
 
-            write_whole(Path(self.args.json), to_json(run))
+            _save(Path(self.args.json), to_json(run))
         if self.args.html:
             from inductor_q.diagnostics.render.html import render
 
             page = Path(self.args.html)
-            write_whole(page, render(run, missed=missed, folder=page.parent))
+            _save(page, render(run, missed=missed, folder=page.parent))
         if not text:
             return
         from inductor_q.diagnostics.render import github
@@ -124,6 +150,14 @@ class Reporter:
         folder = Path(tempfile.gettempdir()) / f"qfuse-explain-{os.getuid()}"
         name = "".join(c if c.isalnum() else "-" for c in self.ranks.run)
         return Exchange(folder / f"{name}.json", self.ranks)
+
+
+def _save(path: Path, text: str) -> None:
+    """Write a report; the other ones, and the target's exit status, outlive a full disk."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        print(f"qfuse: {path} was not written: {error.strerror}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,9 @@ import concurrent.futures.thread
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
+import linecache
 import os
 import runpy
 import signal
@@ -99,6 +101,7 @@ def _script(target: Target) -> Callable[[], Any]:
     def body() -> None:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
+        linecache.getlines(path)  # kept, should the script leave the folder of a relative path
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
     return body
@@ -125,6 +128,7 @@ def _callable(target: Target) -> Callable[[], Any]:
     def body() -> None:
         function = _named(target.name)
         args, kwargs = _arguments(target)
+        _check_call(target, function, args, kwargs)
         function(*args, **kwargs)
 
     return body
@@ -175,6 +179,23 @@ def _arguments(target: Target) -> tuple[tuple[Any, ...], dict[str, Any]]:
         case tuple():
             return found, {}
     raise InvalidInputs(factory=target.inputs, got=type(found).__name__)
+
+
+def _check_call(target: Target, function: Any, args: Any, kwargs: Any) -> None:
+    """Whether the function takes the arguments that there are."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin tells nothing
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        if target.inputs:
+            raise InvalidInputs(
+                factory=target.inputs, got=f"tuple that does not fit: {error}"
+            ) from None
+        hint = "--inputs MODULE:FUNCTION, before the target, names what makes its arguments"
+        raise UnknownTarget(target=target.name, problem=f"{error}; {hint}") from None
 
 
 # --- how it ends ----------------------------------------------------------------------------------

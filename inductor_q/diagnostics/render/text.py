@@ -97,7 +97,7 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     yield "Options that were set", columns(words.options(run))
     yield "Warnings", [plain(line) for line in run.warnings]
     yield "Run with", [plain(words.environment(run))] if run.environment else []
-    yield "Graphs and code", [plain(run.dump)] if run.dump else []
+    yield "Graphs and code", [plain(words.short(run.dump))] if run.dump else []
 
 
 def _title(name: str, count: int) -> str:
