@@ -107,6 +107,25 @@ def test_some_dense_experts_are_picked_before_they_are_cast() -> None:
     assert_same_bits(got, weight[some].to(BF16))
 
 
+#: Where experts are written: ends of longer rows, or of longer experts.
+PLACES = {"rows": (5, 48, 72), "experts": (5, 56, 64), "whole": (5, 48, 64)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "nf4_b4096", "kbit3_e4m4", DENSE])
+def test_experts_are_written_where_they_are_told(name: str, place: str) -> None:
+    shape, some = (5, 48, 64), torch.tensor([3, 0])
+    fmt = None if name == DENSE else FORMATS[name]
+    operands = [torch.randn(shape)] if fmt is None else sample(fmt, shape)[0]
+    weights = ExpertWeights(operands, fmt, shape, BF16)
+    for experts, write_into in ((5, weights.all), (2, lambda out: weights.some(some, out))):
+        around = torch.full((experts, *PLACES[place][1:]), 7.0, dtype=BF16)
+        inside = around[:, :48, :64]
+        assert write_into(inside) is inside
+        assert_same_bits(inside, weights.all()[some] if experts == 2 else weights.all())
+        assert (around[:, 48:] == 7).all() and (around[:, :, 64:] == 7).all()
+
+
 # --- dequantize ---------------------------------------------------------------------------------
 
 STACKS: dict[str, dict[str, Any]] = {
@@ -145,6 +164,27 @@ def test_no_more_experts_than_rows_are_decoded(
         assert_same_bits(bounded[name], value)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
+@pytest.mark.parametrize("rank", [3, 8, 70])
+def test_the_adapter_rides_in_the_product(
+    rank: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two products: rows through A, and the wider one, of rows that start at lines of the cache."""
+    case = layer(replace(MANY, rank=rank), dtype=BF16, transposed=transposed)
+    products: list[tuple[int, int]] = []
+    original = torch._grouped_mm
+
+    def grouped_mm(x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        assert x.stride(0) % 64 == 0
+        products.append((weight.shape[1], weight.shape[2]))
+        return original(x, weight, **kwargs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
+    case(provider="dequantize")
+    aligned = -(-rank // 8) * 8
+    assert products == [(64, aligned), (64 + aligned, 48)]
+
+
 def test_all_experts_are_decoded_at_once_for_many_rows(decoded: list[int]) -> None:
     case = layer(MANY, dtype=BF16)
     case(provider="dequantize")
@@ -172,7 +212,7 @@ def test_a_block_over_two_experts_decodes_all(decoded: list[int]) -> None:
 
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
 def test_a_dense_weight_in_another_dtype_is_cast(sizes: Sizes, served: list[str]) -> None:
-    case = layer(sizes, dtype=BF16, quant=DENSE)
+    case = layer(sizes, dtype=BF16, quant=DENSE, lora=False)
     wide = replace(case, operands=[case.operands[0].detach().float()])
     expected, got = case(provider="grouped_mm"), wide(provider="dequantize")
     assert served == ["grouped_mm", "dequantize"]
@@ -313,3 +353,21 @@ def test_gpu_in_a_captured_graph(case: str, sizes: Sizes) -> None:
         y.fill_(7)
         graph.replay()
     assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
+@pytest.mark.parametrize("grouped", [(False, True), (True, False)], ids=str)
+@pytest.mark.parametrize("sizes", [FEW, MANY, SHAPES["medium"]], ids=["few", "many", "medium"])
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
+def test_gpu_is_as_near_as_the_loop(
+    kernel: Any,
+    sizes: Sizes,
+    grouped: tuple[bool, bool],
+    transposed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cuda", (kernel, *KERNELS[1:]))
+    quant = DENSE if kernel.name == "grouped_mm" else "nf4"
+    layout: Any = {"transposed": transposed, "grouped": grouped, "sentinel": -1}
+    check(sizes, quant=quant, dtype=BF16, device="cuda", gates=True, **layout)

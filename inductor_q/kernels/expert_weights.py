@@ -63,31 +63,45 @@ class ExpertWeights:
             out.copy_(values.reshape(out.shape))
         return out
 
-    def some(self, experts: Tensor) -> Tensor:
+    def some(self, experts: Tensor, out: Tensor | None = None) -> Tensor:
         """[A, rows, cols] of the experts with the numbers `experts` [A].
 
         No more than A experts are decoded, unless a block spans two of them.
+
+        Args:
+            out: as of `all`.
         """
         if self._fmt is None:
-            return self._operands[0].index_select(0, experts).to(self._dtype)
+            return _into(out, self._operands[0].index_select(0, experts), self._dtype)
         if not self._whole_blocks:
-            return self.all().index_select(0, experts)
+            return _into(out, self.all().index_select(0, experts), self._dtype)
         parts = [
             part if shared else part.index_select(0, experts).reshape(-1)
             for part, shared in self._by_expert()
         ]
-        shape = (experts.shape[0], *self._shape[1:])
-        out = torch.empty(shape, dtype=self._dtype, device=parts[0].device)
-        write(parts, self._sliceable[1], out.view(-1, self._shape[-1]))
-        return out
+        return self._decode(parts, self._sliceable[1], experts.shape[0], out)
 
-    def all(self) -> Tensor:
-        """[E, rows, cols]."""
+    def all(self, out: Tensor | None = None) -> Tensor:
+        """[E, rows, cols].
+
+        Args:
+            out: where to write them, strided by expert, or evenly by row, for example a part of
+                wider rows; None for a tensor of their own.
+        """
         if self._fmt is None:
-            return self._operands[0].to(self._dtype)
-        device = self._operands[0].device
-        out = torch.empty(self._shape, dtype=self._dtype, device=device)
-        write(self._operands, self._fmt, out.view(-1, self._shape[-1]))
+            return _into(out, self._operands[0], self._dtype)
+        return self._decode(self._operands, self._fmt, self._shape[0], out)
+
+    def _decode(
+        self, operands: Sequence[Tensor], fmt: QuantFormat, experts: int, out: Tensor | None
+    ) -> Tensor:
+        _, rows, cols = self._shape
+        if out is None:
+            device = operands[0].device
+            out = torch.empty((experts, rows, cols), dtype=self._dtype, device=device)
+        if self._numel and experts:
+            even = out.stride(0) == rows * out.stride(1)
+            write(operands, fmt, out.view(-1, cols) if even else out.view(experts, -1))
         return out
 
     def _by_expert(self) -> list[tuple[Tensor, bool]]:
@@ -105,6 +119,10 @@ class ExpertWeights:
             parts = flat[: self._shape[0] * operand.numel]
             found.append((parts.view(self._shape[0], operand.numel), False))
         return found
+
+
+def _into(out: Tensor | None, values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype) if out is None else out.copy_(values)
 
 
 def _plain_scales(

@@ -4,23 +4,32 @@ The fastest way in plain torch where each expert has many rows: the decode runs 
 memory and its cost is shared by all rows. It holds every expert in 16 bits while it runs, and
 nothing of them afterwards. With fewer rows than experts it decodes as many experts as there are
 rows, which is the most that can have any (`inductor_q.experts.active`).
+
+The adapter rides in the same product, `[x | s x A'] [W | B]'`, summed in float32: rows are copied
+into grouped order and weights decoded anyway, so they go straight into wider buffers, and there is
+no second product [R, N] to write, read and add.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from inductor_q.experts.active import ActiveExperts, active_experts
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
+    adapter,
     available,
+    biased_out,
     product,
+    project,
     rows_in,
-    rows_out,
     unsupported,
 )
 from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+PITCH = 64  # rows of buffers are multiples of 64 elements long: 128 bytes, a line of the cache
 
 
 class Dequantize:
@@ -39,10 +48,13 @@ class Dequantize:
 
     def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         active = fewer_experts(call)
+        if call.rank:
+            y, rank = _extended(call, active)
+            return biased_out(call, y), rank
         offsets = call.offsets if active is None else active.offsets
         x = rows_in(call)
         y = product(call, x, decode(call, active), offsets)  # the weight is gone after it
-        return rows_out(call, x, y, active)
+        return biased_out(call, y), x.new_empty(call.rows, 0)
 
 
 def fewer_experts(call: Scatter2Scatter) -> ActiveExperts | None:
@@ -50,10 +62,46 @@ def fewer_experts(call: Scatter2Scatter) -> ActiveExperts | None:
     return active_experts(call.offsets, call.rows) if call.rows < call.num_experts else None
 
 
-def decode(call: Scatter2Scatter, active: ActiveExperts | None) -> Tensor:
+def decode(
+    call: Scatter2Scatter, active: ActiveExperts | None, out: Tensor | None = None
+) -> Tensor:
     """The experts' weights, or those of the active ones, stored as the call's are."""
     weights = ExpertWeights(call.operands, call.fmt, call.shape, call.x.dtype)
-    return weights.all() if active is None else weights.some(active.ids)
+    return weights.all(out) if active is None else weights.some(active.ids, out)
+
+
+def _extended(call: Scatter2Scatter, active: ActiveExperts | None) -> tuple[Tensor, Tensor]:
+    """[R, N] with the adapter's part, nobody's rows being anything; and the op's second result."""
+    a, b, offsets = adapter(call, active)
+    x = _wide(call.x, call.rows, call.in_features, a.shape[1])
+    rows, beside = x.split([call.in_features, a.shape[1]], 1)
+    if call.grouped_in:
+        rows.copy_(call.x)
+    else:
+        torch.index_select(call.x, 0, call.order // call.top_k, out=rows)
+    wide, rank = project(call, rows, a, offsets)
+    torch.mul(wide, call.scaling, out=beside)
+    return product(call, x, _extended_weight(call, active, b), offsets), rank
+
+
+def _extended_weight(call: Scatter2Scatter, active: ActiveExperts | None, b: Tensor) -> Tensor:
+    """`[W | B]`, [A, N, K + r] or [A, K + r, N]; `b` is [A, N, r]."""
+    (experts, n, rank), k = b.shape, call.in_features
+    if call.transposed:
+        weight = b.new_empty(experts, k + rank, n)
+        base, beside = weight[:, :k], weight[:, k:].transpose(1, 2)
+    else:
+        weight = _wide(b, experts * n, k, rank).unflatten(0, (experts, n))
+        base, beside = weight[..., :k], weight[..., k:]
+    decode(call, active, base)
+    beside.copy_(b)
+    return weight
+
+
+def _wide(like: Tensor, rows: int, features: int, rank: int) -> Tensor:
+    """[rows, features + rank], of longer rows in memory."""
+    pitch = -(-(features + rank) // PITCH) * PITCH
+    return torch.empty((rows, pitch), dtype=like.dtype, device=like.device)[:, : features + rank]
 
 
 KERNEL = Dequantize()

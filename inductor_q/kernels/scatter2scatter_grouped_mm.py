@@ -3,11 +3,11 @@
 Nothing is copied but the rows. Also what the providers that first write the weights in 16 bits do
 with them, and the Gram products.
 
-The adapter is always three products here: rows through W, rows through A, those through B.
-axolotl's kernels do so at E <= 32 and K N >= 20e6 and fuse elsewhere; torch's grouped GEMM has no
-place for an adapter, and the kernel that has one (csrc/scatter2scatter.cu) was the faster in one
-launch at every size of `benchmarks.bench_moe`, so which of the two it is follows from the provider
-and no rule of sizes is needed.
+The adapter takes three products: rows through W, rows through A, those through B. axolotl's kernels
+do so at E <= 32 and K N >= 20e6 and fuse elsewhere. Here that follows from the provider and no rule
+of sizes is needed: a product that reads W as it lies has no place for an adapter, one over decoded
+weights has (`scatter2scatter_dequantize`), and csrc/scatter2scatter.cu, in one launch, was the
+fastest at every size of `benchmarks.bench_moe`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ class GroupedMm:
 
     def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         x = rows_in(call)
-        return rows_out(call, x, product(call, x, call.operands[0], call.offsets), None)
+        y, rank = product(call, x, call.operands[0], call.offsets), x.new_empty(call.rows, 0)
+        if call.rank:
+            a, b, offsets = adapter(call)
+            wide, rank = project(call, x, a, offsets)
+            part = torch._grouped_mm(wide, b.transpose(1, 2), offs=offsets[1:])
+            y = y.add_(part, alpha=call.scaling)
+        return biased_out(call, y), rank
 
 
 class GroupedGramMm:
@@ -104,32 +110,24 @@ def product(call: Scatter2Scatter, x: Tensor, weight: Tensor, offsets: Tensor) -
     return torch._grouped_mm(x, weight, offs=offsets[1:])
 
 
-def rows_out(
-    call: Scatter2Scatter, x: Tensor, y: Tensor, active: ActiveExperts | None
-) -> tuple[Tensor, Tensor]:
-    """The op's results from grouped rows `x` and their base product `y`, which is overwritten."""
-    rank = x.new_empty(call.rows, 0)
-    if call.lora_a is not None:
-        a, b, offsets = adapter(call, active)
-        wide, rank = project(call, x, a, offsets)
-        b = _aligned(b, 2).transpose(1, 2)
-        y = y.add_(torch._grouped_mm(wide, b, offs=offsets[1:]), alpha=call.scaling)
-    return biased_out(call, y), rank
+def adapter(
+    call: Scatter2Scatter, active: ActiveExperts | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A and B, with zeros up to an aligned rank, and offsets: of all experts, or the active ones.
 
-
-def adapter(call: Scatter2Scatter, active: ActiveExperts | None) -> tuple[Tensor, Tensor, Tensor]:
-    """A and B in the dtype of the input, and offsets: of all experts, or of the active ones."""
+    In the dtype of the input.
+    """
     assert call.lora_a is not None and call.lora_b is not None
     a, b, offsets = call.lora_a, call.lora_b, call.offsets
     if active is not None:
         a, b = select_adapter(a, b, active.ids, call.num_experts)
         offsets = active.offsets
-    return a.to(call.x.dtype), b.to(call.x.dtype), offsets
+    return _aligned(a.to(call.x.dtype), 1), _aligned(b.to(call.x.dtype), 2), offsets
 
 
 def project(call: Scatter2Scatter, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """`x A'` with zeros up to an aligned rank, and the op's second result, without."""
-    wide = torch._grouped_mm(x, _aligned(a, 1).transpose(1, 2), offs=offsets[1:])
+    """Grouped rows `x` times A', as wide as `a`; and the op's second result."""
+    wide = torch._grouped_mm(x, a.transpose(1, 2), offs=offsets[1:])
     # A row that no product wrote may be NaN.
     return wide, torch.where(owned(call.rows, call.offsets), wide[:, : call.rank], 0)
 
