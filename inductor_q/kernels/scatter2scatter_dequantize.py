@@ -21,10 +21,10 @@ from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
     adapter,
     available,
-    biased_out,
     product,
     project,
     rows_in,
+    rows_out,
     unsupported,
 )
 from inductor_q.ops.scatter2scatter import Scatter2Scatter
@@ -50,11 +50,11 @@ class Dequantize:
         active = fewer_experts(call)
         if call.rank:
             y, rank = _extended(call, active)
-            return biased_out(call, y), rank
+            return rows_out(call, y), rank
         offsets = call.offsets if active is None else active.offsets
         x = rows_in(call)
         y = product(call, x, decode(call, active), offsets)  # the weight is gone after it
-        return biased_out(call, y), x.new_empty(call.rows, 0)
+        return rows_out(call, y), x.new_empty(call.rows, 0)
 
 
 def fewer_experts(call: Scatter2Scatter) -> ActiveExperts | None:

@@ -12,6 +12,9 @@ fastest at every size of `benchmarks.bench_moe`.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,6 +22,7 @@ from torch.nn.functional import pad
 from inductor_q.experts.active import ActiveExperts, select_adapter
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels.expert_rows import expert_of_row, gather, owned, scatter
+from inductor_q.kernels.gpu import on
 from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
@@ -49,7 +53,7 @@ class GroupedMm:
             wide, rank = project(call, x, a, offsets)
             part = torch._grouped_mm(wide, b.transpose(1, 2), offs=offsets[1:])
             y = y.add_(part, alpha=call.scaling)
-        return biased_out(call, y), rank
+        return rows_out(call, y), rank
 
 
 class GroupedGramMm:
@@ -132,12 +136,22 @@ def project(call: Scatter2Scatter, x: Tensor, a: Tensor, offsets: Tensor) -> tup
     return wide, torch.where(owned(call.rows, call.offsets), wide[:, : call.rank], 0)
 
 
-def biased_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
+def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
     """The op's first result from grouped rows `y` without bias and gates; overwrites them."""
     if call.bias is not None:
         expert = expert_of_row(call.rows, call.offsets).clamp(max=call.num_experts - 1)
         y = y.add_(call.bias.to(y.dtype)[expert])
-    return scatter(y, call)
+    if call.x.device.type != "cuda" or not _has_triton():
+        return scatter(y, call)
+    from inductor_q.kernels import expert_rows_triton
+
+    with on(y.device):  # one pass, and none over rows that are owned and have no gates
+        return expert_rows_triton.rows_out(call, y.contiguous())
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _aligned(x: Tensor, dim: int) -> Tensor:

@@ -18,10 +18,10 @@ from inductor_q.kernels.scatter2scatter_dequantize import decode, fewer_experts
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
     adapter,
     available,
-    biased_out,
     product,
     project,
     rows_in,
+    rows_out,
     unsupported,
 )
 from inductor_q.ops.scatter2scatter import Scatter2Scatter
@@ -44,7 +44,7 @@ class Merged:
         a, b, offsets = adapter(call, active)
         y = product(call, x, _merge(call, a, b, active), offsets)
         _, rank = project(call, x, a, offsets)
-        return biased_out(call, y), rank
+        return rows_out(call, y), rank
 
 
 def _merge(call: Scatter2Scatter, a: Tensor, b: Tensor, active: ActiveExperts | None) -> Tensor:
