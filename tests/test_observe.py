@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from inductor_q import testing
+from inductor_q.diagnostics import coverage
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observe import observe
+from inductor_q.diagnostics.report import Report, SiteRecord
 from tests.processes import environment
 
 
@@ -250,6 +252,17 @@ def graphs(gm: Any, example_inputs: Any) -> Any:
 
     with config.patch(enable_autograd_cache=False):
         return compile_fx(gm, example_inputs, inner_compile=run)
+
+
+def test_what_became_of_attention_is_no_quantized_layer() -> None:
+    report = Report(
+        sites=[
+            SiteRecord("causal_attention", "sdpa", module="layers.0.self_attn", provider="sdpa"),
+            SiteRecord("canonicalize", "gemm_4bit", module="layers.0.self_attn.q_proj"),
+        ]
+    )
+    [layer] = coverage.layers([(report, False)], (), {})
+    assert layer.module == "layers.0.self_attn.q_proj"
 
 
 def test_a_layer_that_is_itself_compiled() -> None:

@@ -13,6 +13,8 @@ from dataclasses import replace
 from inductor_q.diagnostics.explanation import Layer, LayerStatus, Step
 from inductor_q.diagnostics.live import Quantized
 from inductor_q.diagnostics.report import Report, SiteRecord
+from inductor_q.passes import PIPELINE
+from inductor_q.passes.runner import CAPTURED
 
 UNSEEN = "its forward ran uncompiled, or did not run"
 UNKNOWN = "compiled, but no pass knows this kind of quantized weight"
@@ -80,7 +82,10 @@ def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
 
 
 def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
-    """The sites of each quantized layer: those about its weight, and those about its adapter."""
+    """The sites of each quantized layer: those about its weight, and those about its adapter. The
+    passes over Dynamo's graph are about neither (attention)."""
+    elsewhere = {step.name for step in PIPELINE if step.stage == CAPTURED}
+    sites = [site for site in sites if site.pass_name not in elsewhere]
     own = [s.module for s in sites if s.module and not _ADAPTER.search(f".{s.module}")]
     groups: dict[str, list[SiteRecord]] = {name: [] for name in own}
     for site in sites:

@@ -98,7 +98,7 @@ class _Dump:
 
 def _line(node: fx.Node) -> str:
     """A node with the shape and dtype of its value."""
-    value: Any = node.meta.get("val")
+    value: Any = node.meta.get("val", node.meta.get("example_value"))
     shape = getattr(value, "shape", None)
     kind = "" if shape is None else f"  # {str(value.dtype).removeprefix('torch.')}{[*shape]}"
     return f"{node.format_node() or node}{kind}"
