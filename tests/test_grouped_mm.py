@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,6 +329,24 @@ def test_merged_is_asked_only_by_name() -> None:
     for device in ("cpu", "cuda"):
         order = [kernel.name for kernel in kernels.scatter2scatter_kernels(device, "auto")]
         assert order.index("merged") > order.index("reference"), device
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def test_rows_in_the_interpreter() -> None:
+    """Real kernels, CPU tensors; a process of its own, since Triton reads the variable once."""
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.interpret_expert_rows"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout) == 12
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

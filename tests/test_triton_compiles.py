@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import dequantize_triton, quantize_kbit_triton
+from inductor_q.kernels import dequantize_triton, expert_rows_triton, quantize_kbit_triton
 from tests.compile_triton import compiled
 from tests.test_kbit import CASES
 
@@ -52,3 +52,9 @@ def test_dequantize_nf4(codes: int) -> None:
     kernel = dequantize_triton._kernel(FORMATS["nf4_b64"], codes)
     constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
     ptx(kernel.function, constants, dict.fromkeys(kernel.scale_operands, "*fp32"))
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_collect(gather: bool) -> None:
+    constants = {"TOP_K": 8, "ROWS": 8, "WIDTH": 256, "GATHER": gather}
+    ptx(expert_rows_triton.collect, constants, {"order": "*i64"})

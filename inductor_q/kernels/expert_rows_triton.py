@@ -15,6 +15,25 @@ from torch import Tensor
 from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 
+def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
+    """The input's rows in grouped order, written to `out` [R, K], whose rows may be apart."""
+    x = call.x.contiguous()
+    collect[(triton.cdiv(call.rows, 8), triton.cdiv(call.in_features, 256))](
+        x,
+        call.order,
+        out,
+        call.rows,
+        call.in_features,
+        x.stride(0),
+        out.stride(0),
+        TOP_K=call.top_k,
+        ROWS=8,
+        WIDTH=256,
+        GATHER=not call.grouped_in,
+    )
+    return out
+
+
 def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
     """The op's first result from the grouped rows, some of which nobody has written."""
     gates = y if call.gates is None else call.gates.contiguous()
@@ -47,6 +66,32 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
         GATED=call.gates is not None,
     )
     return out
+
+
+@triton.jit
+def collect(
+    x,
+    order,
+    out,
+    total_rows,
+    features,
+    x_row,
+    out_row,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """out[i] = x[order[i] // TOP_K], the token that a slot is of; or x[i]."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < total_rows
+    at = row
+    if GATHER:
+        at = tl.load(order + row, mask=inside, other=0) // TOP_K
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = inside[:, None] & (column < features)[None, :]
+    value = tl.load(x + at[:, None] * x_row + column[None, :], mask=mask)
+    tl.store(out + row[:, None] * out_row + column[None, :], value, mask=mask)
 
 
 @triton.jit

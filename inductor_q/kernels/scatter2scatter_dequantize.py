@@ -75,11 +75,7 @@ def _extended(call: Scatter2Scatter, active: ActiveExperts | None) -> tuple[Tens
     a, b, offsets = adapter(call, active)
     x = _wide(call.x, call.rows, call.in_features, a.shape[1])
     rows, beside = x.split([call.in_features, a.shape[1]], 1)
-    if call.grouped_in:
-        rows.copy_(call.x)
-    else:
-        torch.index_select(call.x, 0, call.order // call.top_k, out=rows)
-    wide, rank = project(call, rows, a, offsets)
+    wide, rank = project(call, rows_in(call, rows), a, offsets)
     torch.mul(wide, call.scaling, out=beside)
     return product(call, x, _extended_weight(call, active, b), offsets), rank
 

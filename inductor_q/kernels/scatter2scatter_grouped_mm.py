@@ -100,9 +100,22 @@ def _unsupported(dtype: torch.dtype, device: torch.device, features: tuple[int, 
     return ""
 
 
-def rows_in(call: Scatter2Scatter) -> Tensor:
-    """[R, K], contiguous, in grouped order."""
-    return gather(call.x, call.grouped_in, call.order, call.top_k).contiguous()
+def rows_in(call: Scatter2Scatter, out: Tensor | None = None) -> Tensor:
+    """[R, K] in grouped order.
+
+    Args:
+        out: where to write them, rows apart; None for the input itself or a contiguous copy.
+    """
+    if out is None:
+        if call.grouped_in:
+            return call.x.contiguous()
+        out = call.x.new_empty(call.rows, call.in_features)
+    if fused(call.x.device):
+        from inductor_q.kernels import expert_rows_triton
+
+        with on(out.device):
+            return expert_rows_triton.rows_in(call, out)
+    return out.copy_(gather(call.x, call.grouped_in, call.order, call.top_k))
 
 
 def product(call: Scatter2Scatter, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -141,17 +154,18 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
     if call.bias is not None:
         expert = expert_of_row(call.rows, call.offsets).clamp(max=call.num_experts - 1)
         y = y.add_(call.bias.to(y.dtype)[expert])
-    if call.x.device.type != "cuda" or not _has_triton():
+    if not fused(y.device):
         return scatter(y, call)
     from inductor_q.kernels import expert_rows_triton
 
-    with on(y.device):  # one pass, and none over rows that are owned and have no gates
+    with on(y.device):  # rows that are owned and have no gates are not touched again
         return expert_rows_triton.rows_out(call, y.contiguous())
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def fused(device: torch.device) -> bool:
+    """Whether rows are brought in and out by Triton kernels, in one pass each."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _aligned(x: Tensor, dim: int) -> Tensor:
