@@ -132,7 +132,9 @@ def test_every_list_ends_with_the_reference() -> None:
 def test_provider_names() -> None:
     assert provider_names() == {
         "dequantize": ("inductor", "cpp", "reference", "cuda", "triton"),
-        "scatter2scatter": ("reference", "grouped_mm", "dequantize", "merged", "cuda", "triton"),
+        "scatter2scatter": (
+            *("reference", "grouped_mm", "dequantize", "merged", "cuda", "triton", "triton_tuned"),
+        ),
     }
     assert providers("dequantize", "cpu") == ["cpp"]  # the reference is no provider of speed
     assert providers("dequantize", "xpu") == []

@@ -20,7 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
 from inductor_q.formats import FORMATS, get_format
-from inductor_q.kernels import scatter2scatter_cuda, scatter2scatter_triton, tiles
+from inductor_q.kernels import (
+    scatter2scatter_cuda,
+    scatter2scatter_triton,
+    scatter2scatter_tuned,
+    tiles,
+)
 from inductor_q.kernels.scatter2scatter_triton import KERNEL
 from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
 from tests.compile_triton import compiled
@@ -230,6 +235,87 @@ def test_a_committed_tile_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert tiles.choose(replace(WORK, rank=32), device(120)) != tile
 
 
+# --- tuning ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Every tile takes a second to time."""
+
+    def __init__(self, best: tiles.Tile | None = None) -> None:
+        self.now = 0.0
+        self.timed: list[tiles.Tile] = []
+        self.best = best
+
+    def milliseconds(self, tile: tiles.Tile) -> float:
+        self.now += 1.0
+        self.timed.append(tile)
+        return 1.0 if tile == self.best else 2.0
+
+    def find(self, arch: int = 120) -> tiles.Tile:
+        return scatter2scatter_tuned.fastest(
+            WORK, device(arch), self.milliseconds, lambda: self.now
+        )
+
+
+def test_tuning_takes_the_fastest_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = tiles.start(WORK, device(120))
+    fit = tiles.pruned(tiles.candidates(WORK), WORK, DEVICES[120])
+    clock = Clock()
+    assert clock.find() == default  # of equals, the nearest to the default
+    assert clock.timed[0] == default
+    assert len(clock.timed) == min(len(fit), int(scatter2scatter_tuned.SECONDS) + 1)
+    near = clock.timed[3]
+    assert Clock(near).find() == near
+    monkeypatch.setattr(scatter2scatter_tuned, "SECONDS", -1.0)
+    clock = Clock(near)
+    assert clock.find() == default and clock.timed == [default]  # one, however short the time
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+    """The tuner on an empty cache, with a clock in place of a GPU."""
+    clock = Clock(tiles.Tile(64, 64, 64, 4, 3))
+    kernel = scatter2scatter_tuned.KERNEL
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(scatter2scatter_tuned, "_KNOWN", {})
+    monkeypatch.setattr(scatter2scatter_tuned, "work", lambda _: WORK)
+    monkeypatch.setattr(tiles, "limits", lambda _: device(120))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(kernel, "_milliseconds", lambda _, tile: clock.milliseconds(tile))
+    return clock
+
+
+def tile_taken() -> tiles.Tile:
+    return scatter2scatter_tuned.KERNEL._tile(call_of(layer(FIT, dtype=BF16)))
+
+
+def test_what_was_tuned_is_kept_for_the_next_process(
+    tuned: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert tile_taken() == tuned.best
+    count = len(tuned.timed)
+    assert count > 1 and len(list(tmp_path.rglob("qfuse/tiles/*.json"))) == 1
+    assert tile_taken() == tuned.best
+    scatter2scatter_tuned._KNOWN.clear()
+    assert tile_taken() == tuned.best and len(tuned.timed) == count
+    scatter2scatter_tuned._KNOWN.clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
+    assert tile_taken() == tuned.best and len(tuned.timed) == 2 * count
+
+
+def test_nothing_is_timed_under_capture_or_where_a_tile_is_committed(
+    tuned: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tile_taken() == tiles.start(WORK, device(120))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    committed = tiles.Tile(32, 32, 32, 4, 5)
+    monkeypatch.setattr(tiles, "COMMITTED", {(12, 0): {WORK: committed}})
+    assert tile_taken() == committed
+    assert not tuned.timed
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -405,6 +491,23 @@ def test_gpu_every_candidate_gives_the_result() -> None:
             for tile in fit[::5]:
                 y, _ = KERNEL.launch(call, tile)
                 assert float((y.double() - exact).norm()) <= 1.25 * peer, tile
+
+
+@pytest.mark.gpu
+def test_gpu_tuned_is_as_near_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(scatter2scatter_tuned, "_KNOWN", {})
+    monkeypatch.setattr(scatter2scatter_tuned, "SECONDS", 3.0)
+    case = on_gpu(FIT, grouped=(False, True))
+    with torch.no_grad():
+        exact = case.double().loop()
+        peer = float((case.loop().double() - exact).norm())
+        y = case(provider="triton_tuned")
+        assert float((y.double() - exact).norm()) <= 1.25 * peer
+        assert len(list(tmp_path.rglob("qfuse/tiles/*.json"))) == 1
+        scatter2scatter_tuned._KNOWN.clear()
+        monkeypatch.setattr(scatter2scatter_tuned, "fastest", None)  # not again
+        assert torch.equal(case(provider="triton_tuned"), y)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from inductor_q.kernels import (
     scatter2scatter_merged,
     scatter2scatter_reference,
     scatter2scatter_triton,
+    scatter2scatter_tuned,
 )
 from inductor_q.kernels.kernel import (
     DequantizeKernel,
@@ -58,6 +59,7 @@ SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
         scatter2scatter_dequantize.KERNEL,
         scatter2scatter_reference.KERNEL,
         scatter2scatter_merged.KERNEL,
+        scatter2scatter_tuned.KERNEL,
     ),
 }
 

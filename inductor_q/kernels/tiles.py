@@ -64,7 +64,7 @@ class Work:
     rank: int
 
 
-#: Measured winners by capability; none yet. A shape that is not here starts from START, pruned.
+#: Measured winners by capability, which are not tuned again; none yet. Elsewhere: START, pruned.
 COMMITTED: Mapping[tuple[int, int], Mapping[Work, Tile]] = {}
 
 #: (from rows an expert, tile): wide enough to use each decoded weight often, which nobody has
@@ -148,6 +148,10 @@ def distance(one: Tile, other: Tile) -> tuple[int, int]:
     return steps, warps + abs(one.stages - other.stages)
 
 
+def committed(work: Work, device: Limits) -> Tile | None:
+    """The tile that was measured for the shape on that capability, if any."""
+    return COMMITTED.get(device.capability, {}).get(work)
+
+
 def choose(work: Work, device: Limits) -> Tile:
-    """The committed tile of the shape, else `start`."""
-    return COMMITTED.get(device.capability, {}).get(work) or start(work, device)
+    return committed(work, device) or start(work, device)

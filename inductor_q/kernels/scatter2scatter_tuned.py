@@ -1,0 +1,143 @@
+"""scatter2scatter with Triton, with the tile that was the fastest here: asked only by name.
+
+The first call of a class of problems times tiles for SECONDS at most, those nearest to the default
+first. What won is kept on disk, named by what it depends on, for the next process. A call that is
+being captured in a CUDA graph, where nothing can be timed, takes the default if nothing is kept;
+shapes with a committed tile are not timed. A tile decides in which order products are added, so
+results of two tiles differ by roundings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from inductor_q.kernels import tiles
+from inductor_q.kernels.gpu import on
+from inductor_q.kernels.scatter2scatter_triton import Triton, work
+from inductor_q.ops.scatter2scatter import Scatter2Scatter
+
+log = logging.getLogger("inductor_q")
+
+SECONDS = 30.0
+
+_KNOWN: dict[str, tiles.Tile] = {}  # what this process has timed or read, by key
+
+
+class Tuned(Triton):
+    name = "triton_tuned"
+
+    def launch(
+        self, call: Scatter2Scatter, tile: tiles.Tile | None = None
+    ) -> tuple[Tensor, Tensor]:
+        with on(call.x.device):
+            return super().launch(call, tile or self._tile(call))
+
+    def _tile(self, call: Scatter2Scatter) -> tiles.Tile:
+        problem, limits = work(call), tiles.limits(call.x.device)
+        if committed := tiles.committed(problem, limits):
+            return committed
+        key = _key(problem, limits, torch.cuda.get_device_name(call.x.device))
+        tile = _KNOWN.get(key) or _read(key)
+        if tile is None and torch.cuda.is_current_stream_capturing():
+            return tiles.start(problem, limits)
+        if tile is None:
+            tile = fastest(problem, limits, lambda one: self._milliseconds(call, one))
+            _write(key, tile)
+        _KNOWN[key] = tile
+        return tile
+
+    def _milliseconds(self, call: Scatter2Scatter, tile: tiles.Tile) -> float:
+        """Of a whole call; infinite for a tile that takes more than the device has."""
+        import triton
+
+        try:
+            median: float = triton.testing.do_bench(
+                lambda: self.launch(call, tile), warmup=5, rep=25, return_mode="median"
+            )
+        except triton.runtime.errors.OutOfResources as error:
+            log.info("scatter2scatter: %s not timed: %s", tile, error)
+            return math.inf
+        return median
+
+
+def fastest(
+    problem: tiles.Work,
+    limits: tiles.Limits,
+    milliseconds: Callable[[tiles.Tile], float],
+    clock: Callable[[], float] = time.monotonic,
+) -> tiles.Tile:
+    """The best of the tiles that were timed before SECONDS had passed, the default among them."""
+    default = tiles.start(problem, limits)
+    fit = tiles.pruned(tiles.candidates(problem), problem, limits.shared_bytes)
+    until = clock() + SECONDS
+    timed: dict[tiles.Tile, float] = {}
+    for tile in sorted(fit, key=lambda one: tiles.distance(one, default)):
+        if timed and clock() > until:
+            break
+        timed[tile] = milliseconds(tile)
+    best = min(timed, key=timed.__getitem__)
+    log.info(
+        "scatter2scatter: %s takes %.3f ms, the default %.3f (%d of %d tiles timed) for %s",
+        *(best, timed[best], timed[default], len(timed), len(fit), problem),
+    )
+    return best
+
+
+# --- what is kept on disk -------------------------------------------------------------------------
+
+
+def _key(problem: tiles.Work, limits: tiles.Limits, device: str) -> str:
+    """All that the best tile depends on: the problem, the device, the kernel and its compiler."""
+    import triton
+
+    from inductor_q.kernels.expert_gemm_triton import expert_gemm
+
+    text = f"{problem} {limits} {device} {triton.__version__} {expert_gemm.cache_key}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _path(key: str) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "qfuse" / "tiles" / f"{key}.json"
+
+
+def _read(key: str) -> tiles.Tile | None:
+    """What `_write` wrote; None where there is nothing."""
+    try:
+        return tiles.Tile(**json.loads(_path(key).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _write(key: str, tile: tiles.Tile) -> None:
+    try:
+        path = _path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(dataclasses.asdict(tile), file)
+            os.replace(scratch, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(scratch)
+            raise
+    except OSError as error:
+        log.warning("scatter2scatter: a tuned tile is not kept for the next process: %s", error)
+
+
+KERNEL = Tuned()
