@@ -5,7 +5,8 @@ gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsa
 dequantizes all experts and multiplies with torch's grouped GEMM (what transformers' "grouped_mm"
 experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` and
 ``merged`` the op with the provider of that name, and ``grouped_mm`` the op on the same experts held
-in bf16. ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
+in bf16; ``triton`` and ``triton_tuned``, on a GPU, are timed where ``--backends`` names them.
+``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
 is over rank 0, where ``--ranks`` has it.
 
 ``--ep N`` is one device of N: it has every Nth part of the experts and sees all tokens. Choices of
@@ -54,7 +55,7 @@ QUICK = {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]}
 TOKENS = 2048  # of a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "merged", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
-KNOWN = tuple(dict.fromkeys(PEERS + PARALLEL_PEERS))
+KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "triton", "triton_tuned")))
 PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
 RANK = 16
 SCALING = 2.0

@@ -92,7 +92,7 @@ def test_in_the_interpreter() -> None:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) > 40
+    assert int(run.stdout) > 30
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -156,6 +156,7 @@ def test_compiles_and_takes_no_more_than_was_computed(
 
 @pytest.mark.parametrize("name", ["nf4_b64", "nf4_b64_nested"])
 def test_what_surrounds_the_product_compiles(name: str) -> None:
+    from inductor_q.kernels import expert_rows_triton
     from inductor_q.kernels.expert_gemm_triton import tile_map
 
     kernel = scatter2scatter_triton._kernel(FORMATS[name], BF16)
@@ -163,7 +164,12 @@ def test_what_surrounds_the_product_compiles(name: str) -> None:
     pointers |= dict.fromkeys(("nested_codebook", "nested_absmax", "nested_offset"), "*fp32")
     compiled(kernel.expand_scales, {"GROUP": 64, "ROWS": 64, "GROUPS": 32}, pointers, arch=80)
     pointers = dict.fromkeys(("offsets", "tiles", "tile_count"), "*i32")
-    compiled(tile_map, {"ROWS": 16, "EXPERTS": 128}, pointers, arch=80)
+    for experts in (1, 128):
+        compiled(tile_map, {"ROWS": 16, "EXPERTS": experts}, pointers, arch=80)
+    project: dict[str, Any] = {"PARTS": 1, "ROWS": 64, "RANK": 128, "DEPTH": 64, "GATHER": True}
+    pointers |= {**dict.fromkeys(("x", "out", "scaled"), "*bf16"), "a": "*fp32", "source": "*i32"}
+    result = compiled(expert_rows_triton.project, project, pointers | {"scaling": "fp32"}, arch=89)
+    assert result.metadata.shared <= DEVICES[89]
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -450,7 +456,8 @@ def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, dtype: torch.dtype) -> 
 ] + [(DENSE, False, 64)])  # fmt: skip
 def test_gpu_every_format(quant: str, nested: bool, blocksize: int, rows: int) -> None:
     sizes = replace(FIT, tokens=rows)
-    check(sizes, quant=quant, nested=nested, blocksize=blocksize, lora=blocksize != 128)
+    form: dict[str, Any] = {"quant": quant, "nested": nested, "blocksize": blocksize}
+    check(sizes, lora=blocksize != 128, adapter=torch.float32, **form)
 
 
 @pytest.mark.gpu

@@ -209,7 +209,7 @@ def _project(
     padded = -(-r // 16) * 16
     rank = x.new_zeros(call.rows, r)
     scaled = torch.empty((call.rows, padded), dtype=x.dtype, device=x.device)
-    a = call.lora_a.to(x.dtype)
+    a = call.lora_a  # in any float dtype: the kernel casts
     rows = min(64, tile.rows)
     project[(parts.shape[0] * (tile.rows // rows),)](
         x,
@@ -231,7 +231,7 @@ def _project(
         DEPTH=64,
         GATHER=source is not None,
         num_warps=4,
-        num_stages=2 if r > 64 else 3,  # at most 48 KiB of shared memory
+        num_stages=2 if r > 64 else 3,  # at most 80 KiB of shared memory, A in float32
     )
     return rank, scaled
 
