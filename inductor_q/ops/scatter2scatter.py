@@ -181,6 +181,10 @@ class Scatter2Scatter:
                 raise WrongDtype(what="input of experts", expected="floating", got=self.x.dtype)
 
 
+#: What the op's arguments behind the shape are called; taken once, since calls are many.
+_REST = tuple(field.name for field in fields(Scatter2Scatter))[4:]
+
+
 def _expect(what: str, got: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(got) != tuple(expected):
         raise WrongShape(what=what, expected=tuple(expected), got=tuple(got))
@@ -189,13 +193,12 @@ def _expect(what: str, got: Sequence[int], expected: Sequence[int]) -> None:
 def _call(args: Sequence[Any]) -> Scatter2Scatter:
     """The op's arguments, but the provider, as a checked call."""
     x, operands, name, shape, *rest = args
-    names = [field.name for field in fields(Scatter2Scatter)][4:]
     call = Scatter2Scatter(
         x=x,
         operands=operands,
         fmt=None if name == DENSE else get_format(name),
         shape=tuple(shape),
-        **dict(zip(names, rest, strict=True)),
+        **dict(zip(_REST, rest, strict=True)),
     )
     call.check()
     return call
