@@ -91,6 +91,8 @@ def test_in_the_interpreter() -> None:
         text=True,
         timeout=300,
     )
+    if "interpreter cannot loop" in run.stderr:
+        pytest.skip(run.stderr.splitlines()[-1])
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout) > 30
 
