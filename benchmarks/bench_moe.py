@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     if unknown := set(arguments.backends) - set(KNOWN):
         parser.error(f"no peer {', '.join(sorted(unknown))}; known: {', '.join(KNOWN)}")
     suite = harness.start("bench_moe", arguments)
+    if suite.device.type == "cpu" and {"triton", "triton_tuned"} & set(arguments.backends):
+        parser.error("triton runs on a GPU")
     suite.settings |= {"format": "nf4, nested", "dtype": "bf16"}
     for (name, tokens), rank, devices in itertools.product(
         list(_cases(arguments, suite.device.type)), sorted(arguments.ranks), arguments.ep

@@ -417,7 +417,15 @@ def test_what_it_refuses_is_served_by_another(monkeypatch: pytest.MonkeyPatch) -
     assert name == "reference" and "7.5 does not multiply torch.bfloat16" in told[1]
     assert served(layer(FIT, dtype=FP16), 75, monkeypatch)[0] == "triton"
     assert served(layer(FIT), 120, monkeypatch)[0] == "reference"
-    assert kernels.scatter2scatter_kernels("cpu", "triton")[0].name == "reference"
+
+
+def test_a_cpu_has_no_triton_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    op: Any = importlib.import_module("inductor_q.ops.scatter2scatter")
+    told: list[str] = []
+    monkeypatch.setattr(op, "_tell_once", lambda *args: told.append(": ".join(args)))
+    case = layer(replace(FIT, tokens=3))
+    assert torch.equal(case(provider="triton"), case())
+    assert told == ["triton: there is none of that name for cpu tensors"]
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -211,7 +211,11 @@ def _scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     call = _call(inputs)
     if call.rows == 0:
         return _empty(call)
-    for kernel in scatter2scatter_kernels(call.x.device.type, provider, call):
+    device_type = call.x.device.type
+    kernels = scatter2scatter_kernels(device_type, provider, call)
+    if provider not in ("auto", kernels[0].name):
+        _tell_once(provider, f"there is none of that name for {device_type} tensors")
+    for kernel in kernels:
         reason = kernel.supports(call)
         if not reason:
             return kernel.launch(call)
