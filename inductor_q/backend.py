@@ -18,7 +18,7 @@ from torch._logging._internal import trace_structured
 
 from inductor_q import kernels, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
-from inductor_q.diagnostics.context import Context
+from inductor_q.diagnostics.context import Context, counterparts
 from inductor_q.diagnostics.report import SCHEMA_VERSION, Report
 from inductor_q.exc import NotFused
 from inductor_q.manager import JointPasses, Partitioner, run_stage
@@ -76,7 +76,8 @@ def qfuse(
         # Nothing of ours applies: this is Inductor, at no cost.
         _last = report
         return compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
-    context = Context(resolved, report, sources=input_sources(gm))
+    sources = input_sources(gm)
+    context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
     run_stage(CAPTURED, gm.graph, context)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):

@@ -6,6 +6,9 @@ whose dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning 
 weight as soon as forward and backward share it, and tagging only part of a chain makes it save the
 rest.
 
+In a nested compile region torch does not say which inputs are frozen: there it holds for what
+`qfuse::dequantize` reads.
+
 Refused where the forward pass itself writes to the packed tensor: backward would decode what is in
 it by then.
 
@@ -30,6 +33,7 @@ from inductor_q.passes.graph import (
     backward_nodes,
     base_descriptor,
     hint,
+    is_nested,
     is_tangent,
     is_tensor,
     tensor,
@@ -45,6 +49,11 @@ _CONSTANTS = frozenset({torch.ops.aten.full.default, torch.ops.prims.iota.defaul
 
 WRITTEN = "the forward pass writes to the packed tensor: backward would decode other values"
 
+NESTED = (
+    "in a nested compile region torch does not tell weights from activations: what this one is "
+    "decoded to is kept for backward"
+)
+
 
 class KeepPacked:
     name: ClassVar[str] = "keep_packed"
@@ -56,6 +65,9 @@ class KeepPacked:
         Its plan is every tensor of such chains: tagging a part only moves what is saved.
         """
         static = {n for n in graph.find_nodes(op="placeholder") if _is_static(n, context)}
+        if is_nested(graph):
+            static = _operands(graph)
+            yield from _unknown(graph, static)
         everything = _packed_chains(graph, static - _trainable(graph))
         frozen = _computed_from(graph, static - _trainable(graph) - written_inputs(graph))
         chain = {node: source for node, source in everything.items() if node in frozen}
@@ -75,6 +87,21 @@ class KeepPacked:
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         for node in site.plan:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _operands(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs of dequantizations: in a nested compile region, where torch names no static input,
+    those that are known to be packed weights."""
+    calls = graph.find_nodes(op="call_function", target=torch.ops.qfuse.dequantize.default)
+    return {a for call in calls for a in call.all_input_nodes if a.op == "placeholder"}
+
+
+def _unknown(graph: fx.Graph, operands: set[fx.Node]) -> Iterator[Site]:
+    """The matrices of a nested region that may be packed weights of another library."""
+    for node in graph.find_nodes(op="placeholder"):
+        is_matrix = _is_packed(node) and tensor(node).dim() > 1 and tensor(node).element_size() == 1
+        if is_matrix and node not in operands and node.users:
+            yield Site(next(iter(node.users)), NESTED, node)
 
 
 def _is_static(node: fx.Node, context: Context) -> bool:

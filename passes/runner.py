@@ -16,6 +16,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from inductor_q.diagnostics.context import Context
 from inductor_q.diagnostics.report import PassRecord
+from inductor_q.passes.graph import is_nested
 
 #: The stage of Dynamo's graph. It may mutate and switch modes: what is dead is left to AOTAutograd.
 CAPTURED = "captured"
@@ -59,6 +60,7 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
         listen(step, graph, "before")
     start = time.perf_counter()
     sites = list(step.match(graph, context))
+    nested = is_nested(graph)
     records = [
         context.describe(
             step.name,
@@ -68,6 +70,7 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
             rejected=s.rejected,
             by_choice=s.by_choice,
             bytes_saved=s.bytes_saved,
+            nested=nested,
         )
         for s in sites
     ]

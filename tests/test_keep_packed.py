@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from inductor_q import testing
 from inductor_q.backend import qfuse
-from inductor_q.passes.keep_packed import WRITTEN
+from inductor_q.passes.keep_packed import NESTED, WRITTEN
 from tests.compiling import SMALL, compile_step, gradients, step
 
 BF16 = torch.bfloat16
@@ -196,3 +196,73 @@ def test_a_weight_that_forward_writes_to_is_saved_as_it_was() -> None:
     assert testing.relative_error(result.gradients["x0"], expected["x0"]) < 2**-5
     assert "keep_packed" not in result.applied
     assert result.reasons["keep_packed"] == {WRITTEN: 1}
+
+
+# --- nested compile regions -----------------------------------------------------------------------
+
+
+class Region(nn.Module):
+    """A layer that torch compiles once, however often it stands in a model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Codes(nn.Module):
+    """A weight that a library of its own decodes from int8."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-100, 100, (N, N), dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.codes.to(BF16) * 0.01).t()
+
+
+def regions(layer: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(Region(layer()), Region(layer()))
+
+
+def bnb_square() -> nn.Module:
+    weight = nn.Linear(N, N, bias=False, dtype=BF16).weight.data
+    linear: nn.Module = testing.quantized_linear(weight)
+    return linear
+
+
+def x_MN() -> Tensor:
+    return torch.randn(M, N, generator=torch.Generator().manual_seed(3)).to(BF16).requires_grad_()
+
+
+def test_no_weight_is_saved_by_a_nested_region() -> None:
+    module, x = regions(bnb_square), x_MN()
+    output, expected = step(module, x)
+    result = compile_step(module, x)
+    assert testing.relative_error(result.output, output) < 2**-6
+    assert testing.relative_error(result.gradients["x0"], expected["x0"]) < 2**-5
+    assert result.applied["keep_packed"] == 1, "one graph"
+    assert result.report.bytes_saved == 2 * N * N * 2, "for two layers"
+    [site] = [s for s in result.report.sites if s.pass_name == "keep_packed"]
+    assert (site.module, site.also) == ("0.layer", ("1.layer",))
+    assert saved(compiled_and_warm(module, x, qfuse, options=SMALL), x) == []
+    without = {**SMALL, "qfuse.passes": {"keep_packed": False}}
+    kept = saved(compiled_and_warm(module, x, qfuse, options=without), x)
+    assert kept == [((N, N), BF16)] * 2
+
+
+def test_what_a_nested_region_keeps_is_told() -> None:
+    """Not ours to recompute: torch does not say there that the int8 input is a weight."""
+    module, x = regions(Codes), x_MN()
+    options = {**SMALL, "qfuse.passes": ["keep_packed"]}
+    result = compile_step(module, x, options=options)
+    assert "keep_packed" not in result.applied
+    assert result.reasons["keep_packed"] == {NESTED: 1}
+    [site] = result.report.sites
+    assert (site.module, site.also) == ("0.layer", ("1.layer",))
+    assert saved(compiled_and_warm(module, x, qfuse, options=options), x) == [((N, N), BF16)] * 2

@@ -288,6 +288,37 @@ def test_saved_bytes_are_what_autograd_holds() -> None:
     assert all(layer.status == "fused" and layer.would for layer in run.layers)
 
 
+class Region(nn.Module):
+    """Torch compiles it once, however often it stands in a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = testing.lora_linear(64, 64, adapter_dtype=torch.bfloat16)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def test_layers_that_share_the_graph_of_a_nested_region() -> None:
+    """Each has its outcome, and the ops inside are what keeps memory for backward."""
+    model = nn.Sequential(*(Region() for _ in range(3)))
+    x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    compiled: Any = torch.compile(model, backend=graphs)
+    run = observed(lambda: compiled(x).sum().backward())
+    layers = [one for one in run.layers if one.module.endswith("layer.proj")]
+    assert [one.module for one in layers] == [f"{n}.layer.proj" for n in range(3)]
+    assert all((one.status, one.would) == ("fused", True) for one in layers)
+    for one in layers:
+        assert {step.pass_name for step in one.steps} >= {"canonicalize", "fold_lora"}
+    saved = {item.op: item.count for item in run.saved}
+    assert (saved["aten.tanh"], saved["aten.mm"]) == (3, 3)
+    assert "invoke_subgraph" not in saved
+    held = testing.count_saved_bytes(lambda: compiled(x), model)
+    inputs = x.numel() * x.element_size()
+    assert run.saved_bytes == held.total - inputs > 0
+
+
 def test_backends_that_cannot_be_looked_into() -> None:
     model = Model()
     x = torch.randn(8, 64, dtype=torch.bfloat16)

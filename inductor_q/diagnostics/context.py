@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,13 +28,15 @@ class Context:
     """Lives from the backend's call until the (lazily compiled) backward is done.
 
     `sources` are Dynamo's names of the graph inputs, in their order: where module paths come from;
-    `static_inputs` those of them that live across steps, known once partitioning starts.
+    `static_inputs` those of them that live across steps, known once partitioning starts;
+    `counterparts` the layers that share the graph of a nested compile region.
     """
 
     resolved: Resolved
     report: Report
     sources: Sequence[str] = ()
     static_inputs: frozenset[int] = frozenset()
+    counterparts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def numerics(self) -> str:
@@ -66,19 +68,22 @@ class Context:
         rejected: str = "",
         by_choice: bool = False,
         bytes_saved: int = 0,
+        nested: bool = False,
     ) -> SiteRecord:
-        """The record of a site; call it before the graph is edited."""
+        """The record of a site (`nested`: in a region); call it before the graph is edited."""
         value = node.meta.get("val", node.meta.get("example_value"))
+        module = self.module_path(weight) or self._from_stack(node)
         return SiteRecord(
             pass_name=pass_name,
             target=str(node.target),
-            module=self.module_path(weight) or self._from_stack(node),
+            module=module,
             source=user_frame(node),
             shape=tuple(_number(s) for s in getattr(value, "shape", ())),
             provider=provider,
             rejected=rejected,
             by_choice=by_choice,
             bytes_saved=bytes_saved,
+            also=self.counterparts.get(module, ()) if nested else (),
         )
 
     def module_path(self, weight: fx.Node | None) -> str:
@@ -88,9 +93,7 @@ class Context:
         index = input_index(weight)
         if index is None or index >= len(self.sources):
             return ""
-        source = self.sources[index]
-        path = ".".join(n for n in module_names(source) if n != "base_layer")
-        return path or parameter_name(source)  # the compiled module is the layer itself
+        return _path(self.sources[index])
 
     def _from_stack(self, node: fx.Node) -> str:
         """The innermost module of the traced call, from where the inputs' names start: torch's own
@@ -102,6 +105,31 @@ class Context:
     @cached_property
     def _roots(self) -> frozenset[str]:
         return frozenset(names[0] for names in map(module_names, self.sources) if names)
+
+
+def counterparts(gm: fx.GraphModule, sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Of layers in nested compile regions: the path of each -> those of the layers that take its
+    place in other calls. Torch compiles calls that look alike once, by the parameters of the first.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    paths = dict(zip(inputs, map(_path, sources), strict=False))
+    calls: dict[Any, list[Sequence[Any]]] = {}
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.invoke_subgraph
+    ):
+        calls.setdefault(node.args[1], []).append(node.args[2:])
+    found: dict[str, tuple[str, ...]] = {}
+    for alike in calls.values():
+        for operand in zip(*alike, strict=False):
+            names = dict.fromkeys(paths.get(given, "") for given in operand)
+            for name in filter(None, names):
+                found[name] = tuple(other for other in names if other not in ("", name))
+    return found
+
+
+def _path(source: str) -> str:
+    path = ".".join(n for n in module_names(source) if n != "base_layer")
+    return path or parameter_name(source)  # where the compiled module is the layer itself
 
 
 def module_names(source: str) -> list[str]:

@@ -85,7 +85,12 @@ def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
     """The sites of each quantized layer: those about its weight, and those about its adapter. The
     passes over Dynamo's graph are about neither (attention)."""
     elsewhere = {step.name for step in PIPELINE if step.stage == CAPTURED}
-    sites = [site for site in sites if site.pass_name not in elsewhere]
+    sites = [
+        replace(site, module=module)
+        for site in sites
+        if site.pass_name not in elsewhere
+        for module in (site.module, *site.also)
+    ]
     own = [s.module for s in sites if s.module and not _ADAPTER.search(f".{s.module}")]
     groups: dict[str, list[SiteRecord]] = {name: [] for name in own}
     for site in sites:

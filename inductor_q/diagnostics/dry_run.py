@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_q.diagnostics.context import Context
+from inductor_q.diagnostics.context import Context, counterparts
 from inductor_q.diagnostics.report import Report
 
 
@@ -55,13 +55,16 @@ class DryRun:
                     run(step, graph, self.context)
 
 
-def dry_run(device: torch.device, dynamic: bool, sources: Sequence[str]) -> DryRun:
+def dry_run(
+    gm: fx.GraphModule, device: torch.device, dynamic: bool, sources: Sequence[str]
+) -> DryRun:
     """A run with the options that qfuse would have by default here (environment included)."""
     from inductor_q.backend import new_report
     from inductor_q.options import resolve
 
     resolved = resolve(None, None, device=device, dynamic=dynamic)
-    return DryRun(Context(resolved, new_report(resolved, device), sources=sources))
+    report = new_report(resolved, device)
+    return DryRun(Context(resolved, report, sources, counterparts=counterparts(gm, sources)))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ class SiteRecord:
 
     `module` is the module path of the quantized weight, `source` the user's file and line,
     `rejected` the reason when nothing was done, `by_choice` whether another plan was preferred
-    (rather than this one impossible), `bytes_saved` what is no longer kept for backward.
+    (rather than this one impossible), `bytes_saved` what is no longer kept for backward. `also` are
+    other modules that run by the same graph: those of a nested compile region called for each.
     """
 
     pass_name: str
@@ -30,6 +31,7 @@ class SiteRecord:
     rejected: str = ""
     by_choice: bool = False
     bytes_saved: int = 0
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Report:
     @property
     def bytes_saved(self) -> int:
         """Bytes of dequantized weights that stock autograd would keep for backward."""
-        return sum(site.bytes_saved for site in self.sites)
+        return sum(site.bytes_saved * (1 + len(site.also)) for site in self.sites)
 
     def applied(self) -> dict[str, int]:
         """Pass name -> number of sites it rewrote."""
@@ -109,5 +111,8 @@ class Report:
         """The inverse of `to_dict`."""
         known = {k: v for k, v in data.items() if k != "bytes_saved"}
         known["passes"] = [PassRecord(**p) for p in known["passes"]]
-        known["sites"] = [SiteRecord(**{**s, "shape": tuple(s["shape"])}) for s in known["sites"]]
+        known["sites"] = [
+            SiteRecord(**{**s, "shape": tuple(s["shape"]), "also": tuple(s["also"])})
+            for s in known["sites"]
+        ]
         return cls(**known)

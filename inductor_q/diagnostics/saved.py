@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 import torch
 from torch import fx
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.utils._pytree import tree_leaves
 
 from inductor_q.diagnostics.explanation import SavedTensors
@@ -24,7 +26,7 @@ def saved_tensors(forward: fx.Graph, num_fwd_outputs: int) -> tuple[SavedTensors
     kept = {_base(v) for v in values[num_fwd_outputs:] if isinstance(v, fx.Node)}
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
-    for node in kept:
+    for node, _ in kept:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.Tensor):
             continue
@@ -34,14 +36,25 @@ def saved_tensors(forward: fx.Graph, num_fwd_outputs: int) -> tuple[SavedTensors
     return tuple(SavedTensors(op, count[op], n) for op, n in size.most_common())
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
-    while node.op == "call_function" and getattr(node.target, "is_view", False):
-        source = node.args[0]
-        if not isinstance(source, fx.Node):
-            break
-        node = source
-    return node
+_Calls = tuple[fx.Node, ...]
+
+
+def _base(node: fx.Node, calls: _Calls = ()) -> tuple[fx.Node, _Calls]:
+    """The node whose memory a view or a result of a nested compile region shows, and the calls of
+    regions that lead to its graph."""
+    source = node.args[0] if node.args else None
+    if node.op == "placeholder" and calls:
+        given = calls[-1].args[2 + node.graph.find_nodes(op="placeholder").index(node)]
+        return _base(given, calls[:-1]) if isinstance(given, fx.Node) else (node, calls)
+    if node.op != "call_function" or not isinstance(source, fx.Node):
+        return node, calls
+    if getattr(node.target, "is_view", False):
+        return _base(source, calls)
+    if node.target is operator.getitem and source.target is invoke_subgraph:
+        body = getattr(source.graph.owning_module, str(source.args[0].target))  # type: ignore[union-attr]
+        returned = body.graph.output_node().args[0][node.args[1]]
+        return _base(returned, (*calls, source))
+    return node, calls
 
 
 def _op(node: fx.Node) -> str:
