@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from inductor_q import testing
-from inductor_q.diagnostics import coverage
+from inductor_q.diagnostics import coverage, recompiles
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observe import observe
 from inductor_q.diagnostics.report import Report, SiteRecord
@@ -147,6 +147,24 @@ def test_recompiles_by_a_constant() -> None:
     (only,) = observed(call).recompiles
     assert (only.guard, only.before, only.after, only.count) == ("n == 1", "1", "2, 3", 2)
     assert "dynamic=True" in only.fix
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        (
+            "4/0: Cache line invalidated because type(L['self']) got deallocated",
+            "what was compiled for is gone",
+        ),
+        (
+            "5/0: not hasattr(L['self']._modules['base_layer'], 'base_layer')",
+            "give the object the same attributes in every call",
+        ),
+    ],
+)
+def test_what_keeps_a_guard_from_failing(reason: str, fix: str) -> None:
+    """Guards of PEFT's target_parameters: neither is a value that could be passed as a tensor."""
+    assert recompiles.fix_for(recompiles.parse(reason)).startswith(fix)
 
 
 # --- errors, and nothing at all -------------------------------------------------------------------

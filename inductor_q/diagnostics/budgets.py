@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inductor_q.diagnostics.explanation import Explanation
+from inductor_q.diagnostics.render import words
 
 _MB = 2**20
 
@@ -28,7 +29,8 @@ class Budget:
         lines = []
         if self.max_breaks is not None and run.break_count > self.max_breaks:
             first = run.breaks[0]
-            cause = f"{first.reason} ({first.library or 'unknown'}, {first.origin})"
+            place = words.place(replace(first.origin, function=""))
+            cause = f"{first.reason} ({first.library or 'unknown'}, {place})"
             lines.append(_line(_count(run.break_count, "graph break"), self.max_breaks, cause))
         if self.max_recompiles is not None and run.recompile_count > self.max_recompiles:
             again = run.recompiles[0]

@@ -154,6 +154,12 @@ _REMEDIES = (
         r"check_(obj|type)_id",
         "pass the same kind of object as {name} in every call, made once outside of the loop",
     ),
+    (
+        r"got deallocated$",
+        "what was compiled for is gone by the next call: keep the object (or, of type(...), its "
+        "class) alive, made once outside of the loop",
+    ),
+    (r"hasattr\(", "give the object the same attributes in every call: set none, delete none"),
     (r"Duplicate tensors", "pass one tensor once: aliased and distinct arguments differ"),
     (r"^len\(", "keep {name} constant: pad the list, or pass a tensor"),
     (
