@@ -336,6 +336,40 @@ def test_two_ranks_are_two_reports_and_a_merged_one(tmp_path: Path) -> None:
     assert merged.recompile_count == 2
 
 
+def test_a_rank_over_budget_does_not_end_one_that_still_works(tmp_path: Path) -> None:
+    """torchrun terminates the other ranks when one fails; here rank 0 has a checkpoint to save."""
+    script, file = tmp_path / "save.py", tmp_path / "report.json"
+    script.write_text(
+        "import os, time, torch\n"
+        "@torch.compile(backend='eager')\n"
+        "def step(x):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        torch._dynamo.graph_break()\n"
+        "    return x + 1\n"
+        "step(torch.ones(3))\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    time.sleep(4)\n"
+        "    print('saved', flush=True)\n"
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, *torchrun, *EXPLAIN, "--max-breaks", "0", "--json", str(file)]
+    done = subprocess.run(
+        [*command, str(script)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (1, "saved\n"), done.stderr
+    assert "rank 1: 1 graph break, at most 0 allowed" in done.stderr
+    assert [run.rank for run in (read(str(tmp_path / f"report.rank{n}.json")) for n in (0, 1))] == [
+        0,
+        1,
+    ]
+    assert not read(str(file)).warnings[0].startswith("no report of rank")
+
+
 # --- in this process ----------------------------------------------------------------------------
 
 

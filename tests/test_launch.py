@@ -184,6 +184,22 @@ def test_sigterm_ends_the_target_after_its_report(tmp_path: Path) -> None:
     assert "ended by SIGTERM" in err
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_report_is_finished_before_sigterm_ends_a_rank() -> None:
+    """torchrun sends it as soon as another rank has failed."""
+    look = (
+        "import os, signal\n"
+        "from inductor_q.diagnostics.launch import _sigterm_later\n"
+        "with _sigterm_later():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('reported', flush=True)\n"
+        "print('went on')\n"
+    )
+    command = [sys.executable, "-c", look]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "reported\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "ranks_run"),
     [

@@ -52,7 +52,8 @@ def explain(args: Namespace) -> int:
         observation.rank, observation.world_size = ranks.rank, ranks.world_size
         with _on_sigterm(lambda: reporter.report(observation, Exit(143, "", "SIGTERM"))):
             ended = target.run(at_end=observation.close)
-    missed = reporter.report(observation, ended)
+    with _sigterm_later():
+        missed = reporter.report(observation, ended)
     if ended.signal == "SIGINT":
         _die_interrupted()
     return ended.status or (BUDGET_MISSED if missed else 0)
@@ -107,7 +108,7 @@ class Reporter:
         )
 
     def report(self, observation: Observation, ended: Exit) -> list[str]:
-        """Write the reports; returns the budgets that this process missed."""
+        """Write the reports; returns the missed budgets for which this process is to fail."""
         observation.exit = ended
         run = observation.explanation()
         missed = self.budget.missed(run)
@@ -122,7 +123,10 @@ class Reporter:
             of_each = [f"rank {r.rank}: {line}" for r in runs for line in self.budget.missed(r)]
             # The last rank to end completes the file; the text is rank 0's to print, once.
             self._write(merge(runs), of_each, text=first)
-        return missed
+            return of_each
+        # A rank that fails ends the others, which may be saving a checkpoint: the last one fails
+        # for all, unless they lie on machines that do not see each other's reports.
+        return [] if self.ranks.local == self.ranks.world_size else missed
 
     def _write(self, run: Explanation, missed: Sequence[str], *, text: bool = True) -> None:
         if self.args.json:
@@ -167,8 +171,7 @@ def _on_sigterm(report: Callable[[], object]) -> Iterator[None]:
     Only where SIGTERM still has its default effect; a handler that the target installs replaces
     ours.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not _sigterm_is_ours():
         yield
         return
     process = os.getpid()
@@ -185,6 +188,29 @@ def _on_sigterm(report: Callable[[], object]) -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _sigterm_later() -> Iterator[None]:
+    """Let SIGTERM wait for the end of the block: where one rank has missed a budget and exits,
+    torchrun terminates the others, among them the one that writes the merged report."""
+    if not _sigterm_is_ours():
+        yield
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if received:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _sigterm_is_ours() -> bool:
+    """Whether a handler can be set, and the target has set none."""
+    main = threading.current_thread() is threading.main_thread()
+    return main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _die_interrupted() -> NoReturn:
