@@ -29,7 +29,8 @@ _FUNCTIONS = {
 _METHODS = {
     *("expand", "unsqueeze", "squeeze", "view", "reshape", "to", "bool", "contiguous", "clone"),
     *("cumsum", "diff", "new_ones", "new_zeros", "new_full", "logical_and", "logical_not"),
-    *("eq", "ne", "le", "lt", "ge", "gt", "tril", "triu", "__and__", "__or__", "__invert__"),
+    *("eq", "ne", "le", "lt", "ge", "gt", "tril", "triu"),
+    *(f"__{name}__" for name in ("eq", "ne", "le", "lt", "ge", "gt", "and", "or", "invert")),
 }
 _PLAIN = (-1, 0, 1)
 

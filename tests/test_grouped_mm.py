@@ -392,4 +392,5 @@ def test_gpu_is_as_near_as_the_loop(
     monkeypatch.setitem(kernels.SCATTER2SCATTER, "cuda", (kernel, *KERNELS[1:]))
     quant = DENSE if kernel.name == "grouped_mm" else "nf4"
     layout: Any = {"transposed": transposed, "grouped": grouped, "sentinel": -1}
-    check(sizes, quant=quant, dtype=BF16, device="cuda", gates=True, **layout)
+    # Six rows a layer are few for a mean: 16 layers.
+    check(sizes, quant=quant, dtype=BF16, device="cuda", gates=True, seeds=16, **layout)
