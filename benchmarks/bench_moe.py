@@ -12,7 +12,7 @@ is over rank 0, where ``--ranks`` has it.
 ``--ep N`` is one device of N: it has every Nth part of the experts and sees all tokens. Choices of
 other devices' experts are sentinels for our op, which skips them; ``masked`` is the op, and
 ``bitsandbytes`` the same as above, with those ids clamped to the last expert and their gates zero,
-as the experts of transformers and axolotl have it: every row is computed.
+as transformers' "batched_mm" experts have it: every row is computed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Two questions, each over a range of rows. `canonicalize.min_rows`: bitsandbytes' gemm_4bit, which
 reads packed weights, against a dequantization and a product (no adapter, forward).
-`extend_k.min_rows`: a training step of one or two decoder layers with the adapter in the main product, and
-with `extend_k` off.
+`extend_k.min_rows`: a training step of one or two decoder layers with the adapter in the main
+product, and with `extend_k` off.
 """
 
 from __future__ import annotations
