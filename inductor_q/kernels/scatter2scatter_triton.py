@@ -33,9 +33,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Compute capabilities, by their major number, for which torch has a grouped GEMM.
 GROUPED_GEMM_MAJORS = (9, 10)
 
-#: Rows an expert up to which decoding in the loop wins there. On an H200, 128 experts 1536 x 2048 and
-#: r = 16: 334 us to 618 with 32 rows, 937 to 863 with 256; a line through both crosses at about 200
-#: (benchmarks/results/moe_providers-h200.json).
+#: Rows an expert up to which decoding in the loop wins there. On an H200, 128 experts 1536 x 2048
+#: and r = 16: 334 us to 618 with 32 rows, 937 to 863 with 256; a line through both crosses at about
+#: 200 (benchmarks/results/moe_providers-h200.json).
 FEW_ROWS = 192
 
 
