@@ -61,6 +61,7 @@ def test_text_on_a_pipe_is_plain_and_fits_80_columns() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout
     torch_version = re.escape(metadata.version("torch"))

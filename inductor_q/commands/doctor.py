@@ -90,27 +90,27 @@ def build(name: str) -> nn.Module:
 
 
 def _print(sections: dict[str, Sequence[Finding]]) -> None:
-    from rich.console import Console
+    from rich.console import RenderableType
     from rich.table import Table
-    from rich.text import Text
+
+    from inductor_q.diagnostics.render.text import plain, show
 
     styles: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    console = Console(highlight=False)
+    parts: list[RenderableType] = []
     for title, findings in sections.items():
         if not findings:
             continue
-        console.print(Text(title, style="bold"))
         grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for _ in ("status", "check"):
             grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
         for finding in findings:
-            status = Text(finding.status, style=styles[finding.status])
-            grid.add_row(status, finding.check, Text(finding.found))
+            status = plain(finding.status, styles[finding.status])
+            grid.add_row(status, plain(finding.check), plain(finding.found))
             if finding.remedy:
-                grid.add_row("", "", Text(f"-> {finding.remedy}", style="cyan"))
-        console.print(grid)
-        console.print()
+                grid.add_row("", "", plain(f"-> {finding.remedy}", "cyan"))
+        parts += [plain(title, "bold"), grid, plain("")]
     everything = [finding.status for findings in sections.values() for finding in findings]
     counts = (f"{everything.count(status)} {status}" for status in styles)
-    console.print(Text(", ".join(counts)))
+    parts.append(plain(", ".join(counts)))
+    show(parts, sys.stdout)
