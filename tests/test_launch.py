@@ -17,6 +17,8 @@ import torch
 
 from inductor_q.cli import main, parser
 from inductor_q.diagnostics import launch
+from inductor_q.diagnostics.budgets import Budget
+from inductor_q.diagnostics.merge import Ranks
 from inductor_q.diagnostics.torchrun import explained_ranks
 from tests.processes import ROOT, environment
 
@@ -147,6 +149,14 @@ def test_budgets_that_no_run_could_keep(
     assert stopped.value.code == 2
     said = capfd.readouterr()
     assert said.out == "" and problem in said.err
+
+
+def test_each_limit_reaches_the_budget() -> None:
+    given = ["--max-breaks", "1", "--max-recompiles", "2", "--min-fused", "0.5"]
+    options = parser().parse_args(["explain", *given, "--max-saved-mb", "3.5", "script.py"])
+    assert launch.Reporter(options, Ranks()).budget == Budget(
+        max_breaks=1, max_recompiles=2, min_fused=0.5, max_saved_mb=3.5
+    )
 
 
 def test_mistakes_in_the_call(capfd: pytest.CaptureFixture[str]) -> None:
