@@ -112,7 +112,7 @@ class Report:
         known = {k: v for k, v in data.items() if k != "bytes_saved"}
         known["passes"] = [PassRecord(**p) for p in known["passes"]]
         known["sites"] = [
-            SiteRecord(**{**s, "shape": tuple(s["shape"]), "also": tuple(s["also"])})
+            SiteRecord(**{**s, "shape": tuple(s["shape"]), "also": tuple(s.get("also", ()))})
             for s in known["sites"]
         ]
         return cls(**known)
