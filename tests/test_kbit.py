@@ -126,8 +126,9 @@ COMPILED = [("inductor", f"kbit{k}_e4m4") for k in KBITS]
 COMPILED += [("inductor", "kbit4_fp16"), ("qfuse", "kbit3_e4m4")]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("backend", "name"), COMPILED)
-def test_compiled_equals_eager_bitwise(backend: str, name: str) -> None:
+def test_compiled_equals_eager_bitwise(backend: str, name: str, device: str) -> None:
     """Inductor's loops, whatever the sizes; one compile serves every codebook."""
     lowerings.register()  # else stock Inductor calls the op as it is
     k, absmax = int(name[4]), name[6:]
@@ -142,8 +143,9 @@ def test_compiled_equals_eager_bitwise(backend: str, name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(every, backend=qfuse if backend == "qfuse" else backend)
     for kind in KINDS:
-        book = codebook(k, kind)
-        operands = [[*ops.quantize_kbit(weight(n), book, k, absmax), book] for n, _ in calls]
+        book = codebook(k, kind).to(device)
+        weights = [weight(n).to(device) for n, _ in calls]
+        operands = [[*ops.quantize_kbit(w, book, k, absmax), book] for w in weights]
         for actual, expected in zip(compiled(operands), every(operands), strict=True):
             assert_same_bits(actual, expected)
 
