@@ -43,7 +43,7 @@ class CausalAttention:
         module = graph.owning_module
         outside = {} if module is None else _checkpointed(module)
         reasons: dict[fx.Node, str] = {}
-        graphs = [graph, *{n.graph: None for n in outside}]
+        graphs = [graph, *dict.fromkeys(n.graph for n in outside)]
         for node in (n for g in graphs for n in g.nodes if n.target is ATTENTION):
             arguments = _arguments(node)
             mask = arguments["attn_mask"]
@@ -51,7 +51,7 @@ class CausalAttention:
                 continue
             root = outside.get(mask, mask)
             if root not in reasons:
-                reasons[root] = why_not_causal(root, outside)
+                reasons[root] = why_not_causal(root, outside, graphs)
             reason = reasons[root] or _of_other_sizes(arguments, root)
             if reason:
                 yield Site(node, rejected=reason, by_choice=True)

@@ -1,15 +1,15 @@
 """Whether an attention mask that a graph computes is the causal one.
 
 Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
-functions, read no input of the graph, and hold no number but the mask's own sizes, which are
-replaced, and -1, 0 and 1. What passes cannot know any larger distance than a step, so what holds
-for every pair of positions at these sizes holds at all.
+functions, read no input of the graph, be written to by no other node, and hold no number but the
+mask's own sizes, which are replaced, and -1, 0 and 1. What passes cannot know any larger distance
+than a step, so what holds for every pair of positions at these sizes holds at all.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,18 +33,27 @@ _METHODS = {
     *(f"__{name}__" for name in ("eq", "ne", "le", "lt", "ge", "gt", "and", "or", "invert")),
 }
 _PLAIN = (-1, 0, 1)
+_EXACT = (torch.bool, torch.int32, torch.int64)
+_UPDATES = (
+    *("add", "and", "floordiv", "lshift", "mod", "mul"),
+    *("or", "pow", "rshift", "sub", "truediv", "xor"),
+)
+_INPLACE = {"setitem", *(f"i{name}" for name in _UPDATES), *(f"__i{name}__" for name in _UPDATES)}
 
 
 class _NotProven(Exception):
     """Why a mask is not known to be causal."""
 
 
-def why_not_causal(mask: fx.Node, outside: Mapping[fx.Node, fx.Node]) -> str:
+def why_not_causal(
+    mask: fx.Node, outside: Mapping[fx.Node, fx.Node], graphs: Iterable[fx.Graph]
+) -> str:
     """Empty if `mask` is True for keys up to the query and False after it; else the reason.
 
     Args:
         mask: a node of Dynamo's graph, bool, [..., S, S].
         outside: placeholders of subgraphs -> the nodes that they stand for.
+        graphs: where the mask might be written to: Dynamo's graph and its subgraphs.
     """
     value = mask.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.dim() != 4:
@@ -54,14 +63,34 @@ def why_not_causal(mask: fx.Node, outside: Mapping[fx.Node, fx.Node]) -> str:
     try:
         for size in SIZES:
             sizes = [(value.shape[-1], size), (value.shape[0], FEW), (value.shape[1], FEW)]
-            found = _Evaluation(sizes, outside).of(mask)
+            evaluation = _Evaluation(sizes, outside)
+            found = evaluation.of(mask)
             causal = torch.ones(size, size, dtype=torch.bool).tril()
             if found.shape[-2:] != causal.shape or not torch.equal(found, causal.expand_as(found)):
                 return "the mask is another than the causal one"
+        if written := _written(evaluation.nodes(), outside, graphs):
+            return f"the mask, or what it is made of, is written to by {written}"
     except _NotProven as reason:
         return str(reason)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         return f"the mask could not be computed at other sizes: {error}"
+    return ""
+
+
+def _written(
+    nodes: set[fx.Node], outside: Mapping[fx.Node, fx.Node], graphs: Iterable[fx.Graph]
+) -> str:
+    """What writes in place to one of `nodes`, or to a view of one; "" if nothing does."""
+    for node in (n for graph in graphs for n in graph.nodes):
+        called = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+        ends = called.endswith("_") and not called.endswith("__")
+        inplace = called in _INPLACE or (ends and node.target not in _FUNCTIONS)  # operator.and_
+        base: Any = node.kwargs.get("out", node.args[0] if inplace and node.args else None)
+        while isinstance(base, fx.Node):  # a view's base is its first argument
+            base = outside.get(base, base)
+            if base in nodes:
+                return called
+            base = base.args[0] if base.args else None
     return ""
 
 
@@ -83,6 +112,10 @@ class _Evaluation:
         self._sizes = sizes
         self._outside = outside
         self._known: dict[fx.Node, Any] = {}
+
+    def nodes(self) -> set[fx.Node]:
+        """What was run."""
+        return set(self._known)
 
     def of(self, node: fx.Node) -> Any:
         node = self._outside.get(node, node)
@@ -118,6 +151,8 @@ class _Evaluation:
             return torch.device("cpu")
         if isinstance(value, int) and not isinstance(value, bool):
             return self._size(value)
+        if isinstance(value, torch.dtype) and value not in _EXACT:
+            raise _NotProven(f"the mask is computed in {value}, which does not hold all positions")
         if isinstance(value, float):
             raise _NotProven(f"the mask is computed with the number {value}")
         return value

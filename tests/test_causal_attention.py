@@ -45,7 +45,7 @@ def result(graph: fx.Graph) -> fx.Node:
 
 def reason(mask: Callable[..., Tensor], *args: Any, dynamic: bool = False) -> str:
     graph = captured(mask, *args, dynamic=dynamic).graph
-    return why_not_causal(result(graph), {})
+    return why_not_causal(result(graph), {}, [graph])
 
 
 def positions(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,6 +123,29 @@ def padded(x: Tensor) -> Tensor:
     return causal(x) & (x != 0)[:, None, None, :]
 
 
+def in_bytes(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k.to(torch.int8) <= q.to(torch.int8)).expand(2, 1, -1, -1)
+
+
+def cleared(x: Tensor) -> Tensor:
+    mask = causal(x).clone()
+    mask[0, :, :, :3] = False
+    return mask
+
+
+def cleared_through_a_view(x: Tensor) -> Tensor:
+    mask = causal(x).clone()
+    mask[0].squeeze(0).fill_(False)
+    return mask
+
+
+def narrowed(x: Tensor) -> Tensor:
+    mask = causal(x).clone()
+    mask &= (x != 0)[:, None, None, :]
+    return mask
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
     ("mask", "expected"),
@@ -136,6 +159,10 @@ def padded(x: Tensor) -> Tensor:
         (longer, "queries and keys differ in number"),
         (additive, "the mask is not boolean and four-dimensional"),
         (padded, "the mask depends on the input x: it may hold padding"),
+        (in_bytes, "the mask is computed in torch.int8, which does not hold all positions"),
+        (cleared, "the mask, or what it is made of, is written to by setitem"),
+        (cleared_through_a_view, "the mask, or what it is made of, is written to by fill_"),
+        (narrowed, "the mask"),
     ],
 )
 def test_other_masks_are_not(
