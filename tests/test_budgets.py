@@ -10,6 +10,7 @@ import pytest
 
 from inductor_q.diagnostics.budgets import Budget
 from inductor_q.diagnostics.explanation import (
+    Compile,
     Explanation,
     Frame,
     GraphBreak,
@@ -58,6 +59,16 @@ def test_no_budget_is_missed_by_default() -> None:
 )
 def test_a_missed_budget_names_number_limit_and_cause(budget: Budget, line: str) -> None:
     assert budget.missed(RUN) == [line]
+
+
+def test_what_cannot_be_seen_keeps_no_limit() -> None:
+    compiled = Compile("0/0", "step", Frame("t.py", 3), "eager", observed=False)
+    run = Explanation("train.py", compiles=(compiled,))
+    assert Budget(max_breaks=0, min_fused=1.0).missed(run) == []
+    assert Budget(max_saved_mb=1).missed(run) == [
+        "what 1 graph of backend 'eager' saves for backward cannot be seen, "
+        "at most 1 MiB allowed; run with --backend qfuse"
+    ]
 
 
 def test_limits_that_are_just_kept() -> None:

@@ -44,6 +44,13 @@ class Budget:
             fused = sum(layer.status == "fused" for layer in run.layers)
             found = f"{fused} of {len(run.layers)} quantized layers fused ({run.fused_share:.0%})"
             lines.append(f"{found}, at least {self.min_fused:.0%} wanted; first: {cause}")
+        blind = [one for one in run.compiles if not one.observed]
+        if self.max_saved_mb is not None and blind:
+            lines.append(
+                f"what {_count(len(blind), 'graph')} of backend {blind[0].backend!r} "
+                f"{'saves' if len(blind) == 1 else 'save'} for backward cannot be seen, at most "
+                f"{self.max_saved_mb:g} MiB allowed; run with --backend qfuse"
+            )
         if self.max_saved_mb is not None and run.saved_bytes > self.max_saved_mb * _MB:
             most = run.saved[0]
             cause = f"{most.op} keeps {most.bytes / _MB:.1f} MiB in {_count(most.count, 'tensor')}"

@@ -144,7 +144,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Compile:
-    """One graph that a backend compiled."""
+    """One graph that a backend compiled; what is fused and saved is seen where it is `observed`."""
 
     compile_id: str
     function: str
@@ -154,6 +154,7 @@ class Compile:
     seconds: float = 0.0
     cached: bool = False
     stack: str = ""
+    observed: bool = True
 
 
 @dataclass(frozen=True)

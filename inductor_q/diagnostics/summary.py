@@ -131,6 +131,7 @@ class Run:
                 seconds=forward + backward[one.compile_id],
                 cached=one.compile_id in cached,
                 stack=_printed(self.stacks.get(one.compile_id, ())),
+                observed=one.observed,
             )
         return tuple(found.values())
 
