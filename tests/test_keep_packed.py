@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.passes.keep_packed import NESTED, WRITTEN
-from tests.compiling import SMALL, compile_step, gradients, step
+from tests.compiling import SMALL, compile_step, gradients, skip_unless_regions_chain, step
 
 BF16 = torch.bfloat16
 N, K, R, M = 256, 192, 8, 16  # N * K is larger than any activation
@@ -242,6 +242,7 @@ def x_MN() -> Tensor:
 
 def test_no_weight_is_saved_by_a_nested_region() -> None:
     module, x = regions(bnb_square), x_MN()
+    skip_unless_regions_chain(module, x)
     output, expected = step(module, x)
     result = compile_step(module, x)
     assert testing.relative_error(result.output, output) < 2**-6
@@ -259,6 +260,7 @@ def test_no_weight_is_saved_by_a_nested_region() -> None:
 def test_what_a_nested_region_keeps_is_told() -> None:
     """Not ours to recompute: torch does not say there that the int8 input is a weight."""
     module, x = regions(Codes), x_MN()
+    skip_unless_regions_chain(module, x)
     options = {**SMALL, "qfuse.passes": ["keep_packed"]}
     result = compile_step(module, x, options=options)
     assert "keep_packed" not in result.applied

@@ -20,6 +20,7 @@ from inductor_q.diagnostics import coverage, recompiles
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observe import observe
 from inductor_q.diagnostics.report import Report, SiteRecord
+from tests.compiling import skip_unless_regions_chain
 from tests.processes import environment
 
 
@@ -322,6 +323,8 @@ def test_layers_that_share_the_graph_of_a_nested_region() -> None:
     """Each has its outcome, and the ops inside are what keeps memory for backward."""
     model = nn.Sequential(*(Region() for _ in range(3)))
     x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    skip_unless_regions_chain(model, x)
+    torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend=graphs)
     run = observed(lambda: compiled(x).sum().backward())
     layers = [one for one in run.layers if one.module.endswith("layer.proj")]
