@@ -17,11 +17,10 @@ import torch
 from torch import fx
 
 from inductor_q.diagnostics.context import Context
-from inductor_q.passes.causal_mask import same_size, why_not_causal
+from inductor_q.passes.causal_mask import CHECKPOINT, same_size, why_not_causal
 from inductor_q.passes.runner import CAPTURED, Site
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-CHECKPOINT = "tag_activation_checkpoint"
 GROUPED = ("cuda",)  # devices whose fused attention knows grouped queries
 HEAD_DIM = 256  # the largest of the fused kernels
 
@@ -87,7 +86,8 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _checkpointed(module: torch.nn.Module) -> dict[fx.Node, fx.Node]:
-    """Placeholders of the bodies of activation checkpoints -> what each is given, outermost."""
+    """Placeholders of the bodies of activation checkpoints -> what each is given, outermost; itself
+    where a body is called with one thing and another."""
     found: dict[fx.Node, fx.Node] = {}
     for owner in module.modules():
         if not isinstance(owner, fx.GraphModule):
@@ -100,7 +100,9 @@ def _checkpointed(module: torch.nn.Module) -> dict[fx.Node, fx.Node]:
                 inner = body.graph.find_nodes(op="placeholder")
                 for placeholder, given in zip(inner, call.args[1:], strict=False):
                     if isinstance(given, fx.Node):
-                        found[placeholder] = found.get(given, given)
+                        root = found.get(given, given)
+                        same = found.setdefault(placeholder, root) is root
+                        found[placeholder] = root if same else placeholder
     return found
 
 
@@ -140,9 +142,10 @@ def _before_repeat(node: fx.Node) -> fx.Node | None:
     full = slice(None)
     if expanded.args[0].args[1:] != ((full, full, None, full, full),):
         return None
-    b, h, s, d = _value(source).shape
-    repeated, result = _value(expanded).shape, _value(node).shape
+    shapes = [value.shape for value in map(_value, (source, expanded, node))]
+    if [len(shape) for shape in shapes] != [4, 5, 4]:
+        return None
+    (b, h, s, d), repeated, result = shapes
     expected = (b, h, repeated[2], s, d), (b, repeated[2] * h, s, d)
-    pairs = zip((*repeated, *result), (*expected[0], *expected[1]), strict=False)
-    sizes = len(repeated), len(result)
-    return source if sizes == (5, 4) and all(same_size(*pair) for pair in pairs) else None
+    pairs = zip((*repeated, *result), (*expected[0], *expected[1]), strict=True)
+    return source if all(same_size(*pair) for pair in pairs) else None

@@ -2,8 +2,9 @@
 
 Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
 functions, read no input of the graph, be written to by no other node, and hold no number but the
-mask's own sizes, which are replaced, and -1, 0 and 1. What passes cannot know any larger distance
-than a step, so what holds for every pair of positions at these sizes holds at all.
+mask's own sizes, which are replaced, and -1, 0 and 1. What passes knows no distance but those that
+its few sums can make of a step, so what holds for every pair of positions at these sizes holds at
+all.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-SIZES = (3, 8, 17)
-FEW = 2  # what stands for the number of sequences, and of heads
+CHECKPOINT = "tag_activation_checkpoint"
+
+#: Positions, and what stands for the number of sequences, and of heads: several, since a distance
+#: in the mask may happen to be that number.
+SIZES = ((3, 2), (8, 3), (257, 5))
+
+#: Each may double a distance: together less than the most positions.
+MOST_SUMS = 8
 
 _FUNCTIONS = {
     *(torch.arange, torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like),
@@ -38,7 +46,12 @@ _UPDATES = (
     *("add", "and", "floordiv", "lshift", "mod", "mul"),
     *("or", "pow", "rshift", "sub", "truediv", "xor"),
 )
-_INPLACE = {"setitem", *(f"i{name}" for name in _UPDATES), *(f"__i{name}__" for name in _UPDATES)}
+_INPLACE = {
+    "setitem",
+    "__setitem__",
+    *(f"i{name}" for name in _UPDATES),
+    *(f"__i{name}__" for name in _UPDATES),
+}
 
 
 class _NotProven(Exception):
@@ -52,7 +65,8 @@ def why_not_causal(
 
     Args:
         mask: a node of Dynamo's graph, bool, [..., S, S].
-        outside: placeholders of subgraphs -> the nodes that they stand for.
+        outside: placeholders of subgraphs -> the nodes that they stand for, themselves where
+            that is not one node.
         graphs: where the mask might be written to: Dynamo's graph and its subgraphs.
     """
     value = mask.meta.get("example_value")
@@ -61,13 +75,15 @@ def why_not_causal(
     if not same_size(value.shape[-2], value.shape[-1]):
         return "queries and keys differ in number"
     try:
-        for size in SIZES:
-            sizes = [(value.shape[-1], size), (value.shape[0], FEW), (value.shape[1], FEW)]
+        for size, few in SIZES:
+            sizes = [(value.shape[-1], size), (value.shape[0], few), (value.shape[1], few)]
             evaluation = _Evaluation(sizes, outside)
             found = evaluation.of(mask)
             causal = torch.ones(size, size, dtype=torch.bool).tril()
             if found.shape[-2:] != causal.shape or not torch.equal(found, causal.expand_as(found)):
                 return "the mask is another than the causal one"
+        if sum(n.target in (operator.add, operator.sub) for n in evaluation.nodes()) > MOST_SUMS:
+            return f"the mask is computed with more than {MOST_SUMS} sums, as a window may be"
         if written := _written(evaluation.nodes(), outside, graphs):
             return f"the mask, or what it is made of, is written to by {written}"
     except _NotProven as reason:
@@ -82,16 +98,42 @@ def _written(
 ) -> str:
     """What writes in place to one of `nodes`, or to a view of one; "" if nothing does."""
     for node in (n for graph in graphs for n in graph.nodes):
-        called = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
-        ends = called.endswith("_") and not called.endswith("__")
-        inplace = called in _INPLACE or (ends and node.target not in _FUNCTIONS)  # operator.and_
-        base: Any = node.kwargs.get("out", node.args[0] if inplace and node.args else None)
-        while isinstance(base, fx.Node):  # a view's base is its first argument
-            base = outside.get(base, base)
-            if base in nodes:
-                return called
-            base = base.args[0] if base.args else None
+        for written in _written_by(node):
+            base: Any = written
+            while isinstance(base, fx.Node):
+                given = outside.get(base, base)
+                if given in nodes or outside.get(given) is given:  # that one is not known
+                    return _name(node)
+                # a view's base is its first argument
+                base = given.args[0] if given.args else next(iter(given.all_input_nodes), None)
     return ""
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+
+
+def _written_by(node: fx.Node) -> list[Any]:
+    """What a node may write to; of operators that say no more than that they write, all they get.
+    The bodies of checkpoints are looked at by themselves."""
+    target, called = node.target, _name(node)
+    if isinstance(target, HigherOrderOperator):
+        return [] if called == CHECKPOINT else list(node.all_input_nodes)
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        return list(node.all_input_nodes) if any(s.is_mutable for s in _schemas(target)) else []
+    out = node.kwargs.get("out")
+    found = [*out] if isinstance(out, (tuple, list)) else [out]
+    ends = called.endswith("_") and not called.endswith("__")
+    if called in _INPLACE or (ends and target not in _FUNCTIONS):  # operator.and_
+        first = node.args[0] if node.args else list(node.all_input_nodes)
+        found += [*first] if isinstance(first, (tuple, list)) else [first]
+    return found
+
+
+def _schemas(target: OpOverload | OpOverloadPacket) -> list[Any]:
+    if isinstance(target, OpOverload):
+        return [target._schema]
+    return [getattr(target, name)._schema for name in target.overloads()]
 
 
 def same_size(one: Any, other: Any) -> bool:
@@ -158,9 +200,10 @@ class _Evaluation:
         return value
 
     def _size(self, value: int | torch.SymInt) -> int:
+        number = _expression(value)
+        if number in _PLAIN:  # an expression is compared as it is written: no guard
+            return int(number)
         for size, small in self._sizes:
-            if value not in _PLAIN and same_size(value, size):
+            if same_size(value, size):
                 return small
-        if isinstance(value, int) and value in _PLAIN:
-            return value
         raise _NotProven(f"the mask is computed with the number {value}, as a window is")

@@ -16,8 +16,8 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
-from inductor_q.passes.causal_attention import _before_repeat  # noqa: E402
-from inductor_q.passes.causal_mask import why_not_causal  # noqa: E402
+from inductor_q.passes.causal_attention import CausalAttention, _before_repeat  # noqa: E402
+from inductor_q.passes.causal_mask import CHECKPOINT, why_not_causal  # noqa: E402
 
 LAYERS = 2
 PASS = "causal_attention"
@@ -146,6 +146,51 @@ def narrowed(x: Tensor) -> Tensor:
     return mask
 
 
+@torch.library.custom_op("qfuse_test::clear", mutates_args=("mask",))
+def clear(mask: Tensor) -> None:
+    mask.zero_()
+
+
+def cleared_by_an_operator(x: Tensor) -> Tensor:
+    mask = causal(x).clone()
+    torch.ops.qfuse_test.clear(mask)
+    return mask
+
+
+def cleared_in_a_list(x: Tensor) -> Tensor:
+    mask = causal(x).clone()
+    torch._foreach_zero_([mask])
+    return mask
+
+
+def cleared_by_keyword(x: Tensor) -> Tensor:
+    mask = causal(x).clone()
+    torch.fill_(input=mask, value=False)
+    return mask
+
+
+def one_more(x: Tensor) -> Tensor:
+    """The distance is the number of sequences, which was once taken for any other."""
+    q, k = positions(x)
+    return (k - q + 1 < 3).expand(3, 1, -1, -1)
+
+
+def doubled(x: Tensor, times: int) -> Tensor:
+    q, k = positions(x)
+    width = torch.ones((), dtype=torch.int64)
+    for _ in range(times):
+        width = width + width
+    return ((k <= q) & (k > q - width)).expand(2, 1, -1, -1)
+
+
+def window_of_sums(x: Tensor) -> Tensor:
+    return doubled(x, 6)
+
+
+def window_of_many_sums(x: Tensor) -> Tensor:
+    return doubled(x, 9)
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
     ("mask", "expected"),
@@ -163,6 +208,12 @@ def narrowed(x: Tensor) -> Tensor:
         (cleared, "the mask, or what it is made of, is written to by setitem"),
         (cleared_through_a_view, "the mask, or what it is made of, is written to by fill_"),
         (narrowed, "the mask"),
+        (cleared_by_an_operator, "the mask, or what it is made of, is written to by clear"),
+        (cleared_in_a_list, "the mask, or what it is made of, is written to by _foreach_zero_"),
+        (cleared_by_keyword, "the mask, or what it is made of, is written to by fill_"),
+        (one_more, "the mask is "),
+        (window_of_sums, "the mask is another than the causal one"),
+        (window_of_many_sums, "the mask is computed with more than 8 sums, as a window may be"),
     ],
 )
 def test_other_masks_are_not(
@@ -178,6 +229,46 @@ def test_a_function_that_is_not_listed_proves_nothing() -> None:
     assert reason(sorted_mask, torch.ones(2, 8)) == "the mask is computed with sort"
 
 
+def test_looking_at_a_mask_adds_no_guard() -> None:
+    def shifted(x: Tensor) -> Tensor:
+        q, k = positions(x)
+        return (k <= q + (x.shape[1] - 5)).expand(2, 1, -1, -1)
+
+    graph = captured(shifted, torch.ones(2, 48), dynamic=True).graph
+    size = result(graph).meta["example_value"].shape[-1]
+    before = len(size.node.shape_env.guards)
+    assert why_not_causal(result(graph), {}, [graph]).startswith("the mask is computed with")
+    assert len(size.node.shape_env.guards) == before
+
+
+def test_a_body_that_is_called_with_two_masks() -> None:
+    """Dynamo gives each call of a checkpoint a body of its own; other writers of graphs may not."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def layer(x: Tensor, mask: Tensor) -> Tensor:
+        return attend(x, x, x, attn_mask=mask)
+
+    def twice(x: Tensor) -> Tensor:
+        mask, other = causal(x[:, 0]), everything(x[:, 0])
+        checkpoint = torch.utils.checkpoint.checkpoint
+        x = checkpoint(layer, x, mask, use_reentrant=False)
+        out: Tensor = checkpoint(layer, x, other, use_reentrant=False)
+        return out
+
+    module = captured(twice, torch.ones(2, 1, 8, 8, requires_grad=True))
+    context: Any = None
+
+    def rejected() -> list[str]:
+        return [s.rejected for s in CausalAttention().match(module.graph, context)]
+
+    assert rejected() == ["", "the mask is another than the causal one"]
+    first, second = (
+        n for n in module.graph.nodes if getattr(n.target, "__name__", "") == CHECKPOINT
+    )
+    second.args = (first.args[0], *second.args[1:])
+    assert [bool(reason) for reason in rejected()] == [True]
+
+
 def test_keys_before_they_were_repeated() -> None:
     def repeated(key: Tensor) -> Tensor:
         b, h, s, d = key.shape
@@ -187,9 +278,13 @@ def test_keys_before_they_were_repeated() -> None:
         b, h, s, d = key.shape
         return key[:, :, None, :, :].expand(b, h, 3, s, d).reshape(b, h, s * 3, d)
 
+    def of_five_dimensions(key: Tensor) -> Tensor:
+        return key[:, :, None, :, :].expand(-1, -1, 3, -1, -1, -1).reshape(2, 12, 5, 8)
+
     key = torch.ones(2, 4, 5, 8)
-    for fn, found in ((repeated, True), (other, False)):
-        graph = captured(fn, key).graph
+    five = key.unflatten(-1, (2, 4))
+    for fn, found in ((repeated, True), (other, False), (of_five_dimensions, False)):
+        graph = captured(fn, five if fn is of_five_dimensions else key).graph
         before = _before_repeat(result(graph))
         assert (before is not None and before.op == "placeholder") is found
 
