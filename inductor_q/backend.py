@@ -23,6 +23,7 @@ from inductor_q.diagnostics.report import SCHEMA_VERSION, Report
 from inductor_q.exc import NotFused
 from inductor_q.manager import JointPasses, Partitioner, run_stage
 from inductor_q.options import Resolved, resolve
+from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
 
 log = logging.getLogger("inductor_q")
@@ -100,7 +101,8 @@ def qfuse(
     ):
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
     key = report_key(gm, example_inputs, context)
-    if len(report.passes) > captured or not resolved.passes:
+    behind = any(s.stage != CAPTURED and s.name in resolved.passes for s in PIPELINE)
+    if len(report.passes) > captured or not behind:
         store_report(key, report)
     else:  # the AOTAutograd cache had it: no pass behind it has run
         _last = report = load_report(key, report)

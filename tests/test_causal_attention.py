@@ -251,8 +251,8 @@ def test_a_body_that_is_called_with_two_masks() -> None:
     def twice(x: Tensor) -> Tensor:
         mask, other = causal(x[:, 0]), everything(x[:, 0])
         checkpoint = torch.utils.checkpoint.checkpoint
-        x = checkpoint(layer, x, mask, use_reentrant=False)
-        out: Tensor = checkpoint(layer, x, other, use_reentrant=False)
+        x = checkpoint(layer, x, other, use_reentrant=False)
+        out: Tensor = checkpoint(layer, x, mask, use_reentrant=False)
         return out
 
     module = captured(twice, torch.ones(2, 1, 8, 8, requires_grad=True))
@@ -261,7 +261,7 @@ def test_a_body_that_is_called_with_two_masks() -> None:
     def rejected() -> list[str]:
         return [s.rejected for s in CausalAttention().match(module.graph, context)]
 
-    assert rejected() == ["", "the mask is another than the causal one"]
+    assert rejected() == ["the mask is another than the causal one", ""]
     first, second = (
         n for n in module.graph.nodes if getattr(n.target, "__name__", "") == CHECKPOINT
     )
@@ -378,3 +378,17 @@ def test_what_the_captured_graph_mutates_stays() -> None:
     assert [(s.provider, s.rejected) for s in report.sites if s.pass_name == PASS] == [("sdpa", "")]
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
     assert module.calls == 2
+
+
+def test_a_compile_with_no_other_pass_is_not_told_as_cached() -> None:
+    from inductor_q import last_report
+
+    torch.compiler.reset()
+    layer = testing.quantized_linear(torch.randn(64, 64))
+    options: Any = {"qfuse.passes": [PASS], "fx_graph_cache": False}
+    with torch.no_grad():
+        compiled: Any = torch.compile(layer, backend="qfuse", options=options)
+        compiled(torch.randn(4, 64, dtype=torch.bfloat16))
+    report = last_report()
+    assert report is not None
+    assert [p.name for p in report.passes] == [PASS] and not report.cached

@@ -363,8 +363,9 @@ def test_codebook_in_loops_selects_every_value() -> None:
         assert tuple(found) == values
 
 
-def test_loops_round_products_on_cuda() -> None:
-    """Triton would contract `code * outer + offset` of a nested scale to an FMA, eager does not."""
+def test_loops_round_products_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would contract `code * outer + offset` of a nested scale to an FMA, eager does not.
+    The instruction is PTX, which AMD's GPUs, "cuda" to torch, have not."""
     from torch._inductor.ops_handler import MockHandler
     from torch._inductor.virtualized import V
 
@@ -373,7 +374,10 @@ def test_loops_round_products_on_cuda() -> None:
     handler = cast(Any, MockHandler())
     with V.set_ops_handler(handler):
         assert str(Loops({}, "cpu").mul("a", "b")) == str(handler.mul("a", "b"))
+        monkeypatch.setattr(torch.version, "hip", None)
         assert "mul.rn.f32" in str(Loops({}, "cuda").mul("a", "b"))
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        assert str(Loops({}, "cuda").mul("a", "b")) == str(handler.mul("a", "b"))
 
 
 # --- errors -------------------------------------------------------------------------------------

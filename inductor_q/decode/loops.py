@@ -18,11 +18,12 @@ class Loops:
 
     Inductor compiles C++ with contraction off, but Triton makes one FMA of a product and a sum;
     on "cuda" products are therefore rounded by an instruction of their own, as eager rounds them.
+    It is NVIDIA's: AMD's GPUs, which torch calls "cuda" too, keep the FMA.
     """
 
     def __init__(self, loaders: Mapping[str, Loader], device: str) -> None:
         self._loaders = loaders
-        self._contracts = device == "cuda"
+        self._contracts = device == "cuda" and torch.version.hip is None
 
     def load(self, name: str, i: Any) -> Any:
         return self._loaders[name]([i])
