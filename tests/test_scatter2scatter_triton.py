@@ -312,6 +312,19 @@ def test_what_was_tuned_is_kept_for_the_next_process(
     assert tile_taken() == tuned.best and len(tuned.timed) == 2 * count
 
 
+@pytest.mark.parametrize("kept", ["", "{}", '{"rows": 16, "height": 1}'])
+def test_a_kept_tile_that_cannot_be_read_is_timed_again(
+    kept: str, tuned: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tile_taken() == tuned.best
+    (path,) = tmp_path.rglob("qfuse/tiles/*.json")
+    path.write_text(kept)
+    scatter2scatter_tuned._KNOWN.clear()
+    assert tile_taken() == tuned.best
+    assert "a kept tile cannot be read, and is timed again" in caplog.text
+    assert "rows" in path.read_text() and "height" not in path.read_text()
+
+
 def test_nothing_is_timed_under_capture_or_where_a_tile_is_committed(
     tuned: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,10 +116,13 @@ def _path(key: str) -> Path:
 
 
 def _read(key: str) -> tiles.Tile | None:
-    """What `_write` wrote; None where there is nothing."""
+    """What `_write` wrote; None where there is nothing, or something else."""
     try:
         return tiles.Tile(**json.loads(_path(key).read_text()))
     except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("scatter2scatter: a kept tile cannot be read, and is timed again: %s", error)
         return None
 
 
