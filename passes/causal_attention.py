@@ -21,8 +21,7 @@ from inductor_q.passes.causal_mask import CHECKPOINT, same_size, why_not_causal
 from inductor_q.passes.runner import CAPTURED, Site
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-GROUPED = ("cuda",)  # devices whose fused attention knows grouped queries
-HEAD_DIM = 256  # the largest of the fused kernels
+HEAD_DIM = 256  # the largest of the fused kernels that know grouped queries
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,17 @@ def _plan(arguments: dict[str, Any]) -> _Call:
     key, value, query = arguments["key"], arguments["value"], _value(arguments["query"])
     one_key, one_value = _before_repeat(key), _before_repeat(value)
     widths = query.shape[-1], _value(value).shape[-1]
-    fused = query.device.type in GROUPED and same_size(*widths) and widths[0] <= HEAD_DIM
+    fused = _knows_groups(query) and same_size(*widths) and widths[0] <= HEAD_DIM
     if one_key is None or one_value is None or not fused:
         return _Call(key, value, grouped=bool(arguments["enable_gqa"]))
     return _Call(one_key, one_value, grouped=True)
+
+
+def _knows_groups(query: torch.Tensor) -> bool:
+    """Whether flash attention or cuDNN can serve it: others write the scores out for groups."""
+    if query.device.type != "cuda" or query.dtype.itemsize != 2:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _before_repeat(node: fx.Node) -> fx.Node | None:
