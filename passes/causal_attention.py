@@ -2,15 +2,12 @@
 
 In eager, transformers leaves a mask out where it is the causal one. Under torch.compile it writes
 the mask out up to torch 2.13 (`masking_utils._ignore_causal_mask_sdpa`: Dynamo traces as if it
-exported), and a kernel that is given a mask computes the half of attention that is masked. Keys and
-values that were repeated for grouped queries are taken as they were, as in eager, where the kernels
-of the device know grouped queries.
+exported), and a kernel that is given a mask computes the half of attention that is masked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,16 +18,6 @@ from inductor_q.passes.causal_mask import CHECKPOINT, same_size, why_not_causal
 from inductor_q.passes.runner import CAPTURED, Site
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
-HEAD_DIM = 256  # the largest of the fused kernels that know grouped queries
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What to call with: `key` and `value` as they were before they were repeated, if they were."""
-
-    key: fx.Node
-    value: fx.Node
-    grouped: bool
 
 
 class CausalAttention:
@@ -54,18 +41,12 @@ class CausalAttention:
             if reason:
                 yield Site(node, rejected=reason, by_choice=True)
             else:
-                yield Site(node, plan=_plan(arguments), provider="sdpa")
+                yield Site(node, plan=arguments, provider="sdpa")
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        plan: _Call = site.plan
-        query = site.node.args[0] if site.node.args else site.node.kwargs["query"]
-        kept = {k: v for k, v in site.node.kwargs.items() if k in ("dropout_p", "scale")}
-        if len(site.node.args) > 4:
-            kept["dropout_p"] = site.node.args[4]
-        if plan.grouped:
-            kept["enable_gqa"] = True
-        site.node.args = (query, plan.key, plan.value)
-        site.node.kwargs = {**kept, "is_causal": True}
+        arguments = {**site.plan, "attn_mask": None, "is_causal": True}
+        site.node.args = tuple(arguments.pop(name) for name in ("query", "key", "value"))
+        site.node.kwargs = arguments
 
 
 _PARAMETERS: dict[str, Any] = {
@@ -116,42 +97,3 @@ def _of_other_sizes(arguments: dict[str, Any], mask: fx.Node) -> str:
         if not isinstance(value, torch.Tensor) or not same_size(value.shape[-2], shape[-1]):
             return f"the mask has not the {name}'s length"
     return ""
-
-
-def _plan(arguments: dict[str, Any]) -> _Call:
-    key, value, query = arguments["key"], arguments["value"], _value(arguments["query"])
-    one_key, one_value = _before_repeat(key), _before_repeat(value)
-    widths = query.shape[-1], _value(value).shape[-1]
-    fused = _knows_groups(query) and same_size(*widths) and widths[0] <= HEAD_DIM
-    if one_key is None or one_value is None or not fused:
-        return _Call(key, value, grouped=bool(arguments["enable_gqa"]))
-    return _Call(one_key, one_value, grouped=True)
-
-
-def _knows_groups(query: torch.Tensor) -> bool:
-    """Whether flash attention or cuDNN can serve it: others write the scores out for groups."""
-    if query.device.type != "cuda" or query.dtype.itemsize != 2:
-        return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _before_repeat(node: fx.Node) -> fx.Node | None:
-    """`x` [B, H, S, D] of `x[:, :, None].expand(B, H, n, S, D).reshape(B, H n, S, D)`."""
-    if node.target != "reshape" or not isinstance(node.args[0], fx.Node):
-        return None
-    expanded = node.args[0]
-    if expanded.target != "expand" or not isinstance(expanded.args[0], fx.Node):
-        return None
-    source = expanded.args[0].args[0] if expanded.args[0].args else None
-    if not isinstance(source, fx.Node):
-        return None
-    full = slice(None)
-    if expanded.args[0].args[1:] != ((full, full, None, full, full),):
-        return None
-    shapes = [value.shape for value in map(_value, (source, expanded, node))]
-    if [len(shape) for shape in shapes] != [4, 5, 4]:
-        return None
-    (b, h, s, d), repeated, result = shapes
-    expected = (b, h, repeated[2], s, d), (b, repeated[2] * h, s, d)
-    pairs = zip((*repeated, *result), (*expected[0], *expected[1]), strict=True)
-    return source if all(same_size(*pair) for pair in pairs) else None

@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
-from inductor_q.passes.causal_attention import CausalAttention, _before_repeat  # noqa: E402
+from inductor_q.passes.causal_attention import CausalAttention  # noqa: E402
 from inductor_q.passes.causal_mask import CHECKPOINT, why_not_causal  # noqa: E402
 
 LAYERS = 2
@@ -267,26 +267,6 @@ def test_a_body_that_is_called_with_two_masks() -> None:
     )
     second.args = (first.args[0], *second.args[1:])
     assert [bool(reason) for reason in rejected()] == [True]
-
-
-def test_keys_before_they_were_repeated() -> None:
-    def repeated(key: Tensor) -> Tensor:
-        b, h, s, d = key.shape
-        return key[:, :, None, :, :].expand(b, h, 3, s, d).reshape(b, h * 3, s, d)
-
-    def other(key: Tensor) -> Tensor:
-        b, h, s, d = key.shape
-        return key[:, :, None, :, :].expand(b, h, 3, s, d).reshape(b, h, s * 3, d)
-
-    def of_five_dimensions(key: Tensor) -> Tensor:
-        return key[:, :, None, :, :].expand(-1, -1, 3, -1, -1, -1).reshape(2, 12, 5, 8)
-
-    key = torch.ones(2, 4, 5, 8)
-    five = key.unflatten(-1, (2, 4))
-    for fn, found in ((repeated, True), (other, False), (of_five_dimensions, False)):
-        graph = captured(fn, five if fn is of_five_dimensions else key).graph
-        before = _before_repeat(result(graph))
-        assert (before is not None and before.op == "placeholder") is found
 
 
 # --- whole models -------------------------------------------------------------------------------
