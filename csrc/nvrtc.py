@@ -18,11 +18,12 @@ import importlib.util
 import logging
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from inductor_q.files import write_whole
 
 log = logging.getLogger("inductor_q")
 
@@ -118,17 +119,7 @@ def _read(name: str) -> Cubin | None:
 def _write(name: str, cubin: Cubin) -> None:
     body = cubin.name.encode() + b"\0" + cubin.image
     try:
-        folder = _folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=folder, suffix=".cubin")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            os.replace(scratch, folder / name)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(scratch)
-            raise
+        write_whole(_folder() / name, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     except OSError as error:
         _warn_once(f"compiled kernels are not kept for the next process: {error}")
 

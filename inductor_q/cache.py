@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import fx
 
 from inductor_q.diagnostics.context import Context
 from inductor_q.diagnostics.report import Report
+from inductor_q.files import write_whole
 
 _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
 
@@ -85,12 +85,7 @@ def _report_path(key: str) -> Path:
 
 def store_report(key: str, report: Report) -> None:
     """Keep the report beside Inductor's cache, for the process that hits it."""
-    path = _report_path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(report.to_json())
-    os.replace(scratch, path)
+    write_whole(_report_path(key), report.to_json())
 
 
 def load_report(key: str, fresh: Report) -> Report:

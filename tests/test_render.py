@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 
 from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak, Layer, Step
-from inductor_q.diagnostics.merge import write_whole
 from inductor_q.diagnostics.render import github, schema, text, tree, words
 from inductor_q.diagnostics.render import json as as_json
 from inductor_q.exc import NotAReport, UnknownReportVersion
+from inductor_q.files import write_whole
 from tests.explanations import REASON, clean, explanation, layer, llama
 
 # --- JSON ---------------------------------------------------------------------------------------

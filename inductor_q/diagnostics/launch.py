@@ -19,11 +19,12 @@ from typing import NoReturn
 
 from inductor_q.diagnostics.budgets import Budget
 from inductor_q.diagnostics.explanation import Exit, Explanation
-from inductor_q.diagnostics.merge import Exchange, Ranks, merge, write_whole
+from inductor_q.diagnostics.merge import Exchange, Ranks, merge
 from inductor_q.diagnostics.observe import Observation, observe
 from inductor_q.diagnostics.targets import Target
 from inductor_q.diagnostics.torchrun import LAUNCHERS, explained_ranks
 from inductor_q.exc import UnwritableOutput
+from inductor_q.files import write_whole
 
 _PATIENCE = 20.0  # seconds that rank 0 waits for the other ranks' reports
 

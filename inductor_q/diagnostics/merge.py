@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from inductor_q.diagnostics.explanation import Explanation, GraphBreak, Layer
 from inductor_q.diagnostics.render.json import from_json, to_json
+from inductor_q.files import write_whole
 
 _POLL = 0.1
 RUN = "run"  # the key of `environment` that tells one launch from another
@@ -76,15 +77,6 @@ class Exchange:
             return None
         run = from_json(path.read_text(), path=str(path))
         return run if run.environment.get(RUN) == self.ranks.run else None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or none; its permissions are those of any new
-    file, where `tempfile` would keep it to its owner."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
 
 
 def merge(runs: Sequence[Explanation]) -> Explanation:
@@ -180,4 +172,4 @@ def _of_ranks(text: str, ranks: Sequence[int], runs: Sequence[Any]) -> str:
     return f"rank {', '.join(map(str, ranks))} only: {text}"
 
 
-__all__ = ["Exchange", "Ranks", "merge", "write_whole"]
+__all__ = ["Exchange", "Ranks", "merge"]

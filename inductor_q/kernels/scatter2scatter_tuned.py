@@ -9,14 +9,11 @@ results of two tiles differ by roundings.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from inductor_q.files import write_whole
 from inductor_q.kernels import tiles
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.scatter2scatter_triton import Triton, work
@@ -128,17 +126,7 @@ def _read(key: str) -> tiles.Tile | None:
 
 def _write(key: str, tile: tiles.Tile) -> None:
     try:
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(dataclasses.asdict(tile), file)
-            os.replace(scratch, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(scratch)
-            raise
+        write_whole(_path(key), json.dumps(dataclasses.asdict(tile)))
     except OSError as error:
         log.warning("scatter2scatter: a tuned tile is not kept for the next process: %s", error)
 
