@@ -46,13 +46,10 @@ class DryRun:
         self.copies.clear()
 
     def _run(self, stage: str, graph: fx.Graph) -> None:
-        from inductor_q.passes import PIPELINE
-        from inductor_q.passes.runner import run
+        from inductor_q.manager import run_stage
 
         with _no_guards(graph):
-            for step in PIPELINE:
-                if step.stage == stage and step.name in self.context.resolved.passes:
-                    run(step, graph, self.context)
+            run_stage(stage, graph, self.context)
 
 
 def dry_run(
