@@ -94,6 +94,56 @@ def collect(
     tl.store(out + row[:, None] * out_row + column[None, :], value, mask=mask)
 
 
+def project_rows(
+    call: Scatter2Scatter,
+    x: Tensor,
+    source: Tensor | None,
+    tiles: Tensor,
+    tile_count: Tensor,
+    tile_rows: int,
+    *,
+    depth: int,
+    stages: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`x @ A_e'` [R, r], the op's second result; and the same scaled, [R, r padded to 16].
+
+    Args:
+        source: the row of `x` for each grouped row; None where they are grouped.
+        tiles, tile_count: of at most `tile_rows` rows each, as the kernel below reads them.
+        depth, stages: of the loop over features.
+    """
+    r = call.rank
+    rank = x.new_zeros(call.rows, r)
+    if call.lora_a is None or r == 0:
+        return rank, None
+    padded = -(-r // 16) * 16
+    scaled = x.new_empty(call.rows, padded)
+    rows = min(64, tile_rows)
+    project[(tiles.shape[0] * (tile_rows // rows),)](
+        x,
+        call.lora_a,  # in any float dtype: the kernel casts
+        x if source is None else source,
+        tiles,
+        tile_count,
+        rank,
+        scaled,
+        call.scaling,
+        call.in_features,
+        r,
+        padded,
+        x.stride(0),
+        *call.lora_a.stride(),
+        PARTS=tile_rows // rows,
+        ROWS=rows,
+        RANK=triton.next_power_of_2(padded),
+        DEPTH=depth,
+        GATHER=source is not None,
+        num_warps=4,
+        num_stages=stages,
+    )
+    return rank, scaled
+
+
 @triton.jit
 def project(
     x,

@@ -196,7 +196,7 @@ def _run(
 
 
 def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
-    from inductor_q.kernels.expert_rows_triton import rows_out
+    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out
 
     device, config = call.x.device, _config(call)
     _, n, k = call.shape
@@ -207,7 +207,7 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
     count = torch.empty(1, dtype=torch.int32, device=device)
     offsets = call.offsets.contiguous()
     _run("tile_map", (1, 1, 1), 1024, [offsets, tiles, count], (call.num_experts, config.rows))
-    rank, projected, factor = _project(call, x, source, tiles, count, config)
+    rank, projected = project_rows(call, x, source, tiles, count, config.rows, depth=128, stages=4)
     out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
     programs = torch.cuda.get_device_properties(device).multi_processor_count * config.programs
     operands = dict(zip(call.fmt.operands, call.operands, strict=True)) if call.fmt else {}
@@ -222,7 +222,7 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
             operands["qweight"],
             _scales(call, operands),
             projected,
-            factor,
+            _factor(call, x.dtype),
             bias,
             out,
             source,
@@ -237,57 +237,15 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
     return rows_out(call, out), rank
 
 
-def _project(
-    call: Scatter2Scatter,
-    x: Tensor,
-    source: Tensor | None,
-    tiles: Tensor,
-    count: Tensor,
-    config: Config,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`x @ A_e'` [R, r]; the same scaled, [R, padded]; and B as the kernel reads it."""
-    import triton
-
-    from inductor_q.kernels.expert_rows_triton import project
-
-    r = call.rank
-    if call.lora_a is None or call.lora_b is None or r == 0:
-        return x.new_zeros(call.rows, r), None, None
-    padded = -(-r // 16) * 16
-    rank = x.new_zeros(call.rows, r)
-    scaled = torch.empty((call.rows, padded), dtype=x.dtype, device=x.device)
-    a = call.lora_a
-    part = min(64, config.rows)
-    parts = config.rows // part
-    project[(tiles.shape[0] * parts,)](
-        x,
-        a,
-        x if source is None else source,
-        tiles,
-        count,
-        rank,
-        scaled,
-        call.scaling,
-        call.in_features,
-        r,
-        padded,
-        x.stride(0),
-        *a.stride(),
-        PARTS=parts,
-        ROWS=part,
-        RANK=max(16, triton.next_power_of_2(padded)),
-        DEPTH=128,
-        GATHER=source is not None,
-        num_warps=4,
-        num_stages=4,
-    )
-    # [E, N, padded] forward, [E, padded, K] transposed: the rank is the contraction.
-    b = call.lora_b.to(x.dtype)
+def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
+    """B as the kernel reads it: [E, N, padded] forward, [E, padded, K] transposed; the rank is the
+    contraction."""
+    if call.lora_b is None or call.rank == 0:
+        return None
+    b, missing = call.lora_b.to(dtype), -call.rank % 16
     if call.transposed:
-        b = pad(b.transpose(1, 2), (0, 0, 0, padded - r))
-    else:
-        b = pad(b, (0, padded - r))
-    return rank, scaled, b.contiguous()
+        return pad(b.transpose(1, 2), (0, 0, 0, missing)).contiguous()
+    return pad(b, (0, missing)).contiguous()
 
 
 def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:

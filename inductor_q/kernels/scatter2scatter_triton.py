@@ -136,7 +136,7 @@ def _padded_rank(rank: int) -> int:
 
 def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
     from inductor_q.kernels.expert_gemm_triton import expert_gemm, tile_map
-    from inductor_q.kernels.expert_rows_triton import rows_out
+    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out
 
     device, group = call.x.device, _group(call)
     x, offsets = call.x.contiguous(), call.offsets.contiguous()
@@ -148,7 +148,10 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
     tile_map[(experts,)](
         offsets, parts, count, experts, ROWS=tile.rows, EXPERTS=_power_of_two(experts)
     )
-    rank, projected = _project(call, x, source, parts, count, tile)
+    stages = 2 if call.rank > 64 else 3  # at most 80 KiB of shared memory, A in float32
+    rank, projected = project_rows(
+        call, x, source, parts, count, tile.rows, depth=64, stages=stages
+    )
     factor = call.lora_b if projected is not None else None
     out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
     bias = None if call.bias is None else call.bias.to(x.dtype).contiguous()
@@ -190,50 +193,6 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         num_stages=tile.stages,
     )
     return rows_out(call, out), rank
-
-
-def _project(
-    call: Scatter2Scatter,
-    x: Tensor,
-    source: Tensor | None,
-    parts: Tensor,
-    count: Tensor,
-    tile: tiles.Tile,
-) -> tuple[Tensor, Tensor | None]:
-    """`x @ A_e'` [R, r], and the same scaled [R, padded to 16]."""
-    from inductor_q.kernels.expert_rows_triton import project
-
-    r = call.rank
-    if call.lora_a is None or r == 0:
-        return x.new_zeros(call.rows, r), None
-    padded = -(-r // 16) * 16
-    rank = x.new_zeros(call.rows, r)
-    scaled = torch.empty((call.rows, padded), dtype=x.dtype, device=x.device)
-    a = call.lora_a  # in any float dtype: the kernel casts
-    rows = min(64, tile.rows)
-    project[(parts.shape[0] * (tile.rows // rows),)](
-        x,
-        a,
-        x if source is None else source,
-        parts,
-        count,
-        rank,
-        scaled,
-        call.scaling,
-        call.in_features,
-        r,
-        padded,
-        x.stride(0),
-        *a.stride(),
-        PARTS=tile.rows // rows,
-        ROWS=rows,
-        RANK=_padded_rank(r),
-        DEPTH=64,
-        GATHER=source is not None,
-        num_warps=4,
-        num_stages=2 if r > 64 else 3,  # at most 80 KiB of shared memory, A in float32
-    )
-    return rank, scaled
 
 
 # --- what is printed from a format ----------------------------------------------------------------
