@@ -117,27 +117,27 @@ def test_packed_experts_are_read_packed(
     assert result.ops["sort"] <= 1
 
 
-@SLOW
-def test_gathered_dense_experts_are_not_copied() -> None:
-    """Beside packed ones: a model without any is Inductor's."""
-    layer = Experts("qwen3_moe", "batched_mm", torch.float32)
+def half_dense(implementation: str) -> Experts:
+    """Its first projection in float32, beside a packed one: a model without any is Inductor's."""
+    layer = Experts("qwen3_moe", implementation, torch.float32)
     weight = layer.experts.gate_up_proj.detach()
     torch.nn.utils.parametrize.remove_parametrizations(
         layer.experts, "gate_up_proj", leave_parametrized=False
     )
     layer.experts.gate_up_proj = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+@SLOW
+def test_gathered_dense_experts_are_not_copied() -> None:
+    layer = half_dense("batched_mm")
     result = compiled(layer, torch.float32)
     assert result.applied[PASS] == 4
     assert saved(result) <= 14 * 2 * INTERMEDIATE
 
 
 def test_grouped_dense_experts_stay() -> None:
-    layer = Experts("qwen3_moe", "grouped_mm", torch.float32)
-    weight = layer.experts.gate_up_proj.detach()
-    torch.nn.utils.parametrize.remove_parametrizations(
-        layer.experts, "gate_up_proj", leave_parametrized=False
-    )
-    layer.experts.gate_up_proj = nn.Parameter(weight, requires_grad=False)
+    layer = half_dense("grouped_mm")
     result = compiled(layer, torch.float32)
     assert result.applied[PASS] == 2
     assert result.reasons[PASS] == {

@@ -6,7 +6,6 @@ That csrc/scatter2scatter.cu compiles is tested without one, in test_nvrtc.py.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,11 @@ from inductor_q.csrc import generate_wgmma
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import grouped_gram_triton, scatter2scatter_cuda
 from inductor_q.ops.grouped_gram import GroupedGram
+from tests.gpu_experts import (
+    assert_as_near_as_the_loop,
+    assert_never_synchronizes_and_is_captured,
+    assert_zero_where_nobody_is,
+)
 from tests.moe import Layer, Sizes, layer, results
 
 BF16 = torch.bfloat16
@@ -40,18 +44,9 @@ def on_gpu(sizes: Sizes, **kwargs: Any) -> Layer:
 
 
 def check(sizes: Sizes, **kwargs: Any) -> None:
-    """As near to float64 as a loop in bfloat16, over several layers, one being chance."""
-    ours: dict[str, float] = defaultdict(float)
-    peer: dict[str, float] = defaultdict(float)
-    for seed in range(4):
-        case = on_gpu(sizes, seed=seed, **kwargs)
-        assert not refusal(case)
-        exact = case.double()
-        truth = results(exact, exact.loop())
-        for total, y in ((ours, case(provider="cuda")), (peer, case.loop())):
-            for name, value in results(case, y).items():
-                total[name] += float((value.double() - truth[name]).square().sum())
-    assert all(ours[name] <= 1.25**2 * peer[name] for name in peer), (ours, peer)
+    cases = [on_gpu(sizes, seed=seed, **kwargs) for seed in range(4)]
+    assert all(not refusal(case) for case in cases)
+    assert_as_near_as_the_loop(cases, "cuda")
 
 
 def refusal(case: Layer, **changes: Any) -> str:
@@ -135,31 +130,12 @@ def test_gpu_every_form(grouped: tuple[bool, bool], transposed: bool, gates: boo
 @pytest.mark.gpu
 def test_gpu_nobodys_rows_and_empty_experts_are_exactly_zero() -> None:
     case = on_gpu(replace(FIT, experts=64, tokens=9), grouped=(False, True), sentinel=-1)
-    got = results(case, case(provider="cuda"))
-    offsets = case.routing.offsets
-    assert (got["y"][offsets[-1] :] == 0).all() and len(got["y"]) > offsets[-1]
-    empty = offsets.diff() == 0
-    assert empty.any()
-    assert (got["lora_a"][empty] == 0).all() and (got["lora_b"][empty] == 0).all()
+    assert_zero_where_nobody_is(case, "cuda")
 
 
 @pytest.mark.gpu
 def test_gpu_never_synchronizes_and_runs_in_a_captured_graph() -> None:
-    case = on_gpu(FIT, grouped=(False, True))
-    with torch.no_grad():
-        expected = case(provider="cuda")
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            case(provider="cuda")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = case(provider="cuda")
-        y.fill_(7)
-        graph.replay()
-    assert torch.equal(y, expected)
+    assert_never_synchronizes_and_is_captured(on_gpu(FIT, grouped=(False, True)), "cuda")
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,11 @@ from inductor_q.kernels import (
 from inductor_q.kernels.scatter2scatter_triton import KERNEL
 from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
 from tests.compile_triton import compiled
+from tests.gpu_experts import (
+    assert_as_near_as_the_loop,
+    assert_never_synchronizes_and_is_captured,
+    assert_zero_where_nobody_is,
+)
 from tests.moe import Layer, Sizes, layer, results
 
 pytest.importorskip("triton")
@@ -449,18 +453,9 @@ def on_gpu(sizes: Sizes, **kwargs: Any) -> Layer:
 
 
 def check(sizes: Sizes, **kwargs: Any) -> None:
-    """As near to float64 as a loop in the same dtype, over several layers, one being chance."""
-    ours: dict[str, float] = defaultdict(float)
-    peer: dict[str, float] = defaultdict(float)
-    for seed in range(4):
-        case = on_gpu(sizes, seed=seed, **kwargs)
-        assert not KERNEL.supports(call_of(case))
-        exact = case.double()
-        truth = results(exact, exact.loop())
-        for total, y in ((ours, case(provider="triton")), (peer, case.loop())):
-            for name, value in results(case, y).items():
-                total[name] += float((value.double() - truth[name]).square().sum())
-    assert all(ours[name] <= 1.25**2 * peer[name] for name in peer), (ours, peer)
+    cases = [on_gpu(sizes, seed=seed, **kwargs) for seed in range(4)]
+    assert all(not KERNEL.supports(call_of(case)) for case in cases)
+    assert_as_near_as_the_loop(cases, "triton")
 
 
 @pytest.mark.gpu
@@ -543,28 +538,9 @@ def test_gpu_tuned_is_as_near_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.gpu
 def test_gpu_nobodys_rows_and_empty_experts_are_exactly_zero() -> None:
     case = on_gpu(replace(FIT, experts=64, tokens=9), grouped=(False, True), sentinel=-1)
-    got = results(case, case(provider="triton"))
-    offsets = case.routing.offsets
-    assert (got["y"][offsets[-1] :] == 0).all() and len(got["y"]) > offsets[-1]
-    empty = offsets.diff() == 0
-    assert empty.any()
-    assert (got["lora_a"][empty] == 0).all() and (got["lora_b"][empty] == 0).all()
+    assert_zero_where_nobody_is(case, "triton")
 
 
 @pytest.mark.gpu
 def test_gpu_never_synchronizes_and_runs_in_a_captured_graph() -> None:
-    case = on_gpu(FIT, grouped=(False, True))
-    with torch.no_grad():
-        expected = case(provider="triton")
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            case(provider="triton")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = case(provider="triton")
-        y.fill_(7)
-        graph.replay()
-    assert torch.equal(y, expected)
+    assert_never_synchronizes_and_is_captured(on_gpu(FIT, grouped=(False, True)), "triton")
