@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 NAMES = (
+    "bench_attention",
     "bench_dequantize",
     "bench_explain",
     "bench_kbit",

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness
+from benchmarks import bench_step, harness
 from inductor_q import testing
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -33,7 +33,7 @@ CASES = {
     "attention": ("eager", "inductor", "qfuse", "packed"),
     "attention + experts": ("eager", "inductor", "packed"),
 }
-RANK, ALPHA, LEARNING_RATE = 16, 32, 2e-4
+RANK, ALPHA = 16, 32
 
 Step = Callable[[], torch.Tensor]
 
@@ -86,7 +86,7 @@ def _run_case(
         model = _model(config, suite.device, packed=peer == "packed", experts="experts" in adapted)
         static = harness.held_bytes(suite.device)
         call = harness.compile_as("qfuse" if peer == "packed" else peer, model)
-        steps[peer] = _step(call, model, ids)
+        steps[peer] = bench_step.full_step(bench_step.adamw(model), bench_step.loss_of(call), ids)
         with testing.CompileTrace() as trace:
             first = harness.first_call(steps[peer], suite.device)
         losses = [float(steps[peer]()) for _ in range(arguments.loss_steps)]
@@ -158,20 +158,6 @@ def _model(config: Any, device: torch.device, *, packed: bool, experts: bool) ->
         if experts:
             our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=torch.bfloat16)
     return model
-
-
-def _step(call: Callable[..., Any], model: Any, ids: torch.Tensor) -> Step:
-    parameters = testing.adapter_parameters(model)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=ids.is_cuda or None)
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = call(input_ids=ids, labels=ids, use_cache=False).loss
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
 
 
 def _roof(suite: harness.Suite, config: Any, ids: torch.Tensor) -> float:

@@ -97,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         extra[peer]["losses"] = losses[peer]
     _compare_losses(suite, losses, extra)
 
-    optimizers = {peer: _optimizer(model) for peer in peers}
+    optimizers = {peer: adamw(model) for peer in peers}
     candidates: dict[str, Callable[[], object]] = {}
     for peer, step in steps.items():
-        candidates[peer] = _full_step(optimizers[peer], step, data[0])
+        candidates[peer] = full_step(optimizers[peer], step, data[0])
         extra[peer]["peak_bytes"] = harness.peak_bytes(candidates[peer], device)
         extra[peer]["static_bytes"] = harness.held_bytes(device)
         model.zero_grad()
@@ -153,7 +153,7 @@ def _batches(
         yield torch.stack(rows).to(device)
 
 
-def _loss_of(call: Callable[..., Any]) -> Step:
+def loss_of(call: Callable[..., Any]) -> Step:
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = call(input_ids=ids, labels=ids).loss
         return loss
@@ -165,12 +165,12 @@ def _backward(loss: Any) -> None:
     loss.backward()
 
 
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     parameters = testing.adapter_parameters(model)
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=parameters[0].is_cuda or None)
 
 
-def _full_step(
+def full_step(
     optimizer: torch.optim.Optimizer, step: Step, ids: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
@@ -184,8 +184,8 @@ def _full_step(
 
 
 def _train(model: torch.nn.Module, step: Step, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    optimizer = _optimizer(model)
-    return [_full_step(optimizer, step, ids)() for ids in data]
+    optimizer = adamw(model)
+    return [full_step(optimizer, step, ids)() for ids in data]
 
 
 # --- the phases -----------------------------------------------------------------------
@@ -214,20 +214,20 @@ def _compile(
     if rounds is None:
         rounds = 1 if arguments.quick else 2
     if rounds:
-        forward_backward(_loss_of(model))()
+        forward_backward(loss_of(model))()
         _warm_compiler(arguments, compiled, suite.device)
     times: dict[str, list[float]] = {peer: [] for peer in compiled}
     for order in harness.rotations(compiled, max(1, rounds)) if compiled else ():
         torch.compiler.reset()
         for peer in order:
             with testing.fresh_cache():
-                steps[peer] = _loss_of(harness.compile_as(peer, model))
+                steps[peer] = loss_of(harness.compile_as(peer, model))
                 times[peer].append(harness.first_call(forward_backward(steps[peer]), suite.device))
     if rounds:
         for peer, values in times.items():
             extra[peer]["compile_s"] = min(values)
             extra[peer]["compile_all_s"] = values
-    return {peer: steps[peer] if peer in steps else _loss_of(model) for peer in peers}
+    return {peer: steps[peer] if peer in steps else loss_of(model) for peer in peers}
 
 
 def _warm_compiler(

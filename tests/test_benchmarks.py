@@ -14,11 +14,13 @@ for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
 from benchmarks import (  # noqa: E402
+    bench_attention,
     bench_dequantize,
     bench_kbit,
     bench_kbit_quality,
     bench_linear,
     bench_moe,
+    bench_moe_model,
     bench_step,
     harness,
 )
@@ -199,6 +201,23 @@ def test_bench_moe(tmp_path: Path) -> None:
     peers = len(bench_moe.PEERS)
     assert [row["case"]["pass"] for row in rows] == ["fwd"] * peers + ["fwd+bwd"] * peers
     assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
+
+
+def test_bench_moe_model(tmp_path: Path) -> None:
+    out = tmp_path / "model.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    command += ["--backends", "eager", "packed", "--loss-steps", "2"]
+    bench_moe_model.main([*command, "--adapt", "attention + experts"])
+    rows = check_file(out, "bench_moe_model", {"eager", "packed"})
+    assert [row["extra"]["breaks"] for row in rows] == [0, 0]
+    assert rows[1]["extra"]["loss_deviation"] < 0.01
+
+
+def test_bench_attention(tmp_path: Path) -> None:
+    out = tmp_path / "attention.json"
+    bench_attention.main(["--device", "cpu", "--quick", "--out", str(out)])
+    rows = check_file(out, "bench_attention", set(bench_attention.PEERS))
+    assert all(row["extra"]["error"] < 0.01 for row in rows)
 
 
 def test_bench_moe_of_a_config_by_rank_pass_and_devices(tmp_path: Path) -> None:
