@@ -39,10 +39,10 @@ struct Problem {
   const uint16* lora;     // bf16 [E, N, rank], transposed: [E, rank, K]
   const uint16* bias;     // bf16 [E, features], or null
   uint8* out;             // bf16 rows of `features`
-  const int* in_rows;     // source row of a slot, or null: the slot itself
-  const int* out_rows;    // destination row of a slot, or null
+  const int64* order;     // slot of a grouped row
   const int4* tiles;      // expert, first slot, slots
   int n, k, rank;
+  int top_k;  // the row of x is slot / top_k; 0: x is in grouped order
 };
 
 struct Ring {  // a position in the ring of stages
@@ -115,8 +115,8 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
     int source[kMaxRows / 16];
 #pragma unroll
     for (int j = 0; j < kMaxRows / 16; j++) {
-      const int slot = tile.y + min(row0 + 16 * j, tile.z - 1);  // past the end: the last row again
-      source[j] = p.in_rows ? __ldg(p.in_rows + slot) : slot;
+      const int row = tile.y + min(row0 + 16 * j, tile.z - 1);  // past the end: the last row again
+      source[j] = p.top_k ? static_cast<int>(__ldg(p.order + row)) / p.top_k : row;
     }
     const uint8* weight[2];
     const uint32* scales;
@@ -154,9 +154,9 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
       } else {  // the adapter's stage: zeros beyond its rank
 #pragma unroll 1
         for (int j = 0; j < passes; j++) {
-          const int64 slot = tile.y + min(row0 + 16 * j, tile.z - 1);
+          const int64 row = tile.y + min(row0 + 16 * j, tile.z - 1);
           const bool real = chunk * 8 < p.rank;
-          copy16(to + j * 16 * kRowBytes, p.xa + (slot * p.rank + (real ? chunk * 8 : 0)) * 2, real ? 16 : 0);
+          copy16(to + j * 16 * kRowBytes, p.xa + (row * p.rank + (real ? chunk * 8 : 0)) * 2, real ? 16 : 0);
         }
       }
       copies_arrive(full + ring.stage * 8);
@@ -311,8 +311,7 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(out + row * kRowBytes + ((chunk ^ (row & 7)) << 4))
                  : "memory");
-    int64 to = tile.y + row;
-    if (p.out_rows) to = p.out_rows[to];
+    const int64 to = tile.y + row;
     if (column < features) *reinterpret_cast<uint4*>(p.out + (to * features + column) * 2) = v;
   }
 }
@@ -321,8 +320,8 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
 template <bool kTransposed, int kMaxRows, int kStages, int kCtas>
 __global__ void __launch_bounds__(384, kCtas)
     scatter2scatter(const uint8* x, const uint8* qweight, const uint32* scales, const uint8* xa, const uint16* lora,
-                    const uint16* bias, uint8* out, const int* in_rows, const int* out_rows, const int4* tiles,
-                    const int* tile_count, const uint32* codebook_planes, int64 n, int64 k, int64 rank) {
+                    const uint16* bias, uint8* out, const int64* order, const int4* tiles, const int* tile_count,
+                    const uint32* codebook_planes, int64 n, int64 k, int64 rank, int64 top_k) {
   using S = Shared<kTransposed, kMaxRows, kStages>;
   extern __shared__ uint8 raw[];
   const uint32 shared = (shared_address(raw) + 1023) & ~1023u;
@@ -335,8 +334,12 @@ __global__ void __launch_bounds__(384, kCtas)
     barrier_init_done();
   }
   __syncthreads();
-  const Problem p{x,     qweight, scales,   xa,       lora,  bias, out, in_rows, out_rows,
-                  tiles, static_cast<int>(n), static_cast<int>(k), static_cast<int>(rank)};
+  const Problem p{x,     qweight,
+                  scales, xa,
+                  lora,   bias,
+                  out,    order,
+                  tiles,  static_cast<int>(n),
+                  static_cast<int>(k), static_cast<int>(rank), static_cast<int>(top_k)};
   const int blocks = ((kTransposed ? p.k : p.n) + kFeatures - 1) / kFeatures;
   const int total = *tile_count * blocks;
   if (threadIdx.x >= 256) {

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from inductor_q.formats import FORMATS
 from inductor_q.ops.dequantize import write
+from inductor_q.ops.grouped_gram import GroupedGram
+from inductor_q.ops.grouped_gram import run as run_gram
+from inductor_q.ops.scatter2scatter import run, unchecked
 
 
 def qfuse_dequantize(
@@ -15,3 +19,14 @@ def qfuse_dequantize(
 ) -> None:
     """Write a weight's values into `out`, a matrix or a slice of a wider one."""
     write(operands, FORMATS[format], out, provider)
+
+
+def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
+    """The op with its arguments as traced: checked then."""
+    *inputs, provider = args
+    return run(unchecked(inputs), provider)
+
+
+def qfuse_grouped_gram(*args: Any) -> Tensor:
+    """The op with its arguments as traced: checked then."""
+    return run_gram(GroupedGram(*args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.library import opcheck
 
 from inductor_q import exc, kernels, ops
@@ -303,7 +305,7 @@ def moe(x: Tensor, ids: Tensor, gates: Tensor, up: Layer, down: Layer) -> Tensor
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor", "qfuse"])
 def test_a_layer_is_one_graph_for_any_number_of_tokens(backend: str) -> None:
     torch.compiler.reset()
     counters.clear()
@@ -330,6 +332,22 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(backend: str) -> None:
             torch.testing.assert_close(a, b)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_compiled_code_calls_past_the_dispatcher() -> None:
+    up = layer(Sizes(in_features=32, out_features=48))
+    down = layer(Sizes(in_features=48, out_features=32), seed=1)
+    x = torch.randn(7, 32, requires_grad=True)
+    gates, ids = torch.rand(7, 5).softmax(-1).topk(2)
+    expected = moe(x, ids, gates, up, down)
+    torch.compiler.reset()
+    compiled = torch.compile(moe, backend="qfuse", options={"fx_graph_cache": False})
+    got, codes = run_fw_bw_and_get_code(lambda: compiled(x, ids, gates, up, down))
+    torch.testing.assert_close(got, expected)
+    code = "".join(codes)
+    assert code.count("= qfuse_scatter2scatter(") == 4
+    assert code.count("= qfuse_grouped_gram(") == 4
+    assert not re.search(r"torch\.ops\.qfuse\.\w+\.default\(", code)
 
 
 # --- mistakes -----------------------------------------------------------------------------------

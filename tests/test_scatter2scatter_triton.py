@@ -143,12 +143,13 @@ def test_compiles_and_takes_no_more_than_was_computed(
         "GROUP": work.group,
         "LOOK_UP": kernel.look_up if group else None,
         "TRANSPOSED": transposed,
-        "GATHER": transposed,
+        "TOP_K": 8 if transposed else 0,
         "BIAS": not transposed,
         "EVEN": even,
     }
     pointers = dict.fromkeys(("out", "x", "projected", "factor", "bias"), name) | {
-        **dict.fromkeys(("source", "tiles", "tile_count"), "*i32"),
+        **dict.fromkeys(("tiles", "tile_count"), "*i32"),
+        "order": "*i64",
         "weight": "*u8" if group else name,
         "scales": "*fp32",
     }
@@ -172,8 +173,8 @@ def test_what_surrounds_the_product_compiles(name: str) -> None:
     pointers = dict.fromkeys(("offsets", "tiles", "tile_count"), "*i32")
     for experts in (1, 128):
         compiled(tile_map, {"ROWS": 16, "EXPERTS": experts}, pointers, arch=80)
-    project: dict[str, Any] = {"PARTS": 1, "ROWS": 64, "RANK": 128, "DEPTH": 64, "GATHER": True}
-    pointers |= {**dict.fromkeys(("x", "out", "scaled"), "*bf16"), "a": "*fp32", "source": "*i32"}
+    project: dict[str, Any] = {"PARTS": 1, "ROWS": 64, "RANK": 128, "DEPTH": 64, "TOP_K": 8}
+    pointers |= {**dict.fromkeys(("x", "out", "scaled"), "*bf16"), "a": "*fp32", "order": "*i64"}
     result = compiled(expert_rows_triton.project, project, pointers | {"scaling": "fp32"}, arch=89)
     assert result.metadata.shared <= DEVICES[89]
 

@@ -54,7 +54,7 @@ def test_dequantize_nf4(codes: int) -> None:
     ptx(kernel.function, constants, dict.fromkeys(kernel.scale_operands, "*fp32"))
 
 
-@pytest.mark.parametrize("gather", [False, True])
-def test_collect(gather: bool) -> None:
-    constants = {"TOP_K": 8, "ROWS": 8, "WIDTH": 256, "GATHER": gather}
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_collect(top_k: int) -> None:
+    constants = {"TOP_K": top_k, "ROWS": 8, "WIDTH": 256}
     ptx(expert_rows_triton.collect, constants, {"order": "*i64"})

@@ -84,7 +84,7 @@ def weight_tile(
 def expert_gemm(
     out,
     x,
-    source,
+    order,
     tiles,
     tile_count,
     weight,
@@ -107,11 +107,11 @@ def expert_gemm(
     GROUP: tl.constexpr,
     LOOK_UP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    GATHER: tl.constexpr,
+    TOP_K: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """out[row] = W_e x[source[row]] + factor_e projected[row] + bias_e, in grouped order.
+    """out[i] = W_e x[i's row] + factor_e projected[i] + bias_e, in grouped order.
 
     A program has a tile of rows of one expert and FEATURES of the output. The weight is the left
     operand, so few rows are a narrow tile and not one of padding. Stored [E, out, in], and
@@ -126,8 +126,9 @@ def expert_gemm(
         inside = (local < tl.load(tiles + tile * 4 + 2))[None, :]
         row = tl.load(tiles + tile * 4 + 1) + local
         at = row
-        if GATHER:
-            at = tl.load(source + row, mask=local < tl.load(tiles + tile * 4 + 2), other=0)
+        if TOP_K:
+            mask = local < tl.load(tiles + tile * 4 + 2)
+            at = tl.load(order + row, mask=mask, other=0) // TOP_K
         feature0 = tl.program_id(0) % blocks * FEATURES
         feature = feature0 + tl.arange(0, FEATURES)
         real = EVEN | (feature < out_features)

@@ -15,6 +15,11 @@ from torch import Tensor
 from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 
+def source_slots(call: Scatter2Scatter) -> int:
+    """TOP_K of the kernels: the row of x for grouped row i is order[i] // TOP_K; 0: it is row i."""
+    return 0 if call.grouped_in else call.top_k
+
+
 def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
     """The input's rows in grouped order, written to `out` [R, K], whose rows may be apart."""
     x = call.x.contiguous()
@@ -26,10 +31,9 @@ def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
         call.in_features,
         x.stride(0),
         out.stride(0),
-        TOP_K=call.top_k,
+        TOP_K=source_slots(call),
         ROWS=8,
         WIDTH=256,
-        GATHER=not call.grouped_in,
     )
     return out
 
@@ -80,13 +84,12 @@ def collect(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    GATHER: tl.constexpr,
 ):
-    """out[i] = x[order[i] // TOP_K], the token that a slot is of; or x[i]."""
+    """out[i] = x[order[i] // TOP_K], the token that a slot is of; TOP_K 0: x[i]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < total_rows
     at = row
-    if GATHER:
+    if TOP_K:
         at = tl.load(order + row, mask=inside, other=0) // TOP_K
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = inside[:, None] & (column < features)[None, :]
@@ -97,7 +100,6 @@ def collect(
 def project_rows(
     call: Scatter2Scatter,
     x: Tensor,
-    source: Tensor | None,
     tiles: Tensor,
     tile_count: Tensor,
     tile_rows: int,
@@ -108,21 +110,20 @@ def project_rows(
     """`x @ A_e'` [R, r], the op's second result; and the same scaled, [R, r padded to 16].
 
     Args:
-        source: the row of `x` for each grouped row; None where they are grouped.
         tiles, tile_count: of at most `tile_rows` rows each, as the kernel below reads them.
         depth, stages: of the loop over features.
     """
     r = call.rank
-    rank = x.new_zeros(call.rows, r)
     if call.lora_a is None or r == 0:
-        return rank, None
+        return x.new_empty(call.rows, r), None
+    rank = x.new_zeros(call.rows, r)
     padded = -(-r // 16) * 16
     scaled = x.new_empty(call.rows, padded)
     rows = min(64, tile_rows)
     project[(tiles.shape[0] * (tile_rows // rows),)](
         x,
         call.lora_a,  # in any float dtype: the kernel casts
-        x if source is None else source,
+        call.order,
         tiles,
         tile_count,
         rank,
@@ -137,7 +138,7 @@ def project_rows(
         ROWS=rows,
         RANK=triton.next_power_of_2(padded),
         DEPTH=depth,
-        GATHER=source is not None,
+        TOP_K=source_slots(call),
         num_warps=4,
         num_stages=stages,
     )
@@ -148,7 +149,7 @@ def project_rows(
 def project(
     x,
     a,
-    source,
+    order,
     tiles,
     tile_count,
     out,
@@ -165,9 +166,9 @@ def project(
     ROWS: tl.constexpr,
     RANK: tl.constexpr,
     DEPTH: tl.constexpr,
-    GATHER: tl.constexpr,
+    TOP_K: tl.constexpr,
 ):
-    """out[i] = A_e x[source[i]], [R, rank]; scaled = scaling * out, [R, padded], zero beyond rank.
+    """out[i] = A_e x[i's row], [R, rank]; scaled = scaling * out, [R, padded], zero beyond rank.
 
     A program takes one of PARTS parts, of ROWS rows, of a tile (expert, first row, rows, 0).
     """
@@ -181,8 +182,8 @@ def project(
             inside = local < rows
             row = tl.load(tiles + tile * 4 + 1) + local
             at = row
-            if GATHER:
-                at = tl.load(source + row, mask=inside, other=0)
+            if TOP_K:
+                at = tl.load(order + row, mask=inside, other=0) // TOP_K
             r = tl.arange(0, RANK)
             k = tl.arange(0, DEPTH)
             x_at = x + at[:, None].to(tl.int64) * x_row + k[None, :]
@@ -206,8 +207,7 @@ def project(
 def gram(
     narrow,
     wide,
-    narrow_source,
-    wide_source,
+    order,
     offsets,
     out,
     rank,
@@ -218,10 +218,13 @@ def gram(
     ROWS: tl.constexpr,
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
-    GATHER_NARROW: tl.constexpr,
-    GATHER_WIDE: tl.constexpr,
+    NARROW_TOP_K: tl.constexpr,
+    WIDE_TOP_K: tl.constexpr,
 ):
-    """out[e] = narrow' wide over the rows of expert e; a program has WIDTH columns of `wide`."""
+    """out[e] = narrow' wide over the rows of expert e; a program has WIDTH columns of `wide`.
+
+    Row i of a side is its order[i] // TOP_K; TOP_K 0: its row i.
+    """
     expert = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     r = tl.arange(0, RANK)
@@ -232,10 +235,10 @@ def gram(
         inside = row < end
         narrow_at = row
         wide_at = row
-        if GATHER_NARROW:
-            narrow_at = tl.load(narrow_source + row, mask=inside, other=0)
-        if GATHER_WIDE:
-            wide_at = tl.load(wide_source + row, mask=inside, other=0)
+        if NARROW_TOP_K:
+            narrow_at = tl.load(order + row, mask=inside, other=0) // NARROW_TOP_K
+        if WIDE_TOP_K:
+            wide_at = tl.load(order + row, mask=inside, other=0) // WIDE_TOP_K
         mask = inside[None, :] & (r < rank)[:, None]
         p = tl.load(
             narrow + narrow_at[None, :].to(tl.int64) * rank + r[:, None], mask=mask, other=0

@@ -40,7 +40,6 @@ class Triton:
         from inductor_q.kernels.expert_rows_triton import gram
 
         out = torch.empty(call.shape, dtype=call.dtype, device=call.left.device)
-        source = call.order if call.top_k == 1 else call.order // call.top_k
         sides = [
             (call.left.contiguous(), call.grouped_left, out.stride(1)),
             (call.right.contiguous(), call.grouped_right, out.stride(2)),
@@ -53,8 +52,7 @@ class Triton:
             gram[(triton.cdiv(features, WIDTH), call.shape[0])](
                 narrow,
                 wide,
-                source,
-                source,
+                call.order,
                 call.offsets,
                 out,
                 rank,
@@ -65,8 +63,8 @@ class Triton:
                 ROWS=ROWS,
                 RANK=max(16, triton.next_power_of_2(rank)),
                 WIDTH=WIDTH,
-                GATHER_NARROW=not narrow_grouped,
-                GATHER_WIDE=not wide_grouped,
+                NARROW_TOP_K=0 if narrow_grouped else call.top_k,
+                WIDE_TOP_K=0 if wide_grouped else call.top_k,
                 num_warps=4,
                 num_stages=4,
             )

@@ -196,18 +196,17 @@ def _run(
 
 
 def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
-    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out
+    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out, source_slots
 
     device, config = call.x.device, _config(call)
     _, n, k = call.shape
     x = call.x.contiguous()
-    source = None if call.grouped_in else (call.order // call.top_k).to(torch.int32)
     most = call.num_experts + -(-call.rows // config.rows)
     tiles = torch.empty((most, 4), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     offsets = call.offsets.contiguous()
     _run("tile_map", (1, 1, 1), 1024, [offsets, tiles, count], (call.num_experts, config.rows))
-    rank, projected = project_rows(call, x, source, tiles, count, config.rows, depth=128, stages=4)
+    rank, projected = project_rows(call, x, tiles, count, config.rows, depth=128, stages=4)
     out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
     programs = torch.cuda.get_device_properties(device).multi_processor_count * config.programs
     operands = dict(zip(call.fmt.operands, call.operands, strict=True)) if call.fmt else {}
@@ -225,13 +224,12 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
             _factor(call, x.dtype),
             bias,
             out,
-            source,
-            None,
+            call.order,
             tiles,
             count,
             planes,
         ],
-        (n, k, 0 if projected is None else projected.shape[1]),
+        (n, k, 0 if projected is None else projected.shape[1], source_slots(call)),
         shared=_shared_bytes(call.transposed, config),
     )
     return rows_out(call, out), rank
@@ -243,9 +241,9 @@ def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
     if call.lora_b is None or call.rank == 0:
         return None
     b, missing = call.lora_b.to(dtype), -call.rank % 16
-    if call.transposed:
-        return pad(b.transpose(1, 2), (0, 0, 0, missing)).contiguous()
-    return pad(b, (0, missing)).contiguous()
+    if missing:
+        b = pad(b, (0, missing))
+    return (b.transpose(1, 2) if call.transposed else b).contiguous()
 
 
 def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:

@@ -136,11 +136,10 @@ def _padded_rank(rank: int) -> int:
 
 def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
     from inductor_q.kernels.expert_gemm_triton import expert_gemm, tile_map
-    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out
+    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out, source_slots
 
     device, group = call.x.device, _group(call)
     x, offsets = call.x.contiguous(), call.offsets.contiguous()
-    source = None if call.grouped_in else (call.order // call.top_k).to(torch.int32)
     most = min(call.num_experts, call.rows) + call.rows // tile.rows
     parts = torch.empty((most, 4), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
@@ -149,9 +148,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         offsets, parts, count, experts, ROWS=tile.rows, EXPERTS=_power_of_two(experts)
     )
     stages = 2 if call.rank > 64 else 3  # at most 80 KiB of shared memory, A in float32
-    rank, projected = project_rows(
-        call, x, source, parts, count, tile.rows, depth=64, stages=stages
-    )
+    rank, projected = project_rows(call, x, parts, count, tile.rows, depth=64, stages=stages)
     factor = call.lora_b if projected is not None else None
     out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
     bias = None if call.bias is None else call.bias.to(x.dtype).contiguous()
@@ -165,7 +162,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
     expert_gemm[(most * -(-call.out_features // tile.features),)](
         out,
         x,
-        source,
+        call.order,
         parts,
         count,
         weight,
@@ -186,7 +183,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         GROUP=group,
         LOOK_UP=None if kernel is None else kernel.look_up,
         TRANSPOSED=call.transposed,
-        GATHER=source is not None,
+        TOP_K=source_slots(call),
         BIAS=bias is not None,
         EVEN=even,
         num_warps=tile.warps,

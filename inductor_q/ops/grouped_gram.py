@@ -73,10 +73,15 @@ class GroupedGram:
 
 
 def _grouped_gram(*args: object) -> Tensor:
-    from inductor_q.kernels import GROUPED_GRAM  # kernels sit above ops
-
     call = GroupedGram(*args)  # type: ignore[arg-type]
     call.check()
+    return run(call)
+
+
+def run(call: GroupedGram) -> Tensor:
+    """A checked call by the first kernel that serves it."""
+    from inductor_q.kernels import GROUPED_GRAM  # kernels sit above ops
+
     if call.rows == 0:
         return call.left.new_zeros(call.shape, dtype=call.dtype)
     table = GROUPED_GRAM.get(call.left.device.type, GROUPED_GRAM["cpu"])

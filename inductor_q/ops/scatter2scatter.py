@@ -190,25 +190,33 @@ def _expect(what: str, got: Sequence[int], expected: Sequence[int]) -> None:
         raise WrongShape(what=what, expected=tuple(expected), got=tuple(got))
 
 
-def _call(args: Sequence[Any]) -> Scatter2Scatter:
-    """The op's arguments, but the provider, as a checked call."""
+def unchecked(args: Sequence[Any]) -> Scatter2Scatter:
+    """The op's arguments, but the provider."""
     x, operands, name, shape, *rest = args
-    call = Scatter2Scatter(
+    return Scatter2Scatter(
         x=x,
         operands=operands,
         fmt=None if name == DENSE else get_format(name),
         shape=tuple(shape),
         **dict(zip(_REST, rest, strict=True)),
     )
+
+
+def _checked(args: Sequence[Any]) -> Scatter2Scatter:
+    call = unchecked(args)
     call.check()
     return call
 
 
 def _scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
+    *inputs, provider = args
+    return run(_checked(inputs), provider)
+
+
+def run(call: Scatter2Scatter, provider: str) -> tuple[Tensor, Tensor]:
+    """A checked call by the first kernel that serves it."""
     from inductor_q.kernels import scatter2scatter_kernels  # kernels sit above ops
 
-    *inputs, provider = args
-    call = _call(inputs)
     if call.rows == 0:
         return _empty(call)
     device_type = call.x.device.type
@@ -235,7 +243,7 @@ def _empty(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return _empty(_call(args[:-1]))
+    return _empty(_checked(args[:-1]))
 
 
 def define_scatter2scatter() -> None:

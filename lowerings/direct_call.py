@@ -1,0 +1,49 @@
+"""Ops whose generated code calls the Python function behind them, past the dispatcher.
+
+A call through the dispatcher is boxed, unboxed and sent through the autograd key on its way, and
+its arguments are checked again, which costs the host more than the launches of a small layer. They
+were checked when the op was traced, and Inductor's code runs where gradients are not recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
+
+from inductor_q.lowerings import calls
+
+#: Op -> the function of `inductor_q.lowerings.calls`.
+FUNCTIONS: dict[Any, Any] = {
+    torch.ops.qfuse.scatter2scatter.default: calls.qfuse_scatter2scatter,
+    torch.ops.qfuse.grouped_gram.default: calls.qfuse_grouped_gram,
+}
+
+
+def register() -> None:
+    for op in FUNCTIONS:
+        # Layouts as they were traced: kernels read rows.
+        lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
+        lowering.register_lowering(op, type_promotion_kind=None)(_lower(op))
+
+
+def _lower(op: torch._ops.OpOverload) -> Any:
+    def lower(*args: Any) -> Any:
+        outputs = DirectCall.create(op, *args)
+        return pytree.tree_map(ir.TensorBox.create, outputs)
+
+    return lower
+
+
+class DirectCall(ir.FallbackKernel):
+    """What Inductor does with an op that it does not know, but for the name that is called."""
+
+    def codegen(self, wrapper: Any) -> None:
+        if not V.graph.cpp_wrapper:  # its code is C++
+            name = FUNCTIONS[self.op_overload].__name__
+            wrapper.add_import_once(f"from inductor_q.lowerings.calls import {name}")
+            self.python_kernel_name = name
+        super().codegen(wrapper)
