@@ -3,8 +3,9 @@
 The first call of a class of problems times tiles for SECONDS at most, those nearest to the default
 first. What won is kept on disk, named by what it depends on, for the next process. A call that is
 being captured in a CUDA graph, where nothing can be timed, takes the default if nothing is kept;
-shapes with a committed tile are not timed. A tile decides in which order products are added, so
-results of two tiles differ by roundings.
+shapes with a committed tile are not timed. A tile that cannot be compiled or launched here is told
+and left out; where there is no other, the default is taken, and what it raises is the caller's. A
+tile decides in which order products are added, so results of two tiles differ by roundings.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ log = logging.getLogger("inductor_q")
 
 SECONDS = 30.0
 
+#: How a bare RuntimeError of Triton begins where a tile is at fault: passes of the compiler that
+#: fail, and CUDA's words for a launch that needs more registers or stack than there are.
+_AT_FAULT = (
+    "PassManager::run failed",
+    "failed to translate module to LLVM IR",
+    "Triton Error [CUDA]: too many resources requested for launch",
+    "Triton Error [CUDA]: out of memory",
+)
+
 _KNOWN: dict[str, tiles.Tile] = {}  # what this process has timed or read, by key
 
 
@@ -53,20 +63,29 @@ class Tuned(Triton):
             return tiles.start(problem, limits)
         if tile is None:
             tile = fastest(problem, limits, lambda one: self._milliseconds(call, one))
-            _write(key, tile)
+            if tile is not None:
+                _write(key, tile)
+            else:  # not kept on disk: memory may be free in the next process
+                tile = tiles.start(problem, limits)
+                log.warning("scatter2scatter: no tile runs here, left at %s for %s", tile, problem)
         _KNOWN[key] = tile
         return tile
 
     def _milliseconds(self, call: Scatter2Scatter, tile: tiles.Tile) -> float:
-        """Of a whole call; infinite for a tile that takes more than the device has."""
+        """Of a whole call; infinite for a tile that cannot be compiled or launched here."""
         import triton
+        from triton.runtime.errors import PTXASError
 
         try:
             median: float = triton.testing.do_bench(
                 lambda: self.launch(call, tile), warmup=5, rep=25, return_mode="median"
             )
-        except triton.runtime.errors.OutOfResources as error:
-            log.info("scatter2scatter: %s not timed: %s", tile, error)
+        except (triton.CompilationError, triton.OutOfResources, PTXASError, RuntimeError) as error:
+            bare = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+            if bare and not str(error).startswith(_AT_FAULT):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            log.info("scatter2scatter: %s is left out of the tuning: %s", tile, reason)
             return math.inf
         return median
 
@@ -76,8 +95,12 @@ def fastest(
     limits: tiles.Limits,
     milliseconds: Callable[[tiles.Tile], float],
     clock: Callable[[], float] = time.monotonic,
-) -> tiles.Tile:
-    """The best of the tiles that were timed before SECONDS had passed, the default among them."""
+) -> tiles.Tile | None:
+    """The best of the tiles that ran before SECONDS had passed, those next to the default first.
+
+    At least one that runs, however long that takes; None where none does. `milliseconds` is
+    infinite for a tile that does not run.
+    """
     default = tiles.start(problem, limits)
     fit = tiles.pruned(tiles.candidates(problem), problem, limits.shared_bytes)
     until = clock() + SECONDS
@@ -85,11 +108,15 @@ def fastest(
     for tile in sorted(fit, key=lambda one: tiles.distance(one, default)):
         if timed and clock() > until:
             break
-        timed[tile] = milliseconds(tile)
+        median = milliseconds(tile)
+        if median < math.inf:
+            timed[tile] = median
+    if not timed:
+        return None
     best = min(timed, key=timed.__getitem__)
     log.info(
         "scatter2scatter: %s takes %.3f ms, the default %.3f (%d of %d tiles timed) for %s",
-        *(best, timed[best], timed[default], len(timed), len(fit), problem),
+        *(best, timed[best], timed.get(default, math.inf), len(timed), len(fit), problem),
     )
     return best
 
