@@ -16,10 +16,10 @@ import logging
 import os
 import reprlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -29,18 +29,23 @@ from inductor_q.exc import (
     ModeConflict,
     NeedsRelaxed,
     UnknownMode,
-    UnknownOp,
     UnknownOption,
-    UnknownPass,
-    UnknownProvider,
+)
+from inductor_q.own_options import (
+    OPTIONS,
+    Numerics,
+    Toggles,
+    from_text,
+    parse_kernels,
+    parse_passes,
+    pass_names,
+    relaxed,
 )
 from inductor_q.presets import Entry, FrozenMap, Preset
 
 __all__ = ["Numerics", "Resolved", "list_options", "resolve"]
 
 log = logging.getLogger("inductor_q")
-
-Numerics = Literal["strict", "default", "relaxed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +147,7 @@ def _with_thresholds(preset: Preset, layer: _Layer) -> Preset:
 
 def list_options() -> dict[str, str]:
     """Every key that options={...} takes, with one line about it: ours, then Inductor's."""
-    listing = {name: _with_variable(option) for name, option in OPTIONS.items()}
+    listing = {name: str(option) for name, option in OPTIONS.items()}
     for name, key in sorted(inductor_config.schema().items()):
         if any(part.startswith("_") for part in name.split(".")):
             continue
@@ -236,7 +241,7 @@ def _layers(name: str, given: Any) -> list[_Layer]:
     layers = []
     if option.variable and (text := os.environ.get(option.variable, "").strip()):
         source = f"environment variable {option.variable}"
-        layers.append(_Layer("environment", option.parse(name, _from_text(name, text), source)))
+        layers.append(_Layer("environment", option.parse(name, from_text(name, text), source)))
     if not _is_empty(given):
         layers.append(_Layer("user", option.parse(name, given, "")))
     return layers
@@ -245,197 +250,6 @@ def _layers(name: str, given: Any) -> list[_Layer]:
 def _variable(sources: Mapping[str, str], name: str) -> str:
     is_environment = sources[name] == "environment"
     return f"environment variable {OPTIONS[name].variable}" if is_environment else ""
-
-
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
-
-def _from_text(name: str, text: str) -> Any:
-    """A variable's text; only booleans need translating, the other parsers take text as it is."""
-    if name == "qfuse.strict" and text.lower() in _TRUE + _FALSE:
-        return text.lower() in _TRUE
-    return text
-
-
-# --- our options --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Toggles:
-    """Passes switched on and off; `exact` when everything else is off."""
-
-    values: Mapping[str, bool]
-    exact: bool = False
-
-
-def _parse_text(expected: str) -> Callable[[str, Any, str], str]:
-    def parse(name: str, value: Any, source: str) -> str:
-        if isinstance(value, str):
-            return value
-        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
-
-    return parse
-
-
-def _parse_numerics(name: str, value: Any, source: str) -> Any:
-    if value in get_args(Numerics):
-        return value
-    expected = f"one of {', '.join(map(repr, get_args(Numerics)))}"
-    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
-
-
-def _parse_report(name: str, value: Any, source: str) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        return str(os.fspath(value))
-    raise InvalidOptionValue(name=name, value=value, expected="a path", source=source)
-
-
-def _parse_strict(name: str, value: Any, source: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    expected = "1 or 0" if source else "True or False"
-    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
-
-
-def _parse_passes(name: str, value: Any, source: str) -> _Toggles:
-    """A dict of name -> bool, or names as a list or text; "all" and "none" as they read.
-
-    Plain names alone are the exact list; a sign anywhere ("fold_lora,-extend_k") makes all of them
-    changes to the default.
-    """
-    known = _pass_names()
-    if value in ("all", "none"):
-        return _Toggles(dict.fromkeys(known, value == "all"))
-    if isinstance(value, str):
-        value = [item.strip() for item in value.split(",") if item.strip()]
-    if isinstance(value, Mapping):
-        toggles, exact = dict(value), False
-    elif isinstance(value, (list, tuple, set, frozenset)) and all(
-        isinstance(x, str) for x in value
-    ):
-        toggles = {item.lstrip("+-"): not item.startswith("-") for item in value}
-        exact = not any(item.startswith(("+", "-")) for item in value)
-    else:
-        toggles, exact = {"": None}, False
-    if not all(isinstance(on, bool) for on in toggles.values()):
-        expected = (
-            "a dict of pass names to True or False, a list of names, or 'fold_lora,-extend_k'"
-        )
-        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
-    for item in toggles:
-        if item not in known:
-            raise UnknownPass(name=str(item), known=known, source=source)
-    return _Toggles(toggles, exact)
-
-
-def _parse_kernels(name: str, value: Any, source: str) -> dict[str, str]:
-    """{"dequantize": "triton"} or "dequantize=triton"."""
-    original = value
-    if isinstance(value, str):
-        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
-        value = {op.strip(): provider.strip() or None for op, _, provider in pairs}
-    if not isinstance(value, Mapping) or not all(isinstance(x, str) for x in value.values()):
-        expected = "a dict of ops to provider names, or 'dequantize=triton'"
-        raise InvalidOptionValue(name=name, value=original, expected=expected, source=source)
-    known = _providers()
-    for op, provider in value.items():
-        if op not in known:
-            raise UnknownOp(name=str(op), known=tuple(known), source=source)
-        if provider != "auto" and provider not in known[op]:
-            raise UnknownProvider(name=provider, op=op, known=known[op], source=source)
-    return dict(value)
-
-
-def _parse_thresholds(name: str, value: Any, source: str) -> dict[str, int]:
-    """{"extend_k.min_rows": 512} or "extend_k.min_rows=512"."""
-    original = value
-    if isinstance(value, str):
-        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
-        value = {k.strip(): int(v) if v.strip().isdigit() else None for k, _, v in pairs}
-    if not isinstance(value, Mapping) or not all(type(x) is int for x in value.values()):
-        expected = "a dict of threshold names to integers, or 'extend_k.min_rows=512'"
-        raise InvalidOptionValue(name=name, value=original, expected=expected, source=source)
-    for item in value:
-        if item not in presets.THRESHOLDS:
-            raise UnknownOption(name=f"{name}[{item}]", known=(*presets.THRESHOLDS,), source=source)
-    return dict(value)
-
-
-@dataclass(frozen=True)
-class _Option:
-    help: str
-    parse: Callable[[str, Any, str], Any]  # (name, value, source) -> value, or one of our errors
-    variable: str = ""
-
-
-OPTIONS: Mapping[str, _Option] = FrozenMap(
-    {
-        "qfuse.preset": _Option(
-            '"auto" (by the exact architecture of the device), the name of a preset, or "none"',
-            _parse_text("the name of a preset"),
-            "QFUSE_PRESET",
-        ),
-        "qfuse.mode": _Option(
-            "a mode of torch.compile, to use together with other options",
-            _parse_text("the name of a mode"),
-        ),
-        "qfuse.passes": _Option(
-            'passes by name: {"extend_k": False}, ["canonicalize", "keep_packed"] for just these, '
-            'or "fold_lora,-extend_k"',
-            _parse_passes,
-            "QFUSE_PASSES",
-        ),
-        "qfuse.numerics": _Option(
-            '"strict" keeps the dtype of every GEMM as written, "default" may reorder and '
-            'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype and lets '
-            'the provider "merged" round them into the weights of experts',
-            _parse_numerics,
-            "QFUSE_NUMERICS",
-        ),
-        "qfuse.kernels": _Option(
-            'the provider to prefer for an op: {"dequantize": "triton"}; "auto" by default',
-            _parse_kernels,
-            "QFUSE_KERNELS",
-        ),
-        "qfuse.thresholds": _Option(
-            'sizes from which plans pay, over the preset: {"extend_k.min_rows": 512}',
-            _parse_thresholds,
-            "QFUSE_THRESHOLDS",
-        ),
-        "qfuse.report": _Option(
-            "a path: the report of each compile is written there as JSON",
-            _parse_report,
-            "QFUSE_REPORT",
-        ),
-        "qfuse.strict": _Option(
-            "True: a quantized site that is not fused is an error",
-            _parse_strict,
-            "QFUSE_STRICT",
-        ),
-    }
-)
-
-
-def _with_variable(option: _Option) -> str:
-    return f"{option.help} (default from {option.variable})" if option.variable else option.help
-
-
-def _pass_names() -> tuple[str, ...]:
-    from inductor_q.passes import PIPELINE
-
-    return tuple(item.name for item in PIPELINE)
-
-
-def _providers() -> dict[str, tuple[str, ...]]:
-    from inductor_q.kernels import provider_names
-
-    return provider_names()
-
-
-def _relaxed() -> Mapping[str, tuple[str, ...]]:
-    from inductor_q.kernels import RELAXED
-
-    return RELAXED
 
 
 # --- merging ------------------------------------------------------------------------------------
@@ -459,13 +273,13 @@ def _mode(
 
 
 def _passes(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> tuple[str, ...]:
-    enabled = dict.fromkeys(_pass_names(), True)
+    enabled = dict.fromkeys(pass_names(), True)
     for name, entry in preset.passes.items():
         source = f"{entry.origin} {preset.name}"
-        enabled |= _parse_passes("qfuse.passes", {name: entry.value}, source).values
+        enabled |= parse_passes("qfuse.passes", {name: entry.value}, source).values
         sources[f"qfuse.passes.{name}"] = _because(entry, preset)
     for layer in layers:
-        toggles: _Toggles = layer.value
+        toggles: Toggles = layer.value
         said = (
             {**dict.fromkeys(enabled, False), **toggles.values} if toggles.exact else toggles.values
         )
@@ -481,13 +295,13 @@ def _kernels(
     preferred: dict[str, str] = {}
     for op, entry in preset.kernels.items():
         source = f"{entry.origin} {preset.name}"
-        preferred |= _parse_kernels("qfuse.kernels", {op: entry.value}, source)
+        preferred |= parse_kernels("qfuse.kernels", {op: entry.value}, source)
         sources[f"qfuse.kernels.{op}"] = _because(entry, preset)
     for layer in layers:
         preferred |= layer.value
         sources |= {f"qfuse.kernels.{op}": layer.source for op in layer.value}
     for op, name in preferred.items():
-        if numerics != "relaxed" and name in _relaxed().get(op, ()):
+        if numerics != "relaxed" and name in relaxed().get(op, ()):
             source = _variable(sources, "qfuse.kernels")
             raise NeedsRelaxed(name=name, op=op, numerics=numerics, source=source)
     return FrozenMap(preferred)

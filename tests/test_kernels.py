@@ -6,8 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -366,130 +364,6 @@ def test_cpp_as_other_processors_run_it(
 def test_cpp_on_a_large_weight_in_threads() -> None:
     """Above the size at which rows are shared among threads."""
     check(dequantize_cpp.KERNEL, FORMATS["nf4_b64_nested"], (300, 256, 64), torch.bfloat16)
-
-
-# --- building C++ -------------------------------------------------------------------------------
-
-ANSWER = 'extern "C" int answer() { return 42; }\n'
-Loader = Callable[[str], Any]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Loader]:
-    """`build.load` without its memory, on sources and with a cache folder of our own."""
-    (tmp_path / "csrc").mkdir()
-    monkeypatch.setattr(build, "__file__", str(tmp_path / "csrc" / "build.py"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    if not build.compiler():
-        pytest.skip("no C++ compiler here")
-
-    def write_and_load(text: str) -> Any:
-        (tmp_path / "csrc" / "answer.cpp").write_text(text)
-        return build.load.__wrapped__("answer.cpp")
-
-    yield write_and_load
-
-
-def built(tmp_path: Path) -> list[str]:
-    return sorted(p.name for p in (tmp_path / "cache" / "qfuse").iterdir())
-
-
-def test_build_is_cached_by_content(
-    load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert load(ANSWER).answer() == 42
-    first = built(tmp_path)
-    assert len(first) == 1
-    assert first[0].startswith("answer-")
-
-    def refuse(*args: object) -> str:
-        raise AssertionError("compiled again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "_compile", refuse)
-        assert load(ANSWER).answer() == 42
-    assert load(ANSWER.replace("42", "43")).answer() == 43
-    assert len(built(tmp_path)) == 2
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DQFUSE_OTHER"))
-    assert load(ANSWER).answer() == 42
-    assert len(built(tmp_path)) == 3
-
-
-def test_build_failure_is_a_reason(load: Loader, tmp_path: Path) -> None:
-    reason = load("this is no C++;\n")
-    assert isinstance(reason, str)
-    command = " ".join(build.compiler())
-    assert reason.startswith(f"{command} failed on answer.cpp: ")
-    assert "error" in reason
-    assert built(tmp_path) == []  # no half-built file is left
-
-
-@pytest.mark.parametrize("command", ["/nonexistent/g++", "/nonexistent/ccache g++"])
-def test_build_with_a_compiler_that_is_not_there(
-    command: str, load: Loader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", command)
-    first = command.split()[0]
-    assert load(ANSWER) == (
-        f"csrc/answer.cpp was not built with {command}: "
-        f"[Errno 2] No such file or directory: '{first}'"
-    )
-
-
-def test_build_with_a_compiler_command_of_two_words(
-    load: Loader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", f"env {' '.join(build.compiler())}")
-    assert load(ANSWER).answer() == 42
-
-
-def test_build_without_a_compiler(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert load(ANSWER) == "no C++ compiler: set CXX or install g++"
-
-
-def test_build_of_a_broken_library_is_a_reason(load: Loader, tmp_path: Path) -> None:
-    source = tmp_path / "csrc" / "answer.cpp"
-    source.write_text(ANSWER)
-    target = build._target(source, build.compiler())
-    target.parent.mkdir(parents=True)
-    target.write_bytes(b"truncated")
-    reason = load(ANSWER)
-    assert isinstance(reason, str)
-    assert reason.startswith("csrc/answer.cpp was not built with ")
-    assert str(target) in reason
-
-
-def test_build_where_the_cache_cannot_be_written(
-    load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    reason = load(ANSWER)
-    assert isinstance(reason, str)
-    assert "Not a directory" in reason
-
-
-def test_build_race(load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four that all found no library: each builds its own, the last rename stays, all work."""
-    from threading import Barrier
-
-    assert load(ANSWER).answer() == 42
-    for name in built(tmp_path):
-        (tmp_path / "cache" / "qfuse" / name).unlink()
-    barrier = Barrier(4)
-    compile_one = build._compile
-
-    def together(*args: Any) -> str:
-        barrier.wait(timeout=60)
-        return compile_one(*args)
-
-    monkeypatch.setattr(build, "_compile", together)
-    with ThreadPoolExecutor(4) as pool:
-        libraries: list[Any] = list(pool.map(build.load.__wrapped__, ["answer.cpp"] * 4))
-    assert [library.answer() for library in libraries] == [42] * 4
-    assert len(built(tmp_path)) == 1
 
 
 # --- the Triton kernel --------------------------------------------------------------------------

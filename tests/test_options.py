@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from inductor_q import inductor_config, options
+from inductor_q import inductor_config, options, own_options
 from inductor_q.exc import (
     InvalidOptionValue,
     ModeConflict,
@@ -134,14 +134,14 @@ def test_nothing_given(given: dict[str, Any] | None) -> None:
     resolved = on_cpu(given)
     assert resolved.inductor == {}
     assert resolved.preset.name == "cpu"
-    assert resolved.passes == options._pass_names()
+    assert resolved.passes == own_options.pass_names()
     assert (resolved.numerics, resolved.kernels) == ("default", {})
     assert (resolved.report, resolved.strict) == (None, False)
-    assert set(resolved.sources) == set(options.OPTIONS)
+    assert set(resolved.sources) == set(own_options.OPTIONS)
     assert set(resolved.sources.values()) == {"default"}
 
 
-@pytest.mark.parametrize("name", ["shape_padding", "triton.cudagraphs", *options.OPTIONS])
+@pytest.mark.parametrize("name", ["shape_padding", "triton.cudagraphs", *own_options.OPTIONS])
 @pytest.mark.parametrize("value", [None, {}], ids=repr)
 def test_none_and_empty_mean_not_given(name: str, value: object) -> None:
     assert on_cpu({name: value}) == on_cpu()
@@ -301,7 +301,7 @@ def test_unknown_mode() -> None:
 
 # --- ours ----------------------------------------------------------------------------------------
 
-PASSES = options._pass_names()
+PASSES = own_options.pass_names()
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_report_takes_a_path(tmp_path: Path) -> None:
 @pytest.fixture
 def providers(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"dequantize": ("triton", "reference"), "linear": ("triton",)}
-    monkeypatch.setattr(options, "_providers", lambda: known)
+    monkeypatch.setattr(own_options, "providers", lambda: known)
 
 
 @pytest.mark.usefixtures("providers")
@@ -404,7 +404,7 @@ def test_merging_an_adapter_needs_relaxed_numerics(monkeypatch: pytest.MonkeyPat
 
 
 def test_providers_are_those_of_the_kernels() -> None:
-    assert "reference" in options._providers()["dequantize"]
+    assert "reference" in own_options.providers()["dequantize"]
 
 
 # --- the environment -----------------------------------------------------------------------------
@@ -720,11 +720,11 @@ def test_fingerprint_is_the_same_in_another_process() -> None:
 
 def test_list_options() -> None:
     listing = list_options()
-    assert list(listing)[: len(options.OPTIONS)] == list(options.OPTIONS)
+    assert list(listing)[: len(own_options.OPTIONS)] == list(own_options.OPTIONS)
     assert set(WELL_KNOWN) <= set(listing)
     assert listing["max_autotune_gemm"] == "Inductor: True or False; now False"
     assert "QFUSE_STRICT" in listing["qfuse.strict"]
     assert all(text and "\n" not in text for text in listing.values())
-    known = {*options.OPTIONS, *inductor_config.schema()}
+    known = {*own_options.OPTIONS, *inductor_config.schema()}
     assert set(listing) <= known
     assert not any(part.startswith("_") for name in listing for part in name.split("."))

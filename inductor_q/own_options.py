@@ -1,0 +1,211 @@
+"""The backend's own options: what each accepts, spelled in Python and in the environment.
+
+A new option is a parser and one line of `OPTIONS`; `inductor_q.options` gives it a source, a
+priority and an effect.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from inductor_q import presets
+from inductor_q.exc import (
+    InvalidOptionValue,
+    UnknownOp,
+    UnknownOption,
+    UnknownPass,
+    UnknownProvider,
+)
+from inductor_q.presets import FrozenMap
+
+Numerics = Literal["strict", "default", "relaxed"]
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def from_text(name: str, text: str) -> Any:
+    """A variable's text; only booleans need translating, the other parsers take text as it is."""
+    if name == "qfuse.strict" and text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    return text
+
+
+@dataclass(frozen=True)
+class Toggles:
+    """Passes switched on and off; `exact` when everything else is off."""
+
+    values: Mapping[str, bool]
+    exact: bool = False
+
+
+def _parse_text(expected: str) -> Callable[[str, Any, str], str]:
+    def parse(name: str, value: Any, source: str) -> str:
+        if isinstance(value, str):
+            return value
+        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+    return parse
+
+
+def _parse_numerics(name: str, value: Any, source: str) -> Any:
+    if value in get_args(Numerics):
+        return value
+    expected = f"one of {', '.join(map(repr, get_args(Numerics)))}"
+    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+
+def _parse_report(name: str, value: Any, source: str) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return str(os.fspath(value))
+    raise InvalidOptionValue(name=name, value=value, expected="a path", source=source)
+
+
+def _parse_strict(name: str, value: Any, source: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    expected = "1 or 0" if source else "True or False"
+    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+
+def parse_passes(name: str, value: Any, source: str) -> Toggles:
+    """A dict of name -> bool, or names as a list or text; "all" and "none" as they read.
+
+    Plain names alone are the exact list; a sign anywhere ("fold_lora,-extend_k") makes all of them
+    changes to the default.
+    """
+    known = pass_names()
+    if value in ("all", "none"):
+        return Toggles(dict.fromkeys(known, value == "all"))
+    if isinstance(value, str):
+        value = [item.strip() for item in value.split(",") if item.strip()]
+    if isinstance(value, Mapping):
+        toggles, exact = dict(value), False
+    elif isinstance(value, (list, tuple, set, frozenset)) and all(
+        isinstance(x, str) for x in value
+    ):
+        toggles = {item.lstrip("+-"): not item.startswith("-") for item in value}
+        exact = not any(item.startswith(("+", "-")) for item in value)
+    else:
+        toggles, exact = {"": None}, False
+    if not all(isinstance(on, bool) for on in toggles.values()):
+        expected = (
+            "a dict of pass names to True or False, a list of names, or 'fold_lora,-extend_k'"
+        )
+        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+    for item in toggles:
+        if item not in known:
+            raise UnknownPass(name=str(item), known=known, source=source)
+    return Toggles(toggles, exact)
+
+
+def parse_kernels(name: str, value: Any, source: str) -> dict[str, str]:
+    """{"dequantize": "triton"} or "dequantize=triton"."""
+    original = value
+    if isinstance(value, str):
+        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        value = {op.strip(): provider.strip() or None for op, _, provider in pairs}
+    if not isinstance(value, Mapping) or not all(isinstance(x, str) for x in value.values()):
+        expected = "a dict of ops to provider names, or 'dequantize=triton'"
+        raise InvalidOptionValue(name=name, value=original, expected=expected, source=source)
+    known = providers()
+    for op, provider in value.items():
+        if op not in known:
+            raise UnknownOp(name=str(op), known=tuple(known), source=source)
+        if provider != "auto" and provider not in known[op]:
+            raise UnknownProvider(name=provider, op=op, known=known[op], source=source)
+    return dict(value)
+
+
+def _parse_thresholds(name: str, value: Any, source: str) -> dict[str, int]:
+    """{"extend_k.min_rows": 512} or "extend_k.min_rows=512"."""
+    original = value
+    if isinstance(value, str):
+        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        value = {k.strip(): int(v) if v.strip().isdigit() else None for k, _, v in pairs}
+    if not isinstance(value, Mapping) or not all(type(x) is int for x in value.values()):
+        expected = "a dict of threshold names to integers, or 'extend_k.min_rows=512'"
+        raise InvalidOptionValue(name=name, value=original, expected=expected, source=source)
+    for item in value:
+        if item not in presets.THRESHOLDS:
+            raise UnknownOption(name=f"{name}[{item}]", known=(*presets.THRESHOLDS,), source=source)
+    return dict(value)
+
+
+@dataclass(frozen=True)
+class Option:
+    help: str
+    parse: Callable[[str, Any, str], Any]  # (name, value, source) -> value, or one of our errors
+    variable: str = ""  # of the environment: the default
+
+    def __str__(self) -> str:
+        return f"{self.help} (default from {self.variable})" if self.variable else self.help
+
+
+OPTIONS: Mapping[str, Option] = FrozenMap(
+    {
+        "qfuse.preset": Option(
+            '"auto" (by the exact architecture of the device), the name of a preset, or "none"',
+            _parse_text("the name of a preset"),
+            "QFUSE_PRESET",
+        ),
+        "qfuse.mode": Option(
+            "a mode of torch.compile, to use together with other options",
+            _parse_text("the name of a mode"),
+        ),
+        "qfuse.passes": Option(
+            'passes by name: {"extend_k": False}, ["canonicalize", "keep_packed"] for just these, '
+            'or "fold_lora,-extend_k"',
+            parse_passes,
+            "QFUSE_PASSES",
+        ),
+        "qfuse.numerics": Option(
+            '"strict" keeps the dtype of every GEMM as written, "default" may reorder and '
+            'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype and lets '
+            'the provider "merged" round them into the weights of experts',
+            _parse_numerics,
+            "QFUSE_NUMERICS",
+        ),
+        "qfuse.kernels": Option(
+            'the provider to prefer for an op: {"dequantize": "triton"}; "auto" by default',
+            parse_kernels,
+            "QFUSE_KERNELS",
+        ),
+        "qfuse.thresholds": Option(
+            'sizes from which plans pay, over the preset: {"extend_k.min_rows": 512}',
+            _parse_thresholds,
+            "QFUSE_THRESHOLDS",
+        ),
+        "qfuse.report": Option(
+            "a path: the report of each compile is written there as JSON",
+            _parse_report,
+            "QFUSE_REPORT",
+        ),
+        "qfuse.strict": Option(
+            "True: a quantized site that is not fused is an error",
+            _parse_strict,
+            "QFUSE_STRICT",
+        ),
+    }
+)
+
+
+def pass_names() -> tuple[str, ...]:
+    from inductor_q.passes import PIPELINE
+
+    return tuple(item.name for item in PIPELINE)
+
+
+def providers() -> dict[str, tuple[str, ...]]:
+    from inductor_q.kernels import provider_names
+
+    return provider_names()
+
+
+def relaxed() -> Mapping[str, tuple[str, ...]]:
+    """Providers, by op, that only relaxed numerics admit."""
+    from inductor_q.kernels import RELAXED
+
+    return RELAXED
