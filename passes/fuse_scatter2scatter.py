@@ -4,7 +4,8 @@ transformers computes experts as a grouped product of sorted rows (`grouped_mm`)
 expert's weights for each row (`batched_mm`). Either way over a dequantization becomes one
 `qfuse::scatter2scatter` on the packed stack, forward and backward alike, so no expert is held in 16
 bits and none is saved; `batched_mm` over dense experts too, whose gathered copies are saved for
-backward otherwise.
+backward otherwise. Where the rows of a grouped product are shown to be slots in sorted order, it
+reads their tokens in place of copies, and in backward adds up the slots of each token.
 
 Refused where the weights are dense and grouped (torch's product is the thing to run), and where
 they train. It says too which kernel serves the products that a model has asked for itself.
@@ -12,8 +13,9 @@ they train. It says too which kernel serves the products that a model has asked 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +26,9 @@ from inductor_q.capture.experts_graph import (
     Batched,
     Grouped,
     match_batched,
+    match_gather,
     match_grouped,
+    match_sum,
 )
 from inductor_q.diagnostics.context import Context
 from inductor_q.formats import get_format
@@ -38,18 +42,30 @@ aten = torch.ops.aten
 
 
 @dataclass
-class _Route:
-    """The routing of `batched_mm` over one tensor of expert ids: emitted once for all its sites."""
+class _Routing:
+    """Order, inverse and offsets of a layer: emitted once for all the sites that share them."""
 
-    ids: fx.Node
-    num_experts: int
+    emit: Callable[[fx.Graph, fx.Node], tuple[fx.Node, fx.Node, fx.Node]]
     nodes: tuple[fx.Node, fx.Node, fx.Node] | None = None
+
+    def __call__(self, graph: fx.Graph, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        if self.nodes is None:
+            self.nodes = self.emit(graph, like)
+        return self.nodes
 
 
 @dataclass(frozen=True)
 class _Plan:
+    """`old` becomes `product` of `x`; `dim` is the one more dimension that both have."""
+
     product: Grouped | Batched
-    route: _Route | None = None
+    x: fx.Node
+    old: fx.Node
+    routing: _Routing
+    top_k: int = 1
+    grouped_in: bool = False
+    grouped_out: bool = False
+    dim: int | None = None
 
 
 class FuseScatter2Scatter:
@@ -57,7 +73,7 @@ class FuseScatter2Scatter:
     stage: ClassVar[str] = "joint"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        routes: dict[tuple[fx.Node, int], _Route] = {}
+        routings: dict[tuple[Any, ...], _Routing] = {}
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
@@ -69,41 +85,31 @@ class FuseScatter2Scatter:
             if isinstance(found, str):
                 yield Site(node, found, by_choice=True)
             elif isinstance(found, Grouped):
-                yield _site(node, _Plan(found), context)
+                yield from _grouped_sites(node, found, routings, context)
             elif isinstance(found, Batched):
-                e = found.stack.shape[0]
-                route = routes.setdefault((found.ids, e), _Route(found.ids, e))
-                yield _site(node, _Plan(found, route), context)
+                yield _site(node, _batched_plan(node, found, routings), context)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node, wanted = site.node, context.kernel(OP)
         if site.plan is None:
             node.args = (*node.args[:-1], wanted if wanted != "auto" else node.args[-1])
             return
-        product: Grouped | Batched = site.plan.product
+        plan: _Plan = site.plan
+        stack = plan.product.stack
         with graph.inserting_before(node):
-            if isinstance(product, Grouped):
-                # Rows are sorted already, and stay so: the order itself is not read.
-                rows = tensor(product.x).shape[0]
-                if not isinstance(rows, int):
-                    rows = emit(graph, aten.sym_size.int, (product.x, 0), node)
-                order = _arange(graph, rows, torch.int64, node)
-                offsets = emit(graph, aten.constant_pad_nd.default, (product.offs, [1, 0]), node)
-                x, routing = product.x, (order, order, offsets)
-            else:
-                x = emit(graph, aten.squeeze.dim, (product.x, product.dim), node)
-                routing = _emit_route(graph, site.plan.route, node)
-            stack, grouped = product.stack, isinstance(product, Grouped)
+            x = plan.x
+            if plan.dim is not None:
+                x = emit(graph, aten.squeeze.dim, (x, plan.dim), node)
             args = (
                 x,
                 list(stack.operands),
                 stack.format,
                 list(stack.shape),
-                product.transposed,
-                *routing,
-                1,
-                grouped,
-                grouped,
+                plan.product.transposed,
+                *plan.routing(graph, node),
+                plan.top_k,
+                plan.grouped_in,
+                plan.grouped_out,
                 None,
                 None,
                 1.0,
@@ -113,17 +119,47 @@ class FuseScatter2Scatter:
             )
             both = emit(graph, torch.ops.qfuse.scatter2scatter.default, args, node)
             value = emit(graph, operator.getitem, (both, 0), node)
-            if isinstance(product, Batched):
-                value = emit(graph, aten.unsqueeze.default, (value, product.dim), node)
-        old = node
-        if isinstance(product, Grouped) and product.part is not None:
-            old = next(user for user in node.users if user.args[1] == product.part)
-        old.replace_all_uses_with(value)
+            if plan.dim is not None:
+                value = emit(graph, aten.unsqueeze.default, (value, plan.dim), node)
+        plan.old.replace_all_uses_with(value)
+
+
+def _grouped_sites(
+    node: fx.Node,
+    product: Grouped,
+    routings: dict[tuple[Any, ...], _Routing],
+    context: Context,
+) -> Iterator[Site]:
+    """The product, and why its rows stay sorted where they need not."""
+    old = node
+    if product.part is not None:
+        old = next(user for user in node.users if user.args[1] == product.part)
+    rows = _Routing(functools.partial(_emit_sorted, product.x, product.offs))
+    plan = _Plan(product, product.x, old, rows, grouped_in=True, grouped_out=True)
+    slots, gathered = match_gather(product), True
+    if slots is None:
+        slots, gathered = match_sum(old, product), False
+    if isinstance(slots, str):
+        yield Site(node, slots, by_choice=True)
+    elif slots is not None:
+        key = (slots.order, product.offs)
+        routing = routings.setdefault(key, _Routing(functools.partial(_emit_slots, *key)))
+        x, old = (slots.tokens, old) if gathered else (product.x, slots.tokens)
+        plan = _Plan(product, x, old, routing, slots.top_k, not gathered, gathered)
+    yield _site(node, plan, context)
+
+
+def _batched_plan(
+    node: fx.Node, product: Batched, routings: dict[tuple[Any, ...], _Routing]
+) -> _Plan:
+    key = (product.ids, product.stack.shape[0])
+    routing = routings.setdefault(key, _Routing(functools.partial(_emit_route, *key)))
+    return _Plan(product, product.x, node, routing, dim=product.dim)
 
 
 def _site(node: fx.Node, plan: _Plan, context: Context) -> Site:
     stack = plan.product.stack
-    provider = _provider(plan.product.x, stack.format, context)
+    provider = _provider(plan.x, stack.format, context)
     return Site(node, weight=stack.operands[0], plan=plan, provider=provider)
 
 
@@ -134,23 +170,47 @@ def _provider(x: Any, format: str, context: Context) -> str:
     return next(k.name for k in kernels if not k.available() and not k.decodes(fmt))
 
 
-def _emit_route(graph: fx.Graph, route: _Route, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """`experts.route` of the indices of a gather, as nodes, once."""
-    if route.nodes is None:
-        # An index counts from the end where it is negative, and is in range otherwise.
-        ids = emit(graph, aten.remainder.Scalar, (route.ids, route.num_experts), like)
-        ids = emit(graph, CAST, (ids, torch.int32), like)
-        both = emit(graph, aten.sort.stable, (ids,), like, stable=True)
-        grouped, order = (emit(graph, operator.getitem, (both, i), like) for i in range(2))
-        experts = _arange(graph, route.num_experts + 1, torch.int32, like)
-        offsets = emit(graph, aten.searchsorted.Tensor, (grouped, experts), like, out_int32=True)
-        rows: Any = tensor(route.ids).shape[0]
-        if not isinstance(rows, int):
-            rows = emit(graph, aten.sym_size.int, (route.ids, 0), like)
-        places = _arange(graph, rows, torch.int64, like)
-        inverse = emit(graph, aten.scatter.src, (order, 0, order, places), like)
-        route.nodes = (order, inverse, offsets)
-    return route.nodes
+def _emit_sorted(
+    x: fx.Node, offs: fx.Node, graph: fx.Graph, like: fx.Node
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Of rows that are sorted already, and stay so: the order itself is not read."""
+    order = _arange(graph, _rows(graph, x, like), torch.int64, like)
+    return order, order, _emit_offsets(graph, offs, like)
+
+
+def _emit_slots(
+    order: fx.Node, offs: fx.Node, graph: fx.Graph, like: fx.Node
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Of tokens whose slots are sorted by `order`, a permutation."""
+    return order, _emit_inverse(graph, order, like), _emit_offsets(graph, offs, like)
+
+
+def _emit_route(
+    ids: fx.Node, num_experts: int, graph: fx.Graph, like: fx.Node
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """`experts.route` of the indices of a gather."""
+    # An index counts from the end where it is negative, and is in range otherwise.
+    ids = emit(graph, aten.remainder.Scalar, (ids, num_experts), like)
+    ids = emit(graph, CAST, (ids, torch.int32), like)
+    both = emit(graph, aten.sort.stable, (ids,), like, stable=True)
+    grouped, order = (emit(graph, operator.getitem, (both, i), like) for i in range(2))
+    experts = _arange(graph, num_experts + 1, torch.int32, like)
+    offsets = emit(graph, aten.searchsorted.Tensor, (grouped, experts), like, out_int32=True)
+    return order, _emit_inverse(graph, order, like), offsets
+
+
+def _emit_inverse(graph: fx.Graph, order: fx.Node, like: fx.Node) -> fx.Node:
+    places = _arange(graph, _rows(graph, order, like), torch.int64, like)
+    return emit(graph, aten.scatter.src, (order, 0, order, places), like)
+
+
+def _emit_offsets(graph: fx.Graph, offs: fx.Node, like: fx.Node) -> fx.Node:
+    return emit(graph, aten.constant_pad_nd.default, (offs, [1, 0]), like)
+
+
+def _rows(graph: fx.Graph, node: fx.Node, like: fx.Node) -> Any:
+    rows = tensor(node).shape[0]
+    return rows if isinstance(rows, int) else emit(graph, aten.sym_size.int, (node, 0), like)
 
 
 def _arange(graph: fx.Graph, end: Any, dtype: torch.dtype, like: fx.Node) -> fx.Node:

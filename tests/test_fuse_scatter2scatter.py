@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
-from tests.compiling import Compiled, compile_step, step
+from tests.compiling import Compiled, compile_step, op_name, step
 from tests.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, model, tokens
 
 PASS = "fuse_scatter2scatter"
@@ -63,12 +64,14 @@ def skip_unless_torch_compiles(layer: Experts, args: tuple[Tensor, ...]) -> None
         torch.compiler.reset()
 
 
-def compiled(layer: Experts, dtype: torch.dtype, **kwargs: Any) -> Compiled:
+def compiled(
+    layer: Experts, dtype: torch.dtype, args: tuple[Tensor, ...] = (), **kwargs: Any
+) -> Compiled:
     """One step, held to the layer in eager mode in float32."""
     exact = copy.deepcopy(layer).float()
     for steps in (exact.experts._modules.get("parametrizations") or {}).values():
         steps[0].quant_state.dtype = torch.float32
-    args = inputs(dtype)
+    args = args or inputs(dtype)
     skip_unless_torch_compiles(layer, args)
     x, ids, gates = (a.detach().float().requires_grad_() if a.requires_grad else a for a in args)
     y = exact(x, ids, gates)
@@ -88,6 +91,23 @@ def saved(result: Compiled) -> int:
     output: Any = result.partitioned[0].output_node()
     computed = [v for v in output.args[0] if v is not None and v.op != "placeholder"]
     return max(int(v.meta["val"].numel()) for v in computed)
+
+
+def products(result: Compiled) -> list[tuple[Any, ...]]:
+    """(top_k, grouped_in, grouped_out) of each scatter2scatter."""
+    nodes = [n for graph in result.joint for n in graph.nodes]
+    return [n.args[8:11] for n in nodes if n.target is torch.ops.qfuse.scatter2scatter.default]
+
+
+#: Tokens in, sorted rows between the projections, the gradient of the tokens out.
+FROM_TOKENS = [(2, False, True), (1, True, True), (1, True, True), (2, True, False)]
+
+
+def copies(result: Compiled) -> int:
+    """Gathers of tokens into the rows of a product, and sums of rows into tokens."""
+    nodes = [n for graph in result.joint for n in graph.nodes]
+    by_token = [n for n in nodes if op_name(n) == "div" and "rounding_mode" in n.kwargs]
+    return sum(len(n.users) for n in by_token)
 
 
 SLOW = pytest.mark.slow
@@ -115,6 +135,9 @@ def test_packed_experts_are_read_packed(
     }
     assert saved(result) <= 14 * 2 * INTERMEDIATE
     assert result.ops["sort"] <= 1
+    if implementation == "grouped_mm":
+        assert products(result) == FROM_TOKENS
+        assert not copies(result) and PASS not in result.reasons
 
 
 def half_dense(implementation: str) -> Experts:
@@ -170,24 +193,103 @@ def test_any_number_of_tokens(implementation: str) -> None:
     result = compiled(layer, torch.float32, dynamic=True)
     assert result.applied[PASS] == 4
     assert result.ops["qfuse.scatter2scatter"] == 4
+    if implementation == "grouped_mm":  # of choices too, which is for this layer alone
+        assert result.reasons[PASS] == {"rows stay sorted: top_k is no number": 2}
 
 
-@SLOW
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_an_untouched_model(implementation: str) -> None:
+def test_rows_of_sentinels_are_nobodys() -> None:
+    """Under expert parallelism transformers masks them around each product; 5.17 always does."""
+    layer = Experts("qwen3_moe", "grouped_mm", torch.float32)
+    layer.experts._is_expert_parallel = True
+    x, ids, gates = inputs(torch.float32)
+    elsewhere = ids == 2
+    ids = ids.masked_fill(elsewhere, EXPERTS)
+    gates = gates.detach().masked_fill(elsewhere, 0.0).requires_grad_()
+    result = compiled(layer, torch.float32, (x, ids, gates))
+    assert result.ops["ge"] and products(result) == FROM_TOKENS
+    assert not copies(result) and PASS not in result.reasons
+
+
+class Rows(Experts):
+    """The first product alone, of rows that a test chooses."""
+
+    def __init__(self, rows: Callable[..., Tensor]) -> None:
+        super().__init__("qwen3_moe", "grouped_mm", torch.bfloat16)
+        self.rows = rows
+
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        keys, order = torch.sort(ids.reshape(-1))
+        counts = torch.histc(keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        offs = counts.cumsum(0, dtype=torch.int32)
+        weight = self.experts.gate_up_proj.transpose(1, 2)
+        return torch._grouped_mm(self.rows(x, keys, order), weight, offs=offs)
+
+
+def masked(keys: Tensor, first: int) -> Tensor:
+    return (keys >= first).unsqueeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (lambda x, keys, order: x[order // 2], ""),
+        (lambda x, keys, order: x[order // 2].masked_fill(masked(keys, 4), 0), ""),
+        (lambda x, keys, order: x[order % 7], "their tokens are not slots divided by top_k"),
+        (lambda x, keys, order: x[order.flip(0) // 2], "their order is not that of a sort"),
+        (lambda x, keys, order: x[order // 3], "they are not 3 a token"),
+        (
+            lambda x, keys, order: x[order // 2].masked_fill(masked(keys, 3), 0),
+            "some are masked that may be an expert's",
+        ),
+        (
+            lambda x, keys, order: x[order // 2].masked_fill((x > 0).all(), 0),
+            "some are masked that may be an expert's",
+        ),
+    ],
+)
+def test_rows_are_tokens_only_where_that_is_shown(rows: Callable[..., Tensor], reason: str) -> None:
+    layer, args = Rows(rows), inputs(torch.bfloat16)
+    expected, gradients = step(layer, *args, module=layer)
+    result = compile_step(layer, *args, fullgraph=True)
+    torch.testing.assert_close(result.output, expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(result.gradients["x0"], gradients["x0"], rtol=0.1, atol=0.1)
+    assert result.applied[PASS] == 2
+    if reason:
+        assert result.reasons[PASS] == {f"rows stay sorted: {reason}": 2}
+        assert products(result) == [(1, True, True)] * 2
+    else:
+        assert PASS not in result.reasons
+        assert products(result) == [FROM_TOKENS[0], FROM_TOKENS[-1]]
+
+
+def untouched(implementation: str) -> Any:
+    """A model packed by bitsandbytes, whose embedding trains."""
     net = model("qwen3_moe", implementation).requires_grad_(False)
     net.model.embed_tokens.weight.requires_grad_(True)
     for layer in expert_layers(net).values():
         for name in ("gate_up_proj", "down_proj"):
             replace_parameter_4bit(layer, name)
+    return net
+
+
+@SLOW
+@pytest.mark.parametrize("any_length", [False, True])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_an_untouched_model(implementation: str, any_length: bool) -> None:
+    net, ids = untouched(implementation), tokens()
 
     def logits(ids: Tensor) -> Tensor:
         result: Tensor = net(input_ids=ids, use_cache=False).logits
         return result
 
-    expected, expected_grads = step(logits, tokens(), module=net)
-    result = compile_step(logits, tokens(), module=net, fullgraph=True)
+    expected, expected_grads = step(logits, ids, module=net)
+    if any_length:
+        torch._dynamo.mark_dynamic(ids, 1)
+    result = compile_step(logits, ids, module=net, fullgraph=True)
     assert result.applied[PASS] == 8
+    if implementation == "grouped_mm":
+        assert sorted(products(result)) == sorted(FROM_TOKENS * 2)
+        assert not copies(result) and PASS not in result.reasons
     torch.testing.assert_close(result.output, expected, **CLOSE)
     assert result.gradients.keys() == expected_grads.keys()
     for name, grad in result.gradients.items():
