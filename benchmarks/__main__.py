@@ -14,6 +14,7 @@ NAMES = (
     "bench_linear",
     "bench_moe",
     "bench_moe_model",
+    "bench_recipe",
     "bench_step",
     "bench_thresholds",
 )

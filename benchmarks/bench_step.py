@@ -215,7 +215,7 @@ def _compile(
         rounds = 1 if arguments.quick else 2
     if rounds:
         forward_backward(loss_of(model))()
-        _warm_compiler(arguments, compiled, suite.device)
+        warm_compiler(arguments, compiled, suite.device)
     times: dict[str, list[float]] = {peer: [] for peer in compiled}
     for order in harness.rotations(compiled, max(1, rounds)) if compiled else ():
         torch.compiler.reset()
@@ -230,7 +230,7 @@ def _compile(
     return {peer: steps[peer] if peer in steps else loss_of(model) for peer in peers}
 
 
-def _warm_compiler(
+def warm_compiler(
     arguments: argparse.Namespace, peers: Sequence[str], device: torch.device
 ) -> None:
     config = testing.tiny_qwen3_config(**{**TINY, "num_hidden_layers": 1})

@@ -546,22 +546,24 @@ def compile_as(peer: str, fn: Callable[..., Any], *, dynamic: bool | None = Fals
     """``fn`` as ``peer`` runs it.
 
     ``eager``; ``inductor`` and ``max-autotune`` (stock); ``qfuse``; and for ablations
-    ``qfuse[key=value;key=value]``, where the pairs are the backend's options.
+    ``qfuse[key=value;key=value]`` or ``inductor[...]``, where the pairs are the backend's options.
     """
     if peer == "eager":
         return fn
-    if peer == "inductor":
-        return torch.compile(fn, backend="inductor", dynamic=dynamic)
+    if peer == "inductor" or peer.startswith("inductor["):
+        options = _peer_options(peer)
+        return torch.compile(fn, backend="inductor", options=options, dynamic=dynamic)
     if peer == "max-autotune":
         return torch.compile(fn, mode="max-autotune-no-cudagraphs", dynamic=dynamic)
     if peer == "qfuse" or peer.startswith("qfuse["):
         options = _peer_options(peer)
         return torch.compile(fn, backend=testing.qfuse_backend(), options=options, dynamic=dynamic)
-    raise ValueError(f"no peer {peer!r}; known: eager, inductor, max-autotune, qfuse, qfuse[...]")
+    known = "eager, inductor, inductor[...], max-autotune, qfuse, qfuse[...]"
+    raise ValueError(f"no peer {peer!r}; known: {known}")
 
 
 def _peer_options(peer: str) -> dict[str, Any] | None:
-    pairs = peer.removeprefix("qfuse").strip("[]")
+    pairs = peer.partition("[")[2].removesuffix("]")
     if not pairs:
         return None
     options: dict[str, Any] = {}

@@ -43,6 +43,7 @@ __all__ = [
     "relative_error",
     "static_storages",
     "tiny_llama_config",
+    "tiny_qwen3_5_config",
     "tiny_qwen3_config",
     "tiny_qwen3_moe_config",
 ]
@@ -50,6 +51,7 @@ __all__ = [
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 PROJECTIONS = ATTENTION + MLP
+GATED_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 
 
 # --- configs --------------------------------------------------------------------------
@@ -93,6 +95,21 @@ def tiny_qwen3_moe_config(**overrides: Any) -> Any:
         "mlp_only_layers": [],
     }
     return _config("qwen3_moe", {**_TINY, **moe}, overrides)
+
+
+def tiny_qwen3_5_config(**overrides: Any) -> Any:
+    """The text model of a Qwen3.5: three gated delta nets, then attention whose query projection
+    has a gate.
+    """
+    shapes = {
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "tie_word_embeddings": True,
+    }
+    return _config("qwen3_5_text", {**_TINY, **shapes}, overrides)
 
 
 def qwen3_8b_config(num_hidden_layers: int = 8, **overrides: Any) -> Any:
@@ -233,12 +250,12 @@ def qlora_model(
     """The model of ``config`` as a QLoRA user has it: NF4 projections from bitsandbytes, LoRA
     from PEFT, training mode.
 
-    Every projection is quantized; ``targets`` are the ones that get an adapter, and
-    ``target_parameters`` what PEFT adapts by parametrization (experts in 16 bits). Embeddings,
-    norms and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's
-    default, fp32 adapters. PEFT starts LoRA at B = 0, which makes the gradient of A vanish: tests
-    of gradients want ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them
-    active. ``base`` replaces the random model of ``config`` (the demo trains one first).
+    Every projection is quantized, those of gated delta nets too; ``targets`` are the ones that get
+    an adapter, and ``target_parameters`` what PEFT adapts by parametrization (experts in 16 bits).
+    Embeddings, norms and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None``
+    is PEFT's default, fp32 adapters. PEFT starts LoRA at B = 0, which makes the gradient of A
+    vanish: tests of gradients want ``randomize_adapters``. ``adapters`` > 1 adds more and makes all
+    of them active. ``base`` replaces the random model of ``config`` (the demo trains one first).
     """
     peft, transformers = _extra("peft", "peft"), _extra("transformers", "transformers")
 
@@ -250,7 +267,7 @@ def qlora_model(
     model: Any = base.to(device=device, dtype=compute_dtype).requires_grad_(False)
     _quantize_projections(
         model,
-        PROJECTIONS,
+        PROJECTIONS + GATED_DELTA_NET,
         quant_type=quant_type,
         nested=nested,
         blocksize=blocksize,

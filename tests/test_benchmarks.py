@@ -21,6 +21,7 @@ from benchmarks import (  # noqa: E402
     bench_linear,
     bench_moe,
     bench_moe_model,
+    bench_recipe,
     bench_step,
     harness,
 )
@@ -137,6 +138,7 @@ def test_peer_names_carry_options() -> None:
         "qfuse.preset": "none",
     }
     assert harness._peer_options("qfuse") is None
+    assert harness._peer_options("inductor[triton.cudagraphs=True]") == {"triton.cudagraphs": True}
     with pytest.raises(ValueError, match="no peer 'tvm'"):
         harness.compile_as("tvm", torch.sin)
 
@@ -289,6 +291,57 @@ def test_bench_kbit_quality(tmp_path: Path) -> None:
     assert rows["kbit2_e4m4"]["before"] > rows["bf16"]["before"]
     assert all(len(row["fine_tuning"]) == 4 for row in rows.values())
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_recipe_trains_in_one_order_and_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers.models.qwen3_5")
+    order: list[str] = []
+
+    def compile_as(peer: str, fn: Any) -> Any:  # eager, and says so
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if "logits" in kwargs:
+                order.append(peer)
+            return fn(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(harness, "compile_as", compile_as)
+    out = tmp_path / "recipe.json"
+    command = ["--device", "cpu", "--quick", "--steps", "2", "--out", str(out)]
+    suite = bench_recipe.main(command)
+    rows = check_file(out, "bench_recipe", {"inductor", "qfuse"})
+    stock, ours = ["inductor"] * 4, ["qfuse"] * 4
+    assert order == ["inductor", "qfuse", *stock, *ours, *ours, *stock]
+    # A layer of each kind, and the loss. The triangular system is solved by torch's operator.
+    assert suite.settings["breaks"] == 0
+    assert len(suite.settings["nodes"]) == 3
+    assert max(suite.settings["nodes"]) < 400
+    for row in rows:
+        assert len(row["extra"]["steps_per_s"]) == len(row["extra"]["speedup"]) == 2
+        assert row["extra"]["final_loss"] < row["extra"]["first_loss"]
+        assert row["extra"]["loss_deviation"] == row["extra"]["round_deviation"] == 0
+    assert [note.partition(":")[0] for note in suite.notes] == [
+        "round 1, steps/s",
+        "round 2, steps/s",
+        "qfuse / inductor",
+    ]
+
+
+@pytest.mark.slow
+def test_bench_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers.models.qwen3_5")
+    monkeypatch.setenv("QFUSE_STRICT", "1")  # every linear of both kinds of layer is fused
+    out = tmp_path / "recipe.json"
+    peers = ["eager", "inductor", "qfuse"]
+    command = ["--device", "cpu", "--quick", "--steps", "5", "--out", str(out)]
+    bench_recipe.main([*command, "--backends", *peers])
+    rows = check_file(out, "bench_recipe", set(peers))
+    assert [row["extra"]["graphs"] for row in rows] == [0, 3, 3]
+    assert [row["extra"]["breaks"] for row in rows] == [0, 0, 0]
+    assert all(row["extra"]["loss_deviation"] < 0.01 for row in rows)
+    assert all(row["extra"]["compile_s"] > 0 for row in rows[1:])
 
 
 @pytest.mark.slow

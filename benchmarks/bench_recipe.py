@@ -1,0 +1,348 @@
+"""A short fine-tuning run, end to end: 300 steps of QLoRA under stock Inductor and under qfuse.
+
+On a GPU: the shapes of Qwen3.5-0.8B's text model (24 layers, 18 of them gated delta nets, 248,320
+tokens of vocabulary), NF4 with double quantization on every linear but the head, LoRA (r = 16) on
+the projections of attention and MLP, AdamW, 2 x 512 tokens of a text as bytes. On CPU a toy.
+
+All peers train the same module from the same adapters on the same batches, in one order and then in
+the other. A round's time is that of all its steps; compiling and recording CUDA graphs are over
+before it. ``compile_s`` is the first step, with empty caches.
+
+What is compiled, for every peer alike (``--compile``):
+
+- ``blocks``: each decoder layer by itself, and the loss. Layers of a kind share a graph, so there
+  are three to compile. Embedding, last norm and head run in eager.
+- ``whole``: the model in one graph. Dynamo unrolls the scan of the delta net over its chunks of 64
+  tokens: at 512 tokens 370 nodes a layer in Dynamo's graph and 1,500 after autograd, 27,000 in all.
+  bench_step's graphs take 4 to 5 ms a node on the machine with the H200: two minutes a peer.
+
+Without flash-linear-attention the delta net solves a triangular system, or, for export, replaces
+the solver by 63 steps written out. Up to torch 2.11 Dynamo says that it exports; here it does not,
+or a delta net would have 3,400 nodes at 64 tokens, in place of 850, and run them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+
+from benchmarks import bench_step, harness
+from inductor_q import testing
+
+TEXT = harness.ROOT / "examples" / "data" / "harbour.txt"
+MODELING = "transformers.models.qwen3_5.modeling_qwen3_5"
+SHAPES = {
+    "vocab_size": 248_320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+    },
+}
+
+Enter = Callable[[], Any]
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    parser = harness.parser(__doc__, peers=("inductor", "qfuse"))
+    parser.add_argument("--steps", type=int, help="default: 300 on a GPU, 10 on CPU")
+    parser.add_argument("--layers", type=int, help="default: 24 on a GPU, 4 on CPU")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, help="default: 512 on a GPU, 64 on CPU")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapter-dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--compile", choices=("blocks", "whole"), default="blocks")
+    arguments = parser.parse_args(argv)
+    suite = harness.start("bench_recipe", arguments)
+    on_gpu = suite.device.type == "cuda"
+    steps = arguments.steps or (300 if on_gpu else 3 if arguments.quick else 10)
+    length = arguments.seq_len or (512 if on_gpu else 64)
+    layers = arguments.layers or (24 if on_gpu else 2 if arguments.quick else 4)
+    config = _config(layers, on_gpu=on_gpu)
+    suite.settings |= {
+        "steps": steps,
+        "layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "batch": arguments.batch,
+        "seq_len": length,
+        "rank": arguments.rank,
+        "adapter_dtype": arguments.adapter_dtype,
+        "compile": arguments.compile,
+    }
+    peers = harness.available(arguments.backends)
+    model = _model(arguments, config, suite.device)
+    data = list(
+        testing.batches(
+            TEXT.read_text(encoding="utf-8"),
+            testing.ByteTokenizer(),
+            batch_size=arguments.batch,
+            seq_len=length,
+            steps=steps,
+            seed=arguments.seed,
+            device=suite.device,
+        )
+    )
+    whole = arguments.compile == "whole"
+    extra: dict[str, dict[str, Any]] = {peer: {} for peer in peers}
+    with _tracing(peers):
+        _count(suite, model, data[0], whole=whole)
+        if not arguments.quick:
+            compiled = [peer for peer in peers if peer != "eager"]
+            bench_step.warm_compiler(arguments, compiled, suite.device)
+        torch.compiler.reset()
+        entries = {
+            peer: _entry(functools.partial(harness.compile_as, peer), model, whole=whole)
+            for peer in peers
+        }
+        _compile(suite, model, entries, data[0], extra)
+        runs = _rounds(suite, model, entries, data, rounds=arguments.rounds or 2)
+    timings = _compare(suite, runs, extra)
+    case = {"model": "qwen3_5", "layers": layers, "tokens": f"{arguments.batch} x {length}"}
+    suite.add(case, timings, roof=_roof(suite, model, config, data[0]), extra=extra)
+    shown = ("compile_s", "peak_bytes", "final_loss", "loss_deviation", "breaks", "graphs")
+    harness.finish(suite, arguments, extras=shown)
+    return suite
+
+
+# --- the model ------------------------------------------------------------------------
+
+
+def _config(layers: int, *, on_gpu: bool) -> Any:
+    # Every fourth layer is attention, and of fewer than four the last.
+    kinds = ["linear_attention"] * layers
+    for index in [*range(3, layers, 4)] or [layers - 1]:
+        kinds[index] = "full_attention"
+    shapes = SHAPES if on_gpu else {}
+    return testing.tiny_qwen3_5_config(**shapes, num_hidden_layers=layers, layer_types=kinds)
+
+
+def _model(arguments: argparse.Namespace, config: Any, device: torch.device) -> Any:
+    model = testing.qlora_model(
+        config,
+        r=arguments.rank,
+        adapter_dtype=torch.bfloat16 if arguments.adapter_dtype == "bf16" else None,
+        device=device,
+        seed=arguments.seed,
+    )
+    if arguments.compile == "blocks":
+        # As PEFT's prepare_model_for_kbit_training does. The first layer then is like the others:
+        # with an input that needs no gradient it would have a graph of its own.
+        model.enable_input_require_grads()
+    return model
+
+
+# --- what is compiled -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _tracing(peers: Sequence[str]) -> Iterator[None]:
+    """Settings of Dynamo and the model under which all peers are compiled."""
+    # The code of a layer is compiled for every kind of layer and every peer. What passes the limit
+    # would run in eager from then on: an error here.
+    limits = dynamo_config.patch(
+        recompile_limit=8 + 4 * len(peers), fail_on_recompile_limit_hit=True
+    )
+    # transformers without the name has no second way of solving either.
+    solving = mock.patch.object(
+        importlib.import_module(MODELING), "is_torchdynamo_exporting", _no, create=True
+    )
+    with limits, solving:
+        yield
+
+
+def _no() -> bool:
+    return False
+
+
+def _entry(compile: Callable[..., Any], model: Any, *, whole: bool) -> Enter:
+    """A function that gives the model as ``compile`` made it; the layers are left as they are
+    until another peer enters.
+    """
+    base = model.get_base_model()
+    layers = base.model.layers
+    plain = [types.MethodType(type(layer).forward, layer) for layer in layers]
+    if whole:
+        call, forwards, loss = compile(model), plain, _plain_loss(base)
+    else:
+        call, forwards = model, [compile(forward) for forward in plain]
+        loss = compile(_plain_loss(base))
+
+    def enter() -> Any:
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
+        base.loss_function = loss
+        return call
+
+    return enter
+
+
+def _plain_loss(base: Any) -> Any:
+    return importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[base.loss_type]
+
+
+def _count(suite: harness.Suite, model: Any, ids: torch.Tensor, *, whole: bool) -> None:
+    """Graphs, nodes and breaks of what Dynamo captures, which no backend has a part in."""
+    nodes: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Any:
+        nodes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    compile = functools.partial(torch.compile, backend=count, dynamic=False)
+    with testing.CompileTrace() as trace:
+        _entry(compile, model, whole=whole)()(input_ids=ids, labels=ids)
+    suite.settings |= {
+        "nodes": nodes,
+        "breaks": len(trace.breaks),
+        "break_reasons": sorted({reason[:400] for reason in trace.breaks}),
+    }
+
+
+def _compile(
+    suite: harness.Suite,
+    model: Any,
+    entries: dict[str, Enter],
+    ids: torch.Tensor,
+    extra: dict[str, dict[str, Any]],
+) -> None:
+    for peer, enter in entries.items():
+        before = counters["stats"]["unique_graphs"]
+        with testing.fresh_cache():
+            step = bench_step.full_step(bench_step.adamw(model), bench_step.loss_of(enter()), ids)
+            first = harness.first_call(step, suite.device)
+        extra[peer] |= {"first_step_s" if peer == "eager" else "compile_s": first}
+        extra[peer] |= {
+            "graphs": counters["stats"]["unique_graphs"] - before,
+            "breaks": 0 if peer == "eager" else suite.settings["breaks"],
+        }
+
+
+# --- the runs -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one peer did in one round."""
+
+    losses: list[float]
+    seconds: float  # a step
+    peak: int | None
+
+
+def _rounds(
+    suite: harness.Suite,
+    model: Any,
+    entries: dict[str, Enter],
+    data: Sequence[torch.Tensor],
+    *,
+    rounds: int,
+) -> dict[str, list[_Run]]:
+    start = testing.adapter_state(model)
+    runs: dict[str, list[_Run]] = {peer: [] for peer in entries}
+    for index in range(rounds):
+        order = list(entries)[:: -1 if index % 2 else 1]
+        for peer in order:
+            call = entries[peer]()
+            # CUDA graphs: a step that warms up, one that records; then what a neighbour left cold.
+            _train(model, call, start, data[:5])
+            runs[peer].append(_train(model, call, start, data))
+        rates = [f"{peer} {1 / runs[peer][-1].seconds:.2f}" for peer in order]
+        suite.notes.append(f"round {index + 1}, steps/s: {', then '.join(rates)}")
+    return runs
+
+
+def _train(
+    model: Any, call: Any, start: Sequence[torch.Tensor], data: Sequence[torch.Tensor]
+) -> _Run:
+    device = data[0].device
+    testing.load_adapter_state(model, start)
+    optimizer, step = bench_step.adamw(model), bench_step.loss_of(call)
+    runs = [bench_step.full_step(optimizer, step, ids) for ids in data]
+    losses = torch.empty(len(runs), device=device)  # a copy: a CUDA graph writes to its own again
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    harness.synchronize(device)
+    begin = time.perf_counter()
+    for index, run in enumerate(runs):
+        torch.compiler.cudagraph_mark_step_begin()
+        losses[index] = run()
+    harness.synchronize(device)
+    seconds = (time.perf_counter() - begin) / len(runs)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return _Run(losses.tolist(), seconds, peak)
+
+
+def _compare(
+    suite: harness.Suite, runs: dict[str, list[_Run]], extra: dict[str, dict[str, Any]]
+) -> dict[str, harness.Timing]:
+    """Losses and rates against stock Inductor's, or, without it, the first peer's."""
+    stock = next((peer for peer in runs if peer.startswith("inductor")), next(iter(runs)))
+    for peer, own in runs.items():
+        rates = [1 / run.seconds for run in own]
+        ratios = [other.seconds / run.seconds for run, other in zip(own, runs[stock], strict=True)]
+        losses = own[0].losses
+        extra[peer] |= {
+            "steps_per_s": rates,
+            "speedup": ratios,
+            "peak_bytes": own[0].peak,
+            "first_loss": losses[0],
+            "final_loss": losses[-1],
+            "losses": losses[:: max(1, len(losses) // 30)],
+            "loss_deviation": _deviation(losses, runs[stock][0].losses),
+            "round_deviation": max(_deviation(losses, run.losses) for run in own),
+        }
+        if peer != stock:
+            each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+            mean = sum(ratios) / len(ratios)
+            suite.notes.append(f"{peer} / {stock}: steps/s {mean:.3f} (by round: {each})")
+    return {peer: harness.Timing.of([run.seconds for run in own]) for peer, own in runs.items()}
+
+
+def _deviation(losses: Sequence[float], to: Sequence[float]) -> float:
+    return max(abs(one / other - 1) for one, other in zip(losses, to, strict=True))
+
+
+def _roof(suite: harness.Suite, model: Any, config: Any, ids: torch.Tensor) -> float:
+    """Products of forward and input gradient, packed weights and head read twice; without the
+    delta rule, so a lower bound.
+    """
+    quantized = testing.bitsandbytes().nn.Linear4bit
+    linears = [m for m in model.modules() if isinstance(m, quantized)]
+    held = sum(linear.in_features * linear.out_features for linear in linears)
+    head = config.vocab_size * config.hidden_size
+    heads = config.num_attention_heads * config.head_dim
+    causal = config.layer_types.count("full_attention") * 7 * ids.shape[1] * heads
+    return suite.ceilings.roof(
+        flops=ids.numel() * (4 * (held + head) + causal),
+        bytes=2 * held * (0.5 + 1 / 64) + 2 * 2 * head,
+    )
+
+
+if __name__ == "__main__":
+    main()
