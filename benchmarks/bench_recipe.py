@@ -13,12 +13,13 @@ What is compiled, for every peer alike (``--compile``):
 - ``blocks``: each decoder layer by itself, and the loss. Layers of a kind share a graph, so there
   are three to compile. Embedding, last norm and head run in eager.
 - ``whole``: the model in one graph. Dynamo unrolls the scan of the delta net over its chunks of 64
-  tokens: at 512 tokens 370 nodes a layer in Dynamo's graph and 1,500 after autograd, 27,000 in all.
-  bench_step's graphs take 4 to 5 ms a node on the machine with the H200: two minutes a peer.
+  tokens: at 512 tokens 390 nodes a layer in Dynamo's graph and 1,570 after autograd (attention: 230
+  and 690), 28,000 in all, where the blocks have 2,300. bench_step's graphs take 4 to 5 ms a node on
+  the machine with the H200: two minutes a peer.
 
-Without flash-linear-attention the delta net solves a triangular system, or, for export, replaces
-the solver by 63 steps written out. Up to torch 2.11 Dynamo says that it exports; here it does not,
-or a delta net would have 3,400 nodes at 64 tokens, in place of 850, and run them.
+Without flash-linear-attention a delta net solves a triangular system, or, in an export, by 63 steps
+written out. torch 2.11 says of every trace that it is an export; here that is denied, or a layer
+would have 4,130 nodes in place of 1,570, and run them.
 """
 
 from __future__ import annotations
@@ -235,6 +236,7 @@ def _compile(
         with testing.fresh_cache():
             step = bench_step.full_step(bench_step.adamw(model), bench_step.loss_of(enter()), ids)
             first = harness.first_call(step, suite.device)
+        harness.console.print(f"{peer}: first step {harness.duration(first)}", markup=False)
         extra[peer] |= {"first_step_s" if peer == "eager" else "compile_s": first}
         extra[peer] |= {
             "graphs": counters["stats"]["unique_graphs"] - before,
@@ -271,6 +273,8 @@ def _rounds(
             # CUDA graphs: a step that warms up, one that records; then what a neighbour left cold.
             _train(model, call, start, data[:5])
             runs[peer].append(_train(model, call, start, data))
+            rate = 1 / runs[peer][-1].seconds
+            harness.console.print(f"round {index + 1}, {peer}: {rate:.2f} steps/s", markup=False)
         rates = [f"{peer} {1 / runs[peer][-1].seconds:.2f}" for peer in order]
         suite.notes.append(f"round {index + 1}, steps/s: {', then '.join(rates)}")
     return runs
