@@ -24,7 +24,7 @@ from inductor_q.passes.stack_gradients import StackGradients
 from inductor_q.passes.stack_projections import StackProjections
 
 PIPELINE: tuple[Pass, ...] = (
-    CausalAttention(),  # a causal mask written out -> is_causal
+    CausalAttention(),  # a causal mask written out -> is_causal, of keys that are not repeated
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
     FuseScatter2Scatter(),  # products with packed experts: one op that reads them packed
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour

@@ -2,7 +2,8 @@
 
 In eager, transformers leaves a mask out where it is the causal one. Under torch.compile it writes
 the mask out up to torch 2.13 (`masking_utils._ignore_causal_mask_sdpa`: Dynamo traces as if it
-exported), and a kernel that is given a mask computes the half of attention that is masked.
+exported), and a kernel that is given a mask computes the half of attention that is masked. Keys and
+values that it repeated on that account for groups of queries are taken as they were, as in eager.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.causal_mask import CHECKPOINT, same_size, why_not_causal
+from inductor_q.passes.grouped_keys import before_repeat
 from inductor_q.passes.runner import CAPTURED, Site
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -41,10 +43,10 @@ class CausalAttention:
             if reason:
                 yield Site(node, rejected=reason, by_choice=True)
             else:
-                yield Site(node, plan=arguments, provider="sdpa")
+                yield _causal(node, arguments, graphs)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        arguments = {**site.plan, "attn_mask": None, "is_causal": True}
+        arguments = dict(site.plan)
         site.node.args = tuple(arguments.pop(name) for name in ("query", "key", "value"))
         site.node.kwargs = arguments
 
@@ -59,6 +61,17 @@ _PARAMETERS: dict[str, Any] = {
     "scale": None,
     "enable_gqa": False,
 }
+
+
+def _causal(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph]) -> Site:
+    plan = {**arguments, "attn_mask": None, "is_causal": True}
+    found = before_repeat(node, arguments, graphs)
+    if isinstance(found, str):
+        provider = f"sdpa, repeated keys: {found}" if found else "sdpa"
+        return Site(node, plan=plan, provider=provider)
+    key, value = found
+    plan |= {"key": key, "value": value, "enable_gqa": True}
+    return Site(node, plan=plan, provider="sdpa, grouped keys")
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

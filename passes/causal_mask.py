@@ -98,7 +98,7 @@ def _written(
 ) -> str:
     """What writes in place to one of `nodes`, or to a view of one; "" if nothing does."""
     for node in (n for graph in graphs for n in graph.nodes):
-        for written in _written_by(node):
+        for written in written_by(node):
             base: Any = written
             while isinstance(base, fx.Node):
                 given = outside.get(base, base)
@@ -113,7 +113,7 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
-def _written_by(node: fx.Node) -> list[Any]:
+def written_by(node: fx.Node) -> list[fx.Node]:
     """What a node may write to; of operators that say no more than that they write, all they get.
     The bodies of checkpoints are looked at by themselves."""
     target, called = node.target, _name(node)
@@ -127,7 +127,7 @@ def _written_by(node: fx.Node) -> list[Any]:
     if called in _INPLACE or (ends and target not in _FUNCTIONS):  # operator.and_
         first = node.args[0] if node.args else list(node.all_input_nodes)
         found += [*first] if isinstance(first, (tuple, list)) else [first]
-    return found
+    return [node for node in found if isinstance(node, fx.Node)]
 
 
 def _schemas(target: OpOverload | OpOverloadPacket) -> list[Any]:
