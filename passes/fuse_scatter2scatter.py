@@ -5,7 +5,8 @@ expert's weights for each row (`batched_mm`). Either way over a dequantization b
 `qfuse::scatter2scatter` on the packed stack, forward and backward alike, so no expert is held in 16
 bits and none is saved; `batched_mm` over dense experts too, whose gathered copies are saved for
 backward otherwise. Where the rows of a grouped product are shown to be slots in sorted order, it
-reads their tokens in place of copies, and in backward adds up the slots of each token.
+reads their tokens in place of copies, or adds up the slots of each token, weighted by its gates.
+The gates' gradient, which is of those rows, is computed from the product of backward then.
 
 Refused where the weights are dense and grouped (torch's product is the thing to run), and where
 they train. It says too which kernel serves the products that a model has asked for itself.
@@ -16,25 +17,19 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from inductor_q.capture.experts_graph import (
-    Batched,
-    Grouped,
-    match_batched,
-    match_gather,
-    match_grouped,
-    match_sum,
-)
+from inductor_q.capture.expert_slots import match_gathered, match_summed
+from inductor_q.capture.experts_graph import Batched, Grouped, match_batched, match_grouped
 from inductor_q.diagnostics.context import Context
 from inductor_q.formats import get_format
 from inductor_q.kernels import scatter2scatter_kernels
 from inductor_q.ops.scatter2scatter import DENSE
-from inductor_q.passes.graph import CAST, emit, tensor
+from inductor_q.passes.graph import CAST, MUL, RESHAPE, emit, tensor
 from inductor_q.passes.runner import Site
 
 OP = "scatter2scatter"
@@ -54,18 +49,44 @@ class _Routing:
         return self.nodes
 
 
+@dataclass
+class _Shared:
+    """What the sites of a graph have in common.
+
+    gates_gradients: by a product of backward, the sums that read the result of the product which it
+        is the backward of, and the rows of that: with d, w, x gradients, weights and rows, of
+        sums d . (x @ w) the result is not made any more, and they become (d @ w') . x.
+    became: what is in place of a node that a site was matched on.
+    """
+
+    routings: dict[tuple[Any, ...], _Routing] = field(default_factory=dict)
+    gates_gradients: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    became: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def routing(self, emit: Callable[..., Any], *key: Any) -> _Routing:
+        return self.routings.setdefault((emit, *key), _Routing(functools.partial(emit, *key)))
+
+
 @dataclass(frozen=True)
 class _Plan:
-    """`old` becomes `product` of `x`; `dim` is the one more dimension that both have."""
+    """`old` becomes `product` of `x`, its slots times `gates`.
+
+    `dim` is the one more dimension that both have. `gates_gradient` are sums, and the rows that the
+    result is multiplied with for them; then it is multiplied with `column`.
+    """
 
     product: Grouped | Batched
     x: fx.Node
     old: fx.Node
     routing: _Routing
+    shared: _Shared
     top_k: int = 1
     grouped_in: bool = False
     grouped_out: bool = False
     dim: int | None = None
+    gates: fx.Node | None = None
+    column: fx.Node | None = None
+    gates_gradient: tuple[fx.Node, fx.Node] | None = None
 
 
 class FuseScatter2Scatter:
@@ -73,7 +94,7 @@ class FuseScatter2Scatter:
     stage: ClassVar[str] = "joint"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        routings: dict[tuple[Any, ...], _Routing] = {}
+        shared = _Shared()
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
@@ -85,9 +106,9 @@ class FuseScatter2Scatter:
             if isinstance(found, str):
                 yield Site(node, found, by_choice=True)
             elif isinstance(found, Grouped):
-                yield from _grouped_sites(node, found, routings, context)
+                yield from _grouped_sites(node, found, shared, context)
             elif isinstance(found, Batched):
-                yield _site(node, _batched_plan(node, found, routings), context)
+                yield _site(node, _batched_plan(node, found, shared), context)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node, wanted = site.node, context.kernel(OP)
@@ -95,11 +116,14 @@ class FuseScatter2Scatter:
             node.args = (*node.args[:-1], wanted if wanted != "auto" else node.args[-1])
             return
         plan: _Plan = site.plan
-        stack = plan.product.stack
+        stack, became = plan.product.stack, plan.shared.became
         with graph.inserting_before(node):
-            x = plan.x
+            x = became.get(plan.x, plan.x)
             if plan.dim is not None:
                 x = emit(graph, aten.squeeze.dim, (x, plan.dim), node)
+            gates = plan.gates
+            if gates is not None:
+                gates = emit(graph, RESHAPE, (gates, [-1, plan.top_k]), node)
             args = (
                 x,
                 list(stack.operands),
@@ -114,47 +138,60 @@ class FuseScatter2Scatter:
                 None,
                 1.0,
                 None,
-                None,
+                gates,
                 wanted,
             )
             both = emit(graph, torch.ops.qfuse.scatter2scatter.default, args, node)
             value = emit(graph, operator.getitem, (both, 0), node)
             if plan.dim is not None:
                 value = emit(graph, aten.unsqueeze.default, (value, plan.dim), node)
+            if plan.gates_gradient is not None:
+                sums, rows = plan.gates_gradient
+                dots = emit(graph, MUL, (value, became.get(rows, rows)), node)
+                became[sums] = emit(graph, aten.sum.dim_IntList, (dots, [1], True), node)
+                sums.replace_all_uses_with(became[sums])
+            if plan.column is not None:
+                value = emit(graph, MUL, (value, plan.column), node)
+        became[plan.old] = value
         plan.old.replace_all_uses_with(value)
 
 
 def _grouped_sites(
-    node: fx.Node,
-    product: Grouped,
-    routings: dict[tuple[Any, ...], _Routing],
-    context: Context,
+    node: fx.Node, product: Grouped, shared: _Shared, context: Context
 ) -> Iterator[Site]:
     """The product, and why its rows stay sorted where they need not."""
-    old = node
+    x, old = product.x, node
     if product.part is not None:
         old = next(user for user in node.users if user.args[1] == product.part)
-    rows = _Routing(functools.partial(_emit_sorted, product.x, product.offs))
-    plan = _Plan(product, product.x, old, rows, grouped_in=True, grouped_out=True)
-    slots, gathered = match_gather(product), True
-    if slots is None:
-        slots, gathered = match_sum(old, product), False
+    routing = _Routing(functools.partial(_emit_sorted, x, product.offs))
+    plan = _Plan(product, x, old, routing, shared, grouped_in=True, grouped_out=True)
+    gathered, gradient = match_gathered(product), None
+    slots = gathered
+    if gathered is None:
+        slots, gradient = match_summed(old, product)
     if isinstance(slots, str):
         yield Site(node, slots, by_choice=True)
     elif slots is not None:
-        key = (slots.order, product.offs)
-        routing = routings.setdefault(key, _Routing(functools.partial(_emit_slots, *key)))
-        x, old = (slots.tokens, old) if gathered else (product.x, slots.tokens)
-        plan = _Plan(product, x, old, routing, slots.top_k, not gathered, gathered)
+        routing = shared.routing(_emit_slots, slots.order, product.offs)
+        plan = replace(plan, routing=routing, top_k=slots.top_k)
+        if gathered is not None:
+            plan = replace(
+                plan,
+                x=slots.tokens,
+                grouped_in=False,
+                column=slots.column,
+                gates_gradient=shared.gates_gradients.get(node),
+            )
+        else:
+            plan = replace(plan, old=slots.tokens, grouped_out=False, gates=slots.gates)
+        if gradient is not None:
+            shared.gates_gradients[gradient.back] = (gradient.sums, x)
     yield _site(node, plan, context)
 
 
-def _batched_plan(
-    node: fx.Node, product: Batched, routings: dict[tuple[Any, ...], _Routing]
-) -> _Plan:
-    key = (product.ids, product.stack.shape[0])
-    routing = routings.setdefault(key, _Routing(functools.partial(_emit_route, *key)))
-    return _Plan(product, product.x, node, routing, dim=product.dim)
+def _batched_plan(node: fx.Node, product: Batched, shared: _Shared) -> _Plan:
+    routing = shared.routing(_emit_route, product.ids, product.stack.shape[0])
+    return _Plan(product, product.x, node, routing, shared, dim=product.dim)
 
 
 def _site(node: fx.Node, plan: _Plan, context: Context) -> Site:
