@@ -355,9 +355,9 @@ def test_rows_are_added_only_where_that_is_shown(
     check_first(layer, found=[forward, backward], reasons=reasons)
 
 
-def untouched(implementation: str) -> Any:
+def untouched(implementation: str, **kwargs: Any) -> Any:
     """A model packed by bitsandbytes, whose embedding trains."""
-    net = model("qwen3_moe", implementation).requires_grad_(False)
+    net = model("qwen3_moe", implementation).requires_grad_(False).to(**kwargs)
     net.model.embed_tokens.weight.requires_grad_(True)
     for layer in expert_layers(net).values():
         for name in ("gate_up_proj", "down_proj"):
@@ -388,3 +388,25 @@ def test_an_untouched_model(implementation: str, any_length: bool) -> None:
     assert result.gradients.keys() == expected_grads.keys()
     for name, grad in result.gradients.items():
         torch.testing.assert_close(grad, expected_grads[name], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"]
+)
+@SLOW
+def test_an_untouched_model_in_bfloat16(device: str) -> None:
+    """The dtype in which transformers calls torch's grouped product on a GPU, in every version."""
+    net = untouched("grouped_mm", dtype=torch.bfloat16, device=device)
+    ids = tokens().to(device)
+
+    def logits(ids: Tensor) -> Tensor:
+        result: Tensor = net(input_ids=ids, use_cache=False).logits
+        return result
+
+    expected, expected_grads = step(logits, ids, module=net)
+    result = compile_step(logits, ids, module=net, fullgraph=True)
+    assert sorted(products(result)) == sorted(BY_TOKEN * 2)
+    assert not copies(result, 28) and PASS not in result.reasons
+    torch.testing.assert_close(result.output, expected, rtol=0.1, atol=0.1)
+    for name, grad in result.gradients.items():
+        assert (grad - expected_grads[name]).norm() <= 0.05 * expected_grads[name].norm()
