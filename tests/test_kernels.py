@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import inductor_q
 from inductor_q import ops
-from inductor_q.csrc import build
+from inductor_q.csrc import build, driver
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import BLOCKSIZES
 from inductor_q.formats.codec import Codebook, Table
@@ -35,9 +36,11 @@ from inductor_q.kernels import (
     provider_names,
     providers,
     refusal,
+    triton_launch,
 )
 from inductor_q.ops import dequantize as dequantize_op
 from inductor_q.ops.dequantize import write
+from tests.compile_triton import compiled
 from tests.quantized import (
     DTYPES,
     QUANT_TYPES,
@@ -408,6 +411,39 @@ def test_triton_plans_differ_by_the_dtype_of_every_operand(monkeypatch: Any) -> 
     assert len(plans) == len(DTYPES)
 
 
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "fp4_b32", "kbit3_e4m4"])
+def test_parameters_of_a_compiled_kernel(name: str) -> None:
+    """Those that a launch through the driver fills in: pointers, integers, and Triton's own."""
+    kernel = dequantize_triton._kernel(FORMATS[name], 8)
+    pointers = ["out", "qweight", "codebook", *kernel.scale_operands]
+    constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
+    types = {**dict.fromkeys(pointers, "*fp32"), "qweight": "*u8", "out": "*bf16", "absmax": "*u8"}
+    found = triton_launch.parameters(compiled(kernel.function, constants, types).asm["ptx"])
+    assert found == ["u64"] * len(pointers) + ["u32"] * 4 + [*triton_launch.SCRATCH]
+
+
+@pytest.mark.parametrize(
+    ("change", "pointers", "numbers"),
+    [
+        ({}, 2, (1, 7)),  # Triton leaves out an integer of 1
+        ({}, 3, (64, 64)),
+        ({}, 2, (2**31, 64)),
+        ({"num_ctas": 2}, 2, (64, 64)),
+        ({"global_scratch_size": 16}, 2, (64, 64)),
+        ({"launch_pdl": True}, 2, (64, 64)),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_triton(
+    change: dict[str, Any], pointers: int, numbers: tuple[int, ...]
+) -> None:
+    numbered = enumerate(["u64"] * 2 + ["u32"] * (2 - numbers.count(1)) + [*triton_launch.SCRATCH])
+    ptx = ".visible .entry k(" + ",".join(f" .param .{t} k_param_{i}" for i, t in numbered) + ")"
+    metadata = SimpleNamespace(**{"num_ctas": 1, "num_warps": 1, "shared": 0, **change})
+    kernel = SimpleNamespace(metadata=metadata, asm={"ptx": ptx}, function=0)
+    assert triton_launch.prepared(kernel, 0, (1, 1, 1), pointers, numbers) is None
+
+
 def test_printed_source() -> None:
     """What the device functions of a nested format look like: each operation once, no format
     name, scales found once for all the codes of a lane."""
@@ -502,6 +538,32 @@ def test_gpu_equals_bitsandbytes(quant_type: str, blocksize: int, nested: bool) 
             )
             expected = bnb.dequantize_4bit(w.packed, w.state)
             assert_same_bits(inductor_q.dequantize(w.packed, w.state), positive_zero(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nf4_b64", "nf4_b64_nested", "kbit4_e4m4"])
+@pytest.mark.parametrize("pad", [0, 64])
+def test_gpu_later_launches_go_through_the_driver(
+    name: str, pad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With operands and outputs at other addresses, and bit for bit the same."""
+    monkeypatch.setattr(dequantize_triton, "_PLANS", {})
+    for seed in range(3):
+        operands, _ = sample(FORMATS[name], (48, 256), seed=seed)
+        expected = torch.empty(48, 256, dtype=torch.bfloat16)
+        dequantize_reference.KERNEL.launch(operands, FORMATS[name], expected)
+        there = [operand.cuda() for operand in operands]
+        out = torch.full((48, 256 + pad), 7.0, dtype=torch.bfloat16, device="cuda")
+        inside = out[:, :256]
+        if seed:
+            assert dequantize_triton.KERNEL.launch_again(there, FORMATS[name], inside)
+        else:
+            assert not dequantize_triton.KERNEL.launch_again(there, FORMATS[name], inside)
+            dequantize_triton.KERNEL.launch(there, FORMATS[name], inside)
+        assert_same_bits(inside.cpu(), expected)
+        assert (out[:, 256:] == 7).all()
+    [plan] = dequantize_triton._PLANS.values()
+    assert isinstance(plan._again, driver.Launch)
 
 
 @pytest.mark.gpu

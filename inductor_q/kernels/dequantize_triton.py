@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.packing import BitPlanes, BytePacking, Packing
 from inductor_q.kernels.gpu import on, unfit
+from inductor_q.kernels.triton_launch import prepared
 
 INT32_LIMIT = 2**31
 
@@ -107,22 +108,35 @@ class Triton:
         out: Tensor,
         config: Config = DEFAULT,
     ) -> None:
-        tensors = (out, *operands)
-        aligned = tuple([t.data_ptr() % 16 for t in tensors])
-        target = (out.shape, out.stride(0), out.dtype, out.device)
-        dtypes = tuple([t.dtype for t in operands])
-        key = (fmt.name, target, dtypes, aligned, config.block, config.num_warps)
+        key = _key(operands, fmt, out, config)
         plan = _PLANS.get(key)
         if plan is None:
             plan = _PLANS[key] = _Plan(operands, fmt, out, config)
         plan.launch(operands, out)
 
+    def launch_again(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> bool:
+        """Launch as for the same layouts before; False where there was no such call."""
+        plan = _PLANS.get(_key(operands, fmt, out, DEFAULT))
+        if plan is None:
+            return False
+        plan.launch(operands, out)
+        return True
+
+
+def _key(
+    operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, config: Config
+) -> tuple[Any, ...]:
+    """What a launch depends on, and whether this kernel supports it, besides addresses."""
+    layouts = [(t.dtype, t.data_ptr() % 16, t.is_contiguous()) for t in operands]
+    target = (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16)
+    return (fmt.name, config.block, config.num_warps, *target, *layouts)
+
 
 class _Plan:
     """A launch whose arguments differ in their pointers alone.
 
-    The first goes through Triton's JIT, which specializes on sizes and alignments; the others call
-    what it compiled, at a tenth of the host time.
+    The first goes through Triton's JIT, which specializes on sizes and alignments; the others
+    launch what it compiled, at a tenth of the host time.
     """
 
     def __init__(
@@ -139,6 +153,7 @@ class _Plan:
         units = -(-numel // codes)
         kernel = _kernel(fmt, codes)
         self._jit = kernel.function
+        self._again: Callable[..., None] | None = None
         self._compiled: Any = None
         self._scales = [fmt.operands.index(name) for name in kernel.scale_operands]
         self._table = fmt.operands.index(kernel.table) if kernel.table else None
@@ -158,8 +173,8 @@ class _Plan:
         table = self._codebook if self._table is None else operands[self._table]
         pointers = (out, operands[0], table, *scales)
         with on(out.device):
-            if self._compiled is not None:
-                self._compiled[self._grid](*pointers, *self._sizes, *self._constants.values())
+            if self._again is not None:
+                self._again(*[t.data_ptr() for t in pointers])
                 return
             compiled = self._jit[self._grid](
                 *pointers,
@@ -168,8 +183,9 @@ class _Plan:
                 num_warps=self._num_warps,
                 enable_fp_fusion=False,
             )
-            # The interpreter returns nothing to call again.
-            self._compiled = compiled if hasattr(compiled, "__getitem__") else None
+            device = out.device.index
+            self._again = prepared(compiled, device, self._grid, len(pointers), self._sizes)
+            self._compiled = compiled  # owns what is launched again
 
 
 _PLANS: dict[tuple[Any, ...], _Plan] = {}
