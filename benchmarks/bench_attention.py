@@ -48,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     def both(call: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(), (query, key, value), grad)
 
-    exact = calls["mask"]().double()
-    extra = {
-        peer: {"error": float((calls[peer]().double() - exact).norm() / exact.norm())}
-        for peer in arguments.backends
-    }
+    with torch.no_grad():
+        exact = calls["mask"]().double()
+        extra = {
+            peer: {"error": float((calls[peer]().double() - exact).norm() / exact.norm())}
+            for peer in arguments.backends
+        }
     candidates = {peer: both(calls[peer]) for peer in arguments.backends}
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     timings = harness.time_kernels(candidates, suite.device, rounds=rounds)

@@ -61,7 +61,8 @@ def check_two_ranks(folder: Path, device_type: str) -> None:
     (first, error), (second, _) = (torch.load(folder / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len(first) == 14
-    assert error < 0.05  # bf16 gradients of a two-layer product; eager's own rounding is 2 ** -8
+    # bf16 gradients through a whole layer, of eager and of another order of sums: 0.050 on an H200.
+    assert error < 0.08
 
 
 @pytest.mark.slow
