@@ -1,14 +1,16 @@
 """Whether an attention mask that a graph computes is the causal one.
 
 Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
-functions, read no input of the graph, be written to by no other node, and hold no number but the
-mask's own sizes, which are replaced, and -1, 0 and 1. What passes knows no distance but those that
-its few sums can make of a step, so what holds for every pair of positions at these sizes holds at
-all.
+functions, read no input of the graph, be written to by no other node, and hold no number but -1, 0
+and 1, and such as are replaced: the mask's own sizes, and a number of copies that `expand` makes. A
+distance that these numbers make is the same at three positions, where nothing may be large, and at
+160, where a window that is not would show. So what holds for every pair of positions at these
+sizes holds at all.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,12 +22,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 CHECKPOINT = "tag_activation_checkpoint"
 
-#: Positions, and what stands for the number of sequences, and of heads: several, since a distance
-#: in the mask may happen to be that number.
-SIZES = ((3, 2), (8, 3), (257, 5))
+#: Positions.
+SIZES = (3, 8, 160)
 
-#: Each may double a distance: together less than the most positions.
-MOST_SUMS = 8
+#: What stands for the number of sequences, and for that of heads or copies: several, since a
+#: distance in the mask may happen to be one of them. No sum of the two is the same three times.
+COUNTS = ((2, 4), (3, 2), (4, 3))
+
+#: The largest number that a mask may be computed with at the fewest positions.
+LARGEST = 16
 
 _FUNCTIONS = {
     *(torch.arange, torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like),
@@ -40,6 +45,8 @@ _METHODS = {
     *("eq", "ne", "le", "lt", "ge", "gt", "tril", "triu"),
     *(f"__{name}__" for name in ("eq", "ne", "le", "lt", "ge", "gt", "and", "or", "invert")),
 }
+#: What they return is never a view of what they are given.
+_NEW = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul)
 _PLAIN = (-1, 0, 1)
 _EXACT = (torch.bool, torch.int32, torch.int64)
 _UPDATES = (
@@ -75,15 +82,14 @@ def why_not_causal(
     if not same_size(value.shape[-2], value.shape[-1]):
         return "queries and keys differ in number"
     try:
-        for size, few in SIZES:
-            sizes = [(value.shape[-1], size), (value.shape[0], few), (value.shape[1], few)]
-            evaluation = _Evaluation(sizes, outside)
+        for size, (few, copies) in itertools.product(SIZES, COUNTS):
+            evaluation = _Evaluation(value.shape, (few, copies, size), outside)
             found = evaluation.of(mask)
             causal = torch.ones(size, size, dtype=torch.bool).tril()
             if found.shape[-2:] != causal.shape or not torch.equal(found, causal.expand_as(found)):
                 return "the mask is another than the causal one"
-        if sum(n.target in (operator.add, operator.sub) for n in evaluation.nodes()) > MOST_SUMS:
-            return f"the mask is computed with more than {MOST_SUMS} sums, as a window may be"
+            if size == SIZES[0] and evaluation.is_large():
+                return "the mask is computed with sums or copies as large as a window may be"
         if written := _written(evaluation.nodes(), outside, graphs):
             return f"the mask, or what it is made of, is written to by {written}"
     except _NotProven as reason:
@@ -104,6 +110,8 @@ def _written(
                 given = outside.get(base, base)
                 if given in nodes or outside.get(given) is given:  # that one is not known
                     return _name(node)
+                if given.target in _NEW:
+                    break
                 # a view's base is its first argument
                 base = given.args[0] if given.args else next(iter(given.all_input_nodes), None)
     return ""
@@ -146,18 +154,36 @@ def _expression(size: Any) -> Any:
 
 
 class _Evaluation:
-    """The values of nodes on the CPU with some sizes replaced."""
+    """The values of nodes on the CPU with some sizes replaced.
+
+    Args:
+        shape: of the mask, [sequences, heads, S, S].
+        numbers: what stands for sequences, for heads or copies, and for S.
+        outside: as of `why_not_causal`.
+    """
 
     def __init__(
-        self, sizes: Sequence[tuple[int | torch.SymInt, int]], outside: Mapping[fx.Node, fx.Node]
+        self,
+        shape: Sequence[int | torch.SymInt],
+        numbers: tuple[int, int, int],
+        outside: Mapping[fx.Node, fx.Node],
     ) -> None:
-        self._sizes = sizes
+        few, self._copies, size = numbers
+        self._sizes = ((shape[-1], size), (shape[0], few), (shape[1], self._copies))
+        self._copied = None if _expression(shape[1]) in _PLAIN else _expression(shape[1])
         self._outside = outside
         self._known: dict[fx.Node, Any] = {}
 
     def nodes(self) -> set[fx.Node]:
         """What was run."""
         return set(self._known)
+
+    def is_large(self) -> bool:
+        """Whether a number passes LARGEST, or a tensor has a window's length if it is flattened."""
+        tensors = [v for v in self._known.values() if isinstance(v, torch.Tensor)]
+        return any(
+            v.numel() >= SIZES[-1] or bool(((v > LARGEST) | (v < -LARGEST)).any()) for v in tensors
+        )
 
     def of(self, node: fx.Node) -> Any:
         node = self._outside.get(node, node)
@@ -175,35 +201,39 @@ class _Evaluation:
         called, functions = node.target, node.op == "call_function"
         if not (called in _FUNCTIONS if functions else called in _METHODS):
             raise _NotProven(f"the mask is computed with {getattr(called, '__name__', called)}")
-        args = self._arguments(node.args)
-        kwargs = {name: self._arguments(value) for name, value in node.kwargs.items()}
+        copies = called == "expand"
+        args = self._arguments(node.args, copies=copies)
+        kwargs = {n: self._arguments(value, copies=copies) for n, value in node.kwargs.items()}
         with unset_fake_temporarily(), torch.no_grad():
             if callable(called):
                 return called(*args, **kwargs)
             return getattr(args[0], called)(*args[1:], **kwargs)
 
-    def _arguments(self, value: Any) -> Any:
+    def _arguments(self, value: Any, *, copies: bool = False) -> Any:
         if isinstance(value, fx.Node):
             return self.of(value)
         if isinstance(value, (tuple, list)):
-            return tuple(self._arguments(v) for v in value)
+            return tuple(self._arguments(v, copies=copies) for v in value)
         if isinstance(value, slice):
             return slice(*(self._arguments(v) for v in (value.start, value.stop, value.step)))
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, int) and not isinstance(value, bool):
-            return self._size(value)
+            return self._size(value, copies=copies)
         if isinstance(value, torch.dtype) and value not in _EXACT:
             raise _NotProven(f"the mask is computed in {value}, which does not hold all positions")
         if isinstance(value, float):
             raise _NotProven(f"the mask is computed with the number {value}")
         return value
 
-    def _size(self, value: int | torch.SymInt) -> int:
+    def _size(self, value: int | torch.SymInt, *, copies: bool = False) -> int:
         number = _expression(value)
         if number in _PLAIN:  # an expression is compared as it is written: no guard
             return int(number)
         for size, small in self._sizes:
             if same_size(value, size):
                 return small
+        if copies and self._copied in (None, number):  # two numbers could tell by their difference
+            self._copied = number
+            return self._copies
         raise _NotProven(f"the mask is computed with the number {value}, as a window is")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from inductor_q.passes.grouped_keys import no_kernel  # noqa: E402
 
 LAYERS = 2
 PASS = "causal_attention"
+LARGE = "the mask is computed with sums or copies as large as a window may be"
 
 
 def captured(fn: Callable[..., Any], *args: Any, dynamic: bool = False) -> fx.GraphModule:
@@ -71,9 +73,35 @@ def lower_triangle(x: Tensor) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool).tril().view(1, 1, n, n)
 
 
+def one_of_four_copies(x: Tensor) -> Tensor:
+    """As Qwen3.5 of transformers writes it: positions of text, time, height and width."""
+    n = x.shape[1]
+    at = torch.arange(n).view(1, 1, -1).expand(4, x.shape[0], -1)[0]
+    sequence = (torch.diff(at, prepend=at[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    return causal(x) & (sequence[:, None, :, None] == sequence[:, None, None, :])
+
+
+def beside_what_is_written(x: Tensor) -> Tensor:
+    """Angles are computed from the positions, and written to."""
+    at = torch.arange(x.shape[1])
+    angles = at.float() * 0.5
+    angles[None][..., :1] = 0
+    return (at <= at[:, None]).expand(x.shape[0], 1, -1, -1)
+
+
+def of_four_heads(x: Tensor) -> Tensor:
+    return causal(x).expand(-1, 4, -1, -1) & torch.ones(1, 4, 1, 1, dtype=torch.bool)
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("shape", [(2, 16), (16, 16), (3, 5000)], ids=str)
-@pytest.mark.parametrize("mask", [causal, packed, lower_triangle])
+@pytest.mark.parametrize("shape", [(2, 16), (16, 16), (4, 24), (3, 5000)], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        *(causal, packed, lower_triangle),
+        *(one_of_four_copies, beside_what_is_written, of_four_heads),
+    ],
+)
 def test_causal_masks_are_known(
     mask: Callable[[Tensor], Tensor], shape: tuple[int, int], dynamic: bool
 ) -> None:
@@ -141,6 +169,12 @@ def cleared_through_a_view(x: Tensor) -> Tensor:
     return mask
 
 
+def with_positions_written(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1]) + 0
+    at[None][..., :1] = 5
+    return (at <= at[:, None]).expand(x.shape[0], 1, -1, -1)
+
+
 def narrowed(x: Tensor) -> Tensor:
     mask = causal(x).clone()
     mask &= (x != 0)[:, None, None, :]
@@ -176,20 +210,97 @@ def one_more(x: Tensor) -> Tensor:
     return (k - q + 1 < 3).expand(3, 1, -1, -1)
 
 
-def doubled(x: Tensor, times: int) -> Tensor:
+def within(x: Tensor, width: Tensor, *, doubled: int = 0) -> Tensor:
     q, k = positions(x)
-    width = torch.ones((), dtype=torch.int64)
-    for _ in range(times):
+    for _ in range(doubled):
         width = width + width
-    return ((k <= q) & (k > q - width)).expand(2, 1, -1, -1)
+    return ((k <= q) & (k > q - width)).expand(x.shape[0], 1, -1, -1)
+
+
+def one() -> Tensor:
+    return torch.ones((), dtype=torch.int64)
 
 
 def window_of_sums(x: Tensor) -> Tensor:
-    return doubled(x, 6)
+    return within(x, one(), doubled=4)
 
 
 def window_of_many_sums(x: Tensor) -> Tensor:
-    return doubled(x, 9)
+    return within(x, one(), doubled=9)
+
+
+def window_of_sequences(x: Tensor) -> Tensor:
+    """As long as what stands for the sequences is, doubled, more than all positions."""
+    return within(x, one().expand(x.shape[0]).cumsum(0)[-1], doubled=6)
+
+
+def window_of_sums_of_sums(x: Tensor) -> Tensor:
+    width = one().expand(x.shape[0])
+    for _ in range(9):
+        width = width.cumsum(0)
+    return within(x, width[-1])
+
+
+def window_of_copies(x: Tensor) -> Tensor:
+    return within(x, one().expand(4).cumsum(0)[-1])
+
+
+def window_of_many_copies(x: Tensor) -> Tensor:
+    return within(x, one().expand(4).cumsum(0)[-1], doubled=6)
+
+
+def window_of_merged_copies(x: Tensor) -> Tensor:
+    return within(x, one().expand(4, 4, 4, 4, 4, 4).reshape(-1).cumsum(0)[-1])
+
+
+def window_between_copies(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1]).expand(4, -1).cumsum(0)
+    return within(x, at[-1][1])
+
+
+def chunk(x: Tensor, *copies: int) -> Tensor:
+    """Keys of the query's chunk, which is as long as there are copies."""
+    at = torch.arange(x.shape[1]).view(-1, *(1 for _ in copies)).expand(-1, *copies)
+    at = at.reshape(-1)[: x.shape[1]]
+    return causal(x) & (at[:, None] == at)
+
+
+def chunk_of_copies(x: Tensor) -> Tensor:
+    return chunk(x, 4)
+
+
+def chunk_of_many_copies(x: Tensor) -> Tensor:
+    return chunk(x, *[4] * 9)
+
+
+def as_many_copies_as_stand_for_them(x: Tensor) -> Tensor:
+    """Up to the query if there were three copies: three is what is put for four, once."""
+    q, k = positions(x)
+    return (k - q < one().expand(4).cumsum(0)[-1] - 1 - 1).expand(2, 1, -1, -1)
+
+
+def copies_of_two_numbers(x: Tensor) -> Tensor:
+    """Up to the query if the two were one number."""
+    q, k = positions(x)
+    more = one().expand(6).cumsum(0)[-1] - one().expand(4).cumsum(0)[-1]
+    return (k - q < more + 1).expand(2, 1, -1, -1)
+
+
+def copies_and_heads(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    more = one().expand(6).cumsum(0)[-1] - one().expand(4).cumsum(0)[-1]
+    return (k - q < more + 1).expand(2, 6, -1, -1)
+
+
+def as_many_ones_as_copies(x: Tensor) -> Tensor:
+    """What is let through for `expand` is not, once it is known, for anything else."""
+    many = one().expand(4).cumsum(0)[-1] - torch.arange(4)[-1]
+    return causal(x) & (many == 1)
+
+
+def another_copy(x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1]).expand(4, -1)[3]
+    return causal(x) & (at == at)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -208,13 +319,27 @@ def window_of_many_sums(x: Tensor) -> Tensor:
         (in_bytes, "the mask is computed in torch.int8, which does not hold all positions"),
         (cleared, "the mask, or what it is made of, is written to by setitem"),
         (cleared_through_a_view, "the mask, or what it is made of, is written to by fill_"),
+        (with_positions_written, "the mask, or what it is made of, is written to by setitem"),
         (narrowed, "the mask"),
         (cleared_by_an_operator, "the mask, or what it is made of, is written to by clear"),
         (cleared_in_a_list, "the mask, or what it is made of, is written to by _foreach_zero_"),
         (cleared_by_keyword, "the mask, or what it is made of, is written to by fill_"),
         (one_more, "the mask is "),
         (window_of_sums, "the mask is another than the causal one"),
-        (window_of_many_sums, "the mask is computed with more than 8 sums, as a window may be"),
+        (window_of_many_sums, LARGE),
+        (window_of_sequences, LARGE),
+        (window_of_sums_of_sums, LARGE),
+        (window_of_copies, "the mask is another than the causal one"),
+        (window_of_many_copies, LARGE),
+        (window_of_merged_copies, LARGE),
+        (window_between_copies, "the mask is another than the causal one"),
+        (chunk_of_copies, "the mask is another than the causal one"),
+        (chunk_of_many_copies, LARGE),
+        (as_many_copies_as_stand_for_them, "the mask is another than the causal one"),
+        (copies_of_two_numbers, "the mask is computed with the number"),
+        (copies_and_heads, "the mask is computed with the number 4, as a window is"),
+        (as_many_ones_as_copies, "the mask is computed with the number 4, as a window is"),
+        (another_copy, "the mask is computed with the number 3, as a window is"),
     ],
 )
 def test_other_masks_are_not(
@@ -577,10 +702,17 @@ def qlora(config: Callable[..., Any] = testing.tiny_llama_config) -> Any:
     return testing.qlora_model(sizes, compute_dtype=torch.float32, randomize_adapters=True)
 
 
+QWEN3_5 = functools.partial(testing.tiny_qwen3_5_config, layer_types=["full_attention"] * LAYERS)
+
+
 @pytest.mark.parametrize(
     ("config", "checkpointed"),
-    [(testing.tiny_llama_config, False), (testing.tiny_qwen3_config, True)],
-    ids=["llama", "qwen3-checkpointed"],
+    [
+        (testing.tiny_llama_config, False),
+        (testing.tiny_qwen3_config, True),
+        (QWEN3_5, False),
+    ],
+    ids=["llama", "qwen3-checkpointed", "qwen3.5"],
 )
 def test_attention_of_a_model_is_causal(
     config: Callable[..., Any], checkpointed: bool, tmp_path: Path
