@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from inductor_q import kernels, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
 from inductor_q.diagnostics.context import Context, counterparts
 from inductor_q.diagnostics.report import SCHEMA_VERSION, Report
-from inductor_q.exc import NotFused
+from inductor_q.exc import NotFused, UnwritableOutput
+from inductor_q.files import write_whole
 from inductor_q.manager import JointPasses, Partitioner, run_stage
 from inductor_q.options import Resolved, resolve
 from inductor_q.passes import PIPELINE
@@ -73,10 +75,14 @@ def qfuse(
     device = device_of(example_inputs)
     resolved = resolve(mode, options, device=device, dynamic=dynamic)
     report = new_report(resolved, device)
+    if resolved.report and resolved.report not in _written:
+        _write(resolved.report)  # before time goes into compiling
     if not is_quantized(gm):
         # Nothing of ours applies: this is Inductor, at no cost.
         _last = report
-        return compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
+        compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
+        _tell(report, resolved)
+        return compiled
     sources = input_sources(gm)
     context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
     run_stage(CAPTURED, gm.graph, context)
@@ -131,7 +137,9 @@ def is_quantized(gm: fx.GraphModule) -> bool:
             if _namespace(node.target) in ("bitsandbytes", "qfuse"):
                 return True
             value = node.meta.get("example_value") if node.op == "placeholder" else None
-            if isinstance(value, torch.Tensor) and not _is_plain(value):
+            if isinstance(value, torch.Tensor) and (
+                _is_subclass(value) or (value.dtype in _PACKED and _is_held(node))
+            ):
                 return True
     return False
 
@@ -143,12 +151,20 @@ def _namespace(target: Any) -> str:
     return str(getattr(target, "namespace", ""))
 
 
-def _is_plain(value: torch.Tensor) -> bool:
+#: What packed weights are stored in; as an input of the model it may as well be an image.
+_PACKED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _is_subclass(value: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
-        return False
-    return value.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    return type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def _is_held(node: fx.Node) -> bool:
+    """Whether a placeholder is a parameter or a buffer of a module."""
+    name = source_name(getattr(node, "_dynamo_source", None))
+    return "_parameters" in name or "_buffers" in name
 
 
 def device_of(example_inputs: Sequence[Any]) -> torch.device:
@@ -185,6 +201,17 @@ def new_report(resolved: Resolved, device: torch.device) -> Report:
     )
 
 
+def _write(path: str) -> None:
+    """The reports of this process's compiles so far, whole at any time."""
+    documents = [report.to_dict() for report in _written.get(path, ())]
+    text = json.dumps({"schema_version": SCHEMA_VERSION, "compiles": documents}, indent=1)
+    try:
+        write_whole(Path(path), text)
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise UnwritableOutput(option="qfuse.report", path=path, problem=problem) from None
+
+
 def _tell(report: Report, resolved: Resolved) -> None:
     log.info(report.summary())
     trace_structured(
@@ -194,9 +221,7 @@ def _tell(report: Report, resolved: Resolved) -> None:
     )
     if resolved.report:
         _written.setdefault(resolved.report, []).append(report)
-        documents = [r.to_dict() for r in _written[resolved.report]]
-        with open(resolved.report, "w") as file:
-            json.dump({"schema_version": SCHEMA_VERSION, "compiles": documents}, file, indent=1)
+        _write(resolved.report)
     unwanted = [s for s in report.sites if s.rejected and not s.by_choice]
     if resolved.strict and unwanted:
         sites = ((s.module or s.source or s.target, s.rejected) for s in unwanted)

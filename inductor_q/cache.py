@@ -70,11 +70,14 @@ def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Conte
         if isinstance(module, fx.GraphModule):
             digest.update(module.code.encode())
     for x in example_inputs:
-        text = f"{tuple(x.shape)} {x.dtype} {x.device}" if isinstance(x, torch.Tensor) else str(x)
-        digest.update(text.encode())
+        digest.update((_layout(x) if isinstance(x, torch.Tensor) else str(x)).encode())
     digest.update(f"{torch.is_grad_enabled()} {torch.__version__}".encode())
     digest.update(f"{source_digest()} {context.resolved.fingerprint()}".encode())
     return digest.hexdigest()
+
+
+def _layout(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device} {x.requires_grad}"
 
 
 def _report_path(key: str) -> Path:

@@ -193,7 +193,7 @@ class InvalidTunedFile(QfuseError, ValueError):
 
     path: str
     problem: str
-    message = "{path}: {problem}. Run the tuning again or delete the file"
+    message = "{path}: {problem}. Correct it or delete the file"
 
 
 class NotFused(QfuseError, RuntimeError):
@@ -374,25 +374,6 @@ class MissingExtra(QfuseError, ImportError):
     extra: str
     feature: str
     message = "{feature} needs {package}, which is not installed: pip install 'inductor-q[{extra}]'"
-
-
-class UnsupportedArch(QfuseError, RuntimeError):
-    arch: str
-    supported: Collection[str]
-    feature: str
-    message = (
-        "{feature} does not run on {arch}; it needs one of {supported!j}. "
-        "Set options={{'qfuse.kernels': {{...: 'auto'}}}} to let another provider take it"
-    )
-
-
-class UnsupportedTorch(QfuseError, RuntimeError):
-    version: str
-    supported: str
-    feature: str
-    message = (
-        "{feature} needs torch {supported}, this is torch {version}: pip install 'torch{supported}'"
-    )
 
 
 # --- the command line ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from inductor_q.lowerings import calls
+from inductor_q.lowerings.in_force import is_ours
 
 #: Op -> the function of `inductor_q.lowerings.calls`.
 FUNCTIONS: dict[Any, Any] = {
@@ -42,7 +43,8 @@ class DirectCall(ir.FallbackKernel):
     """What Inductor does with an op that it does not know, but for the name that is called."""
 
     def codegen(self, wrapper: Any) -> None:
-        if not V.graph.cpp_wrapper:  # its code is C++
+        # Of another backend's compiles the cache outlives our names; a C++ wrapper calls no Python.
+        if is_ours() and not V.graph.cpp_wrapper:
             name = FUNCTIONS[self.op_overload].__name__
             wrapper.add_import_once(f"from inductor_q.lowerings.calls import {name}")
             self.python_kernel_name = name

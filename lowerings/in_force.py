@@ -27,6 +27,11 @@ class _Defaults:
         pass
 
 
+def is_ours() -> bool:
+    """Whether the compile that is running is one of our backend's: its cache knows our sources."""
+    return hasattr(config.joint_custom_pre_pass, "context")
+
+
 def in_force() -> InForce:
     hook = config.joint_custom_pre_pass
     return getattr(hook, "context", None) or _Defaults()

@@ -74,7 +74,7 @@ _LAYOUT = {
     torch.ops.aten.unsqueeze.default,
 }
 FACTOR = (
-    "a factor that cannot move (a dropout mask, or a scaling without fold_lora) "
+    "a factor that cannot move (a dropout mask, a scaling without fold_lora, or of few rows) "
     "stands inside the adapter"
 )
 WRITTEN = (

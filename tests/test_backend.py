@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
@@ -25,7 +27,7 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.diagnostics.report import Report
-from inductor_q.exc import NotFused
+from inductor_q.exc import NotFused, UnwritableOutput
 from tests.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
 from tests.processes import ROOT, environment
 
@@ -312,6 +314,45 @@ def test_report_file_is_the_last_report(tmp_path: Path) -> None:
     assert sum(written["providers"]["dequantize"].values()) >= 1  # backward is compiled later
     assert {p["name"] for p in written["passes"]} > {"canonicalize", "keep_packed"}
     assert all(p["seconds"] >= 0 for p in written["passes"])
+
+
+def test_report_file_without_a_quantized_weight(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inductor's graph, bit for bit: packed dtypes may be an image's."""
+
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(64, 64)
+            self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            x = image.float() / 255
+            return torch.tanh(self.w(x) + self.b(self.a(x)) * 0.3)
+
+    image = torch.randint(0, 255, (32, 64), dtype=torch.uint8)
+    model, path = Image(), tmp_path / "new" / "report.json"
+    ours = torch.compile(model, backend=qfuse, options={"qfuse.report": str(path)})
+    with caplog.at_level(logging.INFO, logger="inductor_q"):
+        torch.testing.assert_close(
+            ours(image), torch.compile(model, backend="inductor")(image), rtol=0, atol=0
+        )
+    (written,) = json.loads(path.read_text())["compiles"]
+    assert written["passes"] == written["sites"] == []
+    assert sum(r.getMessage().startswith("qfuse: preset") for r in caplog.records) == 1
+
+
+def test_report_that_cannot_be_written_is_told_before_compiling(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "report.json")
+    before = counters["aot_autograd"]["total"]
+    with pytest.raises(
+        BackendCompilerFailed, match=r"qfuse\.report .* cannot be written: "
+    ) as told:
+        compile_step(lora(), x_MK(), options={"qfuse.report": path})
+    assert isinstance(told.value.inner_exception, UnwritableOutput)
+    assert counters["aot_autograd"]["total"] == before
 
 
 def test_one_line_at_info(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import ROOT, environment
 
@@ -175,3 +176,18 @@ def test_a_changed_source_misses(inferred: tuple[Path, Any], package: Path, tmp_
     changed = run(inferred[0], train=False, package=other)
     assert changed["aot"] == MISS
     assert changed["sum"] == unchanged["sum"]
+
+
+def test_reports_are_kept_by_all_that_a_compile_depends_on() -> None:
+    from inductor_q.backend import new_report
+    from inductor_q.cache import report_key
+    from inductor_q.diagnostics.context import Context
+    from inductor_q.options import resolve
+
+    gm = torch.fx.symbolic_trace(torch.nn.Tanh())
+    resolved = resolve(None, None, device=torch.device("cpu"), dynamic=False)
+    context = Context(resolved, new_report(resolved, torch.device("cpu")), [])
+    x = torch.ones(4, 4)
+    inputs = [x, x.t()[:2], x.t()[:2].contiguous(), x.clone().requires_grad_(), x.double()]
+    assert len({report_key(gm, [one], context) for one in inputs}) == len(inputs)
+    assert report_key(gm, [x], context) == report_key(gm, [torch.zeros(4, 4)], context)

@@ -12,6 +12,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils.checkpoint import checkpoint
 
 from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
@@ -153,6 +154,19 @@ def half_dense(implementation: str) -> Experts:
     )
     layer.experts.gate_up_proj = nn.Parameter(weight, requires_grad=False)
     return layer
+
+
+class Checkpointed(Experts):
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, ids, gates, use_reentrant=False)
+        return result
+
+
+def test_under_a_checkpoint() -> None:
+    result = compiled(Checkpointed("qwen3_moe", "grouped_mm", torch.float32), torch.float32)
+    assert PASS not in result.reasons
+    assert all(product in BY_TOKEN for product in products(result))
+    assert not copies(result, 14)
 
 
 @SLOW

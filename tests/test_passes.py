@@ -158,7 +158,7 @@ SEPARATE = {"mm": 8, "qfuse.dequantize": 2, "qfuse.extend": 0, "cat": 0}
 BASE_ONLY = {"mm": 2, "qfuse.dequantize": 2, "qfuse.extend": 0}
 FOR_SURE = {"fallback_random": True}  # eager's dropout masks
 FACTOR = (
-    "a factor that cannot move (a dropout mask, or a scaling without fold_lora) "
+    "a factor that cannot move (a dropout mask, a scaling without fold_lora, or of few rows) "
     "stands inside the adapter"
 )
 MANY_ROWS = (

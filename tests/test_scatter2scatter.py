@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_fw_bw_and_get_code
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 
 from inductor_q import exc, kernels, ops
 from inductor_q.experts.routing import Routing, route
@@ -334,6 +335,27 @@ def test_a_layer_is_one_graph_for_any_number_of_tokens(backend: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("gates", [False, True])
+def test_under_a_checkpoint(gates: bool) -> None:
+    """In eager, where what was saved can be had once."""
+    case = layer(gates=gates, bias=True)
+    expected = results(case, case())
+    y = checkpoint(case, use_reentrant=False)
+    for name, value in results(case, y).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_another_backend_calls_the_op() -> None:
+    """Its cache does not know our sources, and outlives them."""
+    case = layer()
+    torch.compiler.reset()
+    compiled = torch.compile(case.__call__, backend="inductor")
+    with torch.no_grad():
+        _, codes = run_and_get_code(compiled)
+    assert "torch.ops.qfuse.scatter2scatter.default(" in "".join(codes)
+    assert "qfuse_scatter2scatter" not in "".join(codes)
+
+
 def test_compiled_code_calls_past_the_dispatcher() -> None:
     up = layer(Sizes(in_features=32, out_features=48))
     down = layer(Sizes(in_features=48, out_features=32), seed=1)
@@ -368,3 +390,6 @@ def test_wrong_arguments() -> None:
             replace(case, **{name: value})()
     with pytest.raises(exc.CorruptQuantState):
         replace(case, operands=[case.operands[0][:-1], *case.operands[1:]])()
+    narrow = case.routing._replace(order=case.routing.order.int())
+    with pytest.raises(exc.WrongDtype, match=r"order of a routing is torch.int32, expected torch.int64"):
+        replace(case, routing=narrow)()

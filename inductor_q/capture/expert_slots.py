@@ -151,10 +151,11 @@ def _divided(rows: fx.Node, tokens: Any, indices: Any) -> Slots | str | None:
 
 def _inverted(rows: fx.Node, tokens: fx.Node, indices: Any, top_k: Any) -> Slots | str | None:
     """Slot s is the row indices[s]: at each slot of an order, its place there."""
-    if len(indices) != 1 or indices[0].target is not aten.index_put.default:
+    inverse = _unaliased(indices[0])
+    if len(indices) != 1 or inverse.target is not aten.index_put.default:
         return None
-    (inverse,) = indices
     _, orders, places, *accumulate = inverse.args
+    places = _unaliased(places)
     if len(orders) != 1 or accumulate or places.target is not prims.iota.default:
         return None
     (order,) = orders
@@ -234,6 +235,13 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two shapes are the same for every value of their symbols."""
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in pairs)
+
+
+def _unaliased(node: Any) -> Any:
+    """What a node is, where a checkpoint was traced around it."""
+    while node.target is aten.alias.default:
+        node = node.args[0]
+    return node
 
 
 def _only_user(node: fx.Node) -> Any:

@@ -176,6 +176,9 @@ class _Plan:
             if self._again is not None:
                 self._again(*[t.data_ptr() for t in pointers])
                 return
+            if self._compiled is not None:
+                self._compiled[self._grid](*pointers, *self._sizes, *self._constants.values())
+                return
             compiled = self._jit[self._grid](
                 *pointers,
                 *self._sizes,
@@ -185,7 +188,8 @@ class _Plan:
             )
             device = out.device.index
             self._again = prepared(compiled, device, self._grid, len(pointers), self._sizes)
-            self._compiled = compiled  # owns what is launched again
+            # It owns what is launched again. The interpreter returns nothing to call.
+            self._compiled = compiled if hasattr(compiled, "__getitem__") else None
 
 
 _PLANS: dict[tuple[Any, ...], _Plan] = {}

@@ -25,7 +25,7 @@ def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
     x = call.x.contiguous()
     collect[(triton.cdiv(call.rows, 8), triton.cdiv(call.in_features, 256))](
         x,
-        call.order,
+        call.order.contiguous(),
         out,
         call.rows,
         call.in_features,
@@ -46,7 +46,7 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
         finish[(triton.cdiv(call.rows, 32), triton.cdiv(features, 256))](
             y,
             gates,
-            call.order,
+            call.order.contiguous(),
             call.offsets,
             features,
             call.rows,
@@ -60,7 +60,7 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
     combine[(call.tokens, triton.cdiv(features, 1024))](
         y,
         gates,
-        call.inverse,
+        call.inverse.contiguous(),
         call.offsets,
         out,
         features,
@@ -123,7 +123,7 @@ def project_rows(
     project[(tiles.shape[0] * (tile_rows // rows),)](
         x,
         call.lora_a,  # in any float dtype: the kernel casts
-        call.order,
+        call.order.contiguous(),
         tiles,
         tile_count,
         rank,

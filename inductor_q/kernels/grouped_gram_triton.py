@@ -52,7 +52,7 @@ class Triton:
             gram[(triton.cdiv(features, WIDTH), call.shape[0])](
                 narrow,
                 wide,
-                call.order,
+                call.order.contiguous(),
                 call.offsets,
                 out,
                 rank,

@@ -224,7 +224,7 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
             _factor(call, x.dtype),
             bias,
             out,
-            call.order,
+            call.order.contiguous(),
             tiles,
             count,
             planes,

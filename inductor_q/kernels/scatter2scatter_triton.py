@@ -162,7 +162,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
     expert_gemm[(most * -(-call.out_features // tile.features),)](
         out,
         x,
-        call.order,
+        call.order.contiguous(),
         parts,
         count,
         weight,

@@ -36,7 +36,7 @@ def prepared(
         numbers: the integers that it was called with.
     """
     metadata = getattr(compiled, "metadata", None)
-    if metadata is None:  # the interpreter's
+    if metadata is None or "ptx" not in compiled.asm:  # the interpreter's, AMD's
         return None
     if metadata.num_ctas != 1 or any(getattr(metadata, name, None) for name in SPECIAL):
         return None

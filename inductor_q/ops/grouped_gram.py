@@ -13,6 +13,7 @@ from torch import Tensor
 
 from inductor_q.exc import WrongShape
 from inductor_q.ops.library import define
+from inductor_q.ops.scatter2scatter import check_order
 
 
 def grouped_gram(
@@ -63,6 +64,7 @@ class GroupedGram:
         return self.offsets.shape[0] - 1, self.left.shape[1], self.right.shape[1]
 
     def check(self) -> None:
+        check_order(self.order)
         for what, side, grouped in (
             ("left side of grouped_gram", self.left, self.grouped_left),
             ("right side of grouped_gram", self.right, self.grouped_right),

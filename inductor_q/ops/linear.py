@@ -83,14 +83,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grad_x = grad_bias = None
+    operands = list(ctx.saved_tensors)  # once: under a checkpoint each access computes again
     if ctx.needs_input_grad[0]:
-        weight = torch.ops.qfuse.dequantize(
-            list(ctx.saved_tensors), ctx.format, ctx.shape, grad.dtype
-        )
+        weight = torch.ops.qfuse.dequantize(operands, ctx.format, ctx.shape, grad.dtype)
         grad_x = grad @ weight
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-    return grad_x, [None] * len(ctx.saved_tensors), None, None, grad_bias
+    return grad_x, [None] * len(operands), None, None, grad_bias
 
 
 def define_linear() -> None:

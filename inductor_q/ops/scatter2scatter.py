@@ -172,6 +172,7 @@ class Scatter2Scatter:
             _expect("gates", self.gates.shape, (self.tokens, self.top_k))
             check_device("gates", [self.gates], self.x)
         check_device("routing", [self.order, self.inverse, self.offsets], self.x)
+        check_order(self.order)
         check_device("weight", self.operands, self.x)
         if self.fmt is not None:
             check_operands(self.operands, self.fmt, self.shape, self.x.dtype)
@@ -179,6 +180,12 @@ class Scatter2Scatter:
             _expect("dense weight", self.operands[0].shape, self.shape)
             if not self.x.dtype.is_floating_point:
                 raise WrongDtype(what="input of experts", expected="floating", got=self.x.dtype)
+
+
+def check_order(order: Tensor) -> None:
+    """Raise unless kernels can read `order` as it lies: a routing's, [R] int64."""
+    if order.dtype is not torch.int64:
+        raise WrongDtype(what="order of a routing", expected=torch.int64, got=order.dtype)
 
 
 #: What the op's arguments behind the shape are called; taken once, since calls are many.

@@ -32,7 +32,8 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    x, order, _inverse, offsets, a, b, bias, gates, rank, *operands = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: under a checkpoint each access would compute again
+    x, order, _inverse, offsets, a, b, bias, gates, rank, *operands = saved
     need = ctx.needs_input_grad
     grads: list[Any] = [None] * COUNT
     grads[OPERANDS] = [None] * len(operands)
@@ -50,9 +51,11 @@ def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 
     grad_rank = None
     if need[X] or need[GATES]:
-        grads[X], grads[GATES], grad_rank = _input_gradients(ctx, grad, gate)
+        grads[X], grads[GATES], grad_rank = _input_gradients(ctx, saved, grad, gate)
     elif need[LORA_A]:
-        grad_rank, _ = _product(ctx, grad, [b], DENSE, b.shape, transposed=True, grouped_out=True)
+        grad_rank, _ = _product(
+            ctx, saved, grad, [b], DENSE, b.shape, transposed=True, grouped_out=True
+        )
     if need[LORA_A]:
         assert grad_rank is not None
         grouped = (True, ctx.grouped_in)
@@ -74,13 +77,14 @@ def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 
 
 def _input_gradients(
-    ctx: Any, grad: Tensor, gate: Tensor | None
+    ctx: Any, saved: tuple[Any, ...], grad: Tensor, gate: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients of x and of the gates, and `B' dy` [R, r] in grouped order."""
-    x, order, inverse, offsets, a, b, bias, gates, _, *operands = ctx.saved_tensors
+    x, order, inverse, offsets, a, b, bias, gates, _, *operands = saved
     separate = ctx.needs_input_grad[GATES]
     u, grad_rank = _product(
         ctx,
+        saved,
         grad,
         operands,
         ctx.format,
@@ -111,6 +115,7 @@ def _input_gradients(
 
 def _product(
     ctx: Any,
+    saved: tuple[Any, ...],
     grad: Tensor,
     operands: list[Tensor],
     format: str,
@@ -123,7 +128,7 @@ def _product(
     gates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows of `grad`, as the op gave them out, times weights, with the op's routing."""
-    _, order, inverse, offsets, *_ = ctx.saved_tensors
+    _, order, inverse, offsets, *_ = saved
     result: tuple[Tensor, Tensor] = torch.ops.qfuse.scatter2scatter(
         grad,
         operands,
