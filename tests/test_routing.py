@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from inductor_q.experts.routing import Routing, route, tile_map
+from inductor_q.experts.routing import Routing, route
 
 CASES = {
     "usual": (7, 2, 5),
@@ -59,35 +59,13 @@ def test_nothing_but_sentinels() -> None:
     assert routing.offsets.tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("block", [1, 4, 16])
-@pytest.mark.parametrize("case", CASES)
-def test_tiles_cover_every_row_once(case: str, block: int) -> None:
-    tokens, top_k, num_experts = CASES[case]
-    ids = choices(tokens, top_k, num_experts)
-    ids[::3] = -1
-    routing = route(ids, num_experts)
-    tiles = tile_map(routing.offsets, tokens * top_k, block)
-    assert len(tiles.expert) == num_experts + -(-tokens * top_k // block)
-    offsets = routing.offsets.tolist()
-    covered: list[int] = []
-    for expert, row in zip(tiles.expert.tolist(), tiles.row.tolist(), strict=True):
-        if expert < num_experts:
-            assert offsets[expert] <= row < offsets[expert + 1]
-            assert (row - offsets[expert]) % block == 0
-            covered += range(row, min(row + block, offsets[expert + 1]))
-    assert covered == list(range(offsets[-1]))
-    used = [e < num_experts for e in tiles.expert.tolist()]
-    assert used == sorted(used, reverse=True)
-
-
 def test_one_graph_for_every_number_of_tokens() -> None:
     torch.compiler.reset()
     counters.clear()
 
     def plan(ids: Tensor) -> tuple[Tensor, ...]:
         routing = route(ids, 5)
-        tiles = tile_map(routing.offsets, ids.numel(), 4)
-        return routing.order, routing.inverse, routing.offsets, tiles.expert, tiles.row
+        return routing.order, routing.inverse, routing.offsets
 
     compiled = torch.compile(plan, backend="aot_eager", fullgraph=True, dynamic=True)
     for tokens in (7, 12, 33):

@@ -391,5 +391,5 @@ def test_wrong_arguments() -> None:
     with pytest.raises(exc.CorruptQuantState):
         replace(case, operands=[case.operands[0][:-1], *case.operands[1:]])()
     narrow = case.routing._replace(order=case.routing.order.int())
-    with pytest.raises(exc.WrongDtype, match=r"order of a routing is torch.int32, expected torch.int64"):
+    with pytest.raises(exc.WrongDtype, match=r"order of a routing is torch\.int32, expected"):
         replace(case, routing=narrow)()

@@ -34,17 +34,6 @@ class Routing(NamedTuple):
         return self.offsets.shape[0] - 1
 
 
-class Tiles(NamedTuple):
-    """Blocks of grouped rows with one expert each: what a kernel's programs look up.
-
-    Both are [tiles] int32: the expert of a tile, num_experts for a tile that has none (they come
-    last), and its first grouped row. A tile ends with its expert's rows.
-    """
-
-    expert: Tensor
-    row: Tensor
-
-
 def route(expert_ids: Tensor, num_experts: int) -> Routing:
     """Sort the slots by expert; slots of one expert keep their order.
 
@@ -64,18 +53,3 @@ def route(expert_ids: Tensor, num_experts: int) -> Routing:
     inverse = torch.empty_like(order)
     inverse = inverse.scatter(0, order, torch.arange(tokens * top_k, device=ids.device))
     return Routing(order, inverse, offsets, top_k)
-
-
-def tile_map(offsets: Tensor, rows: int, block: int) -> Tiles:
-    """Cut each expert's rows into tiles of `block`: at most num_experts + ceil(rows / block).
-
-    Args:
-        offsets: [E + 1] of a `Routing` with `rows` slots.
-    """
-    num_experts = offsets.shape[0] - 1
-    tiles = torch.arange(num_experts + -(-rows // block), dtype=torch.int32, device=offsets.device)
-    ends = torch.cumsum((offsets.diff() + (block - 1)) // block, 0, dtype=torch.int32)
-    expert = torch.searchsorted(ends, tiles, right=True, out_int32=True)
-    some = expert.clamp(max=num_experts - 1)  # a tile without an expert: any, for the lookup
-    first = ends[some] - (offsets[some + 1] - offsets[some] + (block - 1)) // block
-    return Tiles(expert, offsets[some] + (tiles - first) * block)
