@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from inductor_q import ops
+from inductor_q import ops, testing
 from inductor_q.backend import qfuse
+from tests.compiling import SMALL, Between, step
 from tests.op_layers import by_hand, error, exact, gradients, layer
 from tests.quantized import DTYPES, assert_same_bits, by_table, needs_0_50
 
@@ -119,6 +120,46 @@ def test_any_shape(lead: list[int], n: int, k: int, ranks: list[int]) -> None:
         gradients(ours, case.leaves), gradients(theirs, case.leaves), strict=True
     ):
         torch.testing.assert_close(mine, other)
+
+
+def test_compiled_once_for_any_number_of_rows() -> None:
+    """bitsandbytes' layer under PEFT's adapter: forward and gradients as near to float64 as bf16
+    is, in one graph for all lengths but 0 and 1, which torch specializes."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    module = Between(testing.lora_linear(128, 64, adapter_dtype=torch.bfloat16))
+    exact = testing.reference_model(module)
+    compiled = torch.compile(module, backend=qfuse, options=SMALL, dynamic=True, fullgraph=True)
+    kinds = set()
+    rows = st.tuples(st.integers(0, 300))
+    batches = st.tuples(st.integers(2, 4), st.integers(2, 300))
+
+    @settings(max_examples=40)
+    @given(lead=rows | batches)
+    @example(lead=(5,))
+    @example(lead=(0,))
+    @example(lead=(1,))
+    @example(lead=(3, 7))  # two lengths that are equal at first would be taken for one
+    def close_to_float64(lead: tuple[int, ...]) -> None:
+        kinds.add(tuple(min(length, 2) for length in lead))
+        generator = torch.Generator().manual_seed(sum(lead))
+        x = torch.randn(*lead, 64, generator=generator).bfloat16().requires_grad_()
+        y, grads = step(compiled, x, module=module)
+        true_y, true = step(exact, x.detach().double().requires_grad_(), module=exact)
+        assert y.shape == (*lead, 128)
+        assert grads.keys() == true.keys() and len(true) == 3
+        # One wrong row of 300 would be 6 %.
+        limit = 2 * torch.finfo(torch.bfloat16).eps
+        assert testing.relative_error(y, true_y) <= limit
+        for name, grad in true.items():
+            assert grads[name].shape == grad.shape
+            assert testing.relative_error(grads[name], grad) <= limit, name
+
+    with testing.CompileTrace() as trace:
+        close_to_float64()
+    assert kinds == {(0,), (1,), (2,), (2, 2)}
+    assert trace.graphs == len(kinds)
+    assert trace.breaks == []
 
 
 @pytest.mark.parametrize("view", ["columns", "rows", "transposed", "expanded"])
