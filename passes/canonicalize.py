@@ -6,7 +6,8 @@ and a plain matrix product. A cast of a dequantization is folded into it, so tha
 computed in float32, are rounded once.
 
 Refused for fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel
-reads packed bytes and is not beaten by a dequantization and a product.
+reads packed bytes and is not beaten by a dequantization and a product. A dequantized weight that
+the graph returns is refused too, for it has no product here; the dequantization itself is ours.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from inductor_q.passes.graph import (
     MUL,
     PERMUTE,
     RESHAPE,
+    VIEWS,
     as_matrix,
     emit,
     peel_rows,
@@ -39,6 +41,11 @@ from inductor_q.passes.graph import (
     tensor,
 )
 from inductor_q.passes.runner import Site
+
+LEAVES = (
+    "the dequantized weight leaves the graph, so no product is fused with it: a graph break stands "
+    "behind it, as PEFT's DoRA makes"
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Canonicalize:
                 "dequantize", tensor(node).device, get_format(found.weight.format)
             )
             yield Site(node, reason, weight, by_choice=True, provider=provider)
+            if isinstance(found, _Dequantize) and _leaves(node):
+                yield Site(node, LEAVES, weight)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node = site.node
@@ -125,6 +134,12 @@ def _too_few_rows(node: fx.Node, found: _Linear | _Dequantize, context: Context)
             "bitsandbytes' kernel reads packed weights and is faster here"
         )
     return ""
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether the graph returns the value, or a cast or view of it."""
+    through = {*VIEWS, PERMUTE, CAST}
+    return any(u.op == "output" or (u.target in through and _leaves(u)) for u in node.users)
 
 
 def emit_dequantize(graph: fx.Graph, weight: Weight, dtype: torch.dtype, like: fx.Node) -> fx.Node:

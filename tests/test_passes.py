@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from inductor_q import ops, testing
 from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.exc import NotFused
 from inductor_q.passes import PIPELINE
+from inductor_q.passes.canonicalize import LEAVES
 from tests.compiling import Between, Compiled, compile_step, step
 from tests.processes import ROOT, environment
 
@@ -507,16 +510,43 @@ def test_an_intermediate_that_is_returned_keeps_its_value() -> None:
 # --- DoRA ---------------------------------------------------------------------------------------
 
 
-def test_dora_breaks_the_graph_and_stays_right() -> None:
+def test_dora_breaks_the_graph_and_stays_right(tmp_path: Path) -> None:
     """PEFT's DoRA makes Dynamo split the graph between the layer and its adapter: the layer itself
-    is still canonical, and nothing is to be folded."""
+    is still canonical, nothing is to be folded, and the weight decoded for its norm is told."""
     module, x = Between(peft_adapters(config(8, 16, use_dora=True))), x_MK()
     expected = eager(module, x)
+    path = tmp_path / "report.json"
     with testing.CompileTrace() as trace:
-        result = compiled(module, x)
+        result = compiled(module, x, options={"qfuse.report": str(path)})
     assert trace.breaks and result.report is not None
+    sites = [s for c in json.loads(path.read_text())["compiles"] for s in c["sites"]]
+    [refused] = [s for s in sites if s["rejected"]]
+    assert refused["rejected"] == LEAVES and refused["pass_name"] == "canonicalize"
     assert all("GB" in reason or "Reason" in reason for reason in trace.breaks)
     assert result.ops["qfuse.dequantize"] == 3  # forward, backward, the weight's norm
     assert result.ops["qfuse.extend"] == 0
     assert not [op for op in result.ops if op.startswith("bitsandbytes")]
     assert_same(result, expected)
+
+
+def test_dora_is_an_error_under_strict() -> None:
+    module = Between(peft_adapters(config(8, 16, use_dora=True)))
+    with pytest.raises(Exception) as raised:
+        compiled(module, x_MK(), options={"qfuse.strict": True})
+    inner = getattr(raised.value, "inner_exception", raised.value)
+    assert isinstance(inner, NotFused)
+    assert [reason for _, reason in inner.sites] == [LEAVES]
+
+
+def test_a_norm_of_the_weight_in_the_graph_is_not_told() -> None:
+    """What is returned is computed from the weight and is not the weight."""
+
+    class Norm(ByHand):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.base.weight
+            dense = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+            y: Tensor = x @ dense.t() / dense.norm(dim=1)
+            return y
+
+    result = compiled(Norm(), x_MK(), options={"qfuse.strict": True})
+    assert result.applied["canonicalize"] and "canonicalize" not in result.reasons
