@@ -308,7 +308,7 @@ def test_malformed_tuned_file(directory: Path, data: object, problem: str) -> No
     with pytest.raises(InvalidTunedFile, match=problem) as caught:
         resolve(None, None, device=CPU)
     assert caught.value.path == str(directory / "cpu.json")
-    assert "Run the tuning again or delete the file" in str(caught.value)
+    assert "Correct it or delete the file" in str(caught.value)
 
 
 def test_tuned_file_with_names_that_do_not_exist(directory: Path) -> None:
