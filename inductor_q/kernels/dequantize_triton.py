@@ -136,7 +136,7 @@ class _Plan:
     """A launch whose arguments differ in their pointers alone.
 
     The first goes through Triton's JIT, which specializes on sizes and alignments; the others
-    launch what it compiled, at a tenth of the host time.
+    launch what it compiled.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What Triton has compiled, launched through the driver.
 
-Triton's own launch asks for the device, the stream, hooks and metadata each time, which costs the
-host several times what `csrc.driver.Launch` does.
+Triton's own launch asks for the device, the stream, hooks and metadata each time;
+`csrc.driver.Launch` fills in pointers.
 """
 
 from __future__ import annotations
