@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
+from inductor_q.presets import select
 from tests.compiling import SMALL, Between, compile_step, gradients, step
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -25,13 +27,35 @@ N, K = 192, 64
 SLACK = 1.25
 NOISE = 2e-7  # of the reference itself, and of a float32 sum in another order
 
+#: N and K of a layer under a preset's own thresholds: on a GPU those of a model's.
+SIZES = {"cpu": (N, K), "cuda": (4096, 2048)}
+
 Step = tuple[Tensor, dict[str, Tensor]]
 
 
-def x_MK(*shape: int, dtype: torch.dtype = BF16, k: int = K) -> Tensor:
+@pytest.fixture(autouse=True, scope="module")
+def sums_in_float32() -> Iterator[None]:
+    """cuBLAS may add up in 16 bits where it splits a sum: which of two products that a pass has
+    shaped otherwise it does so for would be chance."""
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = [getattr(torch.backends.cuda.matmul, name) for name in names]
+    for name in names:
+        setattr(torch.backends.cuda.matmul, name, False)
+    yield
+    for name, value in zip(names, before, strict=True):
+        setattr(torch.backends.cuda.matmul, name, value)
+
+
+def x_MK(*shape: int, dtype: torch.dtype = BF16, k: int = K, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(len(shape))
     x = torch.randn(*(shape or (2, 40)), k, generator=generator)
-    return x.to(dtype).requires_grad_()
+    return x.to(device, dtype).requires_grad_()
+
+
+def threshold(name: str, device: str) -> int:
+    """What the preset of the device says."""
+    value: int = select(torch.device(device)).thresholds[name].value
+    return value
 
 
 def reference(module: nn.Module, x: Tensor) -> Step:
@@ -61,12 +85,17 @@ class Case:
     bias: bool = False
     shape: tuple[int, ...] = (2, 40)
     extended: int = 2  # forward and backward
+    autocast: bool = False
+
+    def context(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(device, BF16) if self.autocast else contextlib.nullcontext()
 
 
 CASES = {
     "bf16": Case(),
     "bf16, strict": Case(numerics="strict", extended=0),
     "fp32 adapter": Case(FP32, extended=0),
+    "fp32 adapter, autocast": Case(FP32, autocast=True),
     "fp16": Case(FP16, FP16),
     "fp32": Case(FP32, FP32),
     "bias that trains": Case(bias=True),
@@ -75,15 +104,26 @@ CASES = {
     "one row of a batch": Case(shape=(1, 1), extended=0),
     "four dimensions": Case(shape=(2, 2, 20)),
 }
+#: The others differ in views only.
+ON_GPU = (
+    "bf16",
+    "fp32 adapter",
+    "fp32 adapter, autocast",
+    "fp16",
+    "fp32",
+    "bias that trains",
+    "one row",
+)
 
 
-def layer(case: Case) -> nn.Module:
+def layer(case: Case, device: str = "cpu", *, n: int = N, k: int = K) -> nn.Module:
     module = testing.lora_linear(
-        N,
-        K,
+        n,
+        k,
         bias=case.bias,
         adapter_dtype=case.adapter_dtype,
         compute_dtype=case.compute_dtype,
+        device=device,
     )
     if case.bias:
         bias: Any = module.get_submodule("proj.base_layer").bias
@@ -92,17 +132,53 @@ def layer(case: Case) -> nn.Module:
     return Between(module)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_linear(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, device",
+    [(name, "cpu") for name in CASES]
+    + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ON_GPU],
+)
+def test_linear(name: str, device: str) -> None:
     case = CASES[name]
-    module, x = layer(case), x_MK(*case.shape, dtype=case.compute_dtype)
-    eager = step(module, x, module=module)
+    module = layer(case, device)
+    x = x_MK(*case.shape, dtype=case.compute_dtype, device=device)
+    with case.context(device):
+        eager = step(module, x, module=module)
     if case.bias:
         assert "layer.proj.base_layer.bias" in eager[1]
-    result = compile_step(module, x, options={"qfuse.numerics": case.numerics})
+    options = {"qfuse.numerics": case.numerics}
+    result = compile_step(module, x, options=options, context=case.context(device))
     assert result.applied.get("extend_k", 0) == case.extended
     assert result.applied["canonicalize"] == 2
     assert_no_worse((result.output, result.gradients), eager, reference(module, x))
+
+
+@pytest.mark.parametrize("rows", [128, 1024])
+def test_rows_on_both_sides_of_the_presets_threshold(rows: int, device: str) -> None:
+    """No threshold is the test's own: on Hopper, the wide product is for 256 rows and more."""
+    n, k = SIZES[device]
+    module, x = layer(Case(), device, n=n, k=k), x_MK(rows, k=k, device=device)
+    eager = step(module, x, module=module)
+    result = compile_step(module, x, options={"qfuse.thresholds": {}})
+    extended = 2 if rows >= threshold("extend_k.min_rows", device) else 0
+    assert result.applied.get("extend_k", 0) == extended
+    assert result.applied["canonicalize"] == 2
+    assert result.applied["keep_packed"] == 1
+    assert_no_worse((result.output, result.gradients), eager, reference(module, x))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_rows_of_inference_under_the_presets_threshold(rows: int, device: str) -> None:
+    """On a GPU bitsandbytes' own kernel is kept for the fewest rows; its result is the same."""
+    n, k = SIZES[device]
+    module, x = layer(Case(), device, n=n, k=k).eval(), x_MK(rows, k=k, device=device).detach()
+    with torch.no_grad():
+        eager = step(module, x, module=module)
+        result = compile_step(module, x, options={"qfuse.thresholds": {}})
+        exact = reference(module, x)
+    canonical = rows >= threshold("canonicalize.min_rows", device)
+    assert result.applied.get("canonicalize", 0) == canonical
+    assert result.ops["bitsandbytes.gemm_4bit"] == (not canonical)
+    assert_no_worse((result.output, {}), eager, exact)
 
 
 def test_relaxed_stays_within_the_rounding_of_its_dtype() -> None:
@@ -115,9 +191,10 @@ def test_relaxed_stays_within_the_rounding_of_its_dtype() -> None:
         assert testing.relative_error(result.gradients[name], grad) < 2**-7, name
 
 
-def test_input_that_is_not_contiguous() -> None:
-    module = layer(Case())
-    for x in (x_MK(40, 2).detach().transpose(0, 1), x_MK(2, 40, k=2 * K).detach()[..., ::2]):
+def test_input_that_is_not_contiguous(device: str) -> None:
+    module = layer(Case(), device)
+    swapped, wide = x_MK(40, 2, device=device).detach(), x_MK(2, 40, k=2 * K, device=device)
+    for x in (swapped.transpose(0, 1), wide.detach()[..., ::2]):
         assert not x.is_contiguous()
         x.requires_grad_()
         eager = step(module, x, module=module)
@@ -126,8 +203,8 @@ def test_input_that_is_not_contiguous() -> None:
         assert_no_worse((result.output, result.gradients), eager, reference(module, x))
 
 
-def test_no_rows() -> None:
-    module, x = layer(Case()), x_MK(0)
+def test_no_rows(device: str) -> None:
+    module, x = layer(Case(), device), x_MK(0, device=device)
     eager = step(module, x, module=module)
     result = compile_step(module, x)
     assert result.output.shape == (0, N)
@@ -140,8 +217,8 @@ MODES: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference": to
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_gradients(mode: str) -> None:
-    module, x = layer(Case()).eval(), x_MK().detach()
+def test_without_gradients(mode: str, device: str) -> None:
+    module, x = layer(Case(), device).eval(), x_MK(device=device).detach()
     with MODES[mode]():
         eager = step(module, x, module=module)
         result = compile_step(module, x)
@@ -170,10 +247,10 @@ def test_training_and_evaluation_of_one_module() -> None:
 class Block(nn.Module):
     """Two layers and what is between them, recomputed in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
-        self.up = testing.lora_linear(N, K, adapter_dtype=BF16, seed=1)
-        self.down = testing.lora_linear(K, N, adapter_dtype=BF16, seed=2)
+        self.up = testing.lora_linear(N, K, adapter_dtype=BF16, seed=1, device=device)
+        self.down = testing.lora_linear(K, N, adapter_dtype=BF16, seed=2, device=device)
         self.recompute = True
 
     def inner(self, x: Tensor) -> Tensor:
@@ -187,8 +264,8 @@ class Block(nn.Module):
         return y
 
 
-def test_gradient_checkpointing() -> None:
-    module, x = Block(), x_MK()
+def test_gradient_checkpointing(device: str) -> None:
+    module, x = Block(device), x_MK(device=device)
     eager = step(module, x, module=module)
     result = compile_step(module, x, fullgraph=True)
     assert result.applied["extend_k"] >= 2
@@ -209,25 +286,26 @@ class Llama:
     trace: testing.CompileTrace
 
 
-def ids(length: int, batch: int = 2, seed: int = 0) -> Tensor:
+def ids(length: int, device: torch.device, batch: int = 2, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (batch, length), generator=generator)
+    return torch.randint(0, 256, (batch, length), generator=generator).to(device)
 
 
 LENGTHS = (24, 40, 17)
 
 
 @pytest.fixture(scope="module")
-def llama() -> Iterator[Llama]:
+def llama(device: str) -> Iterator[Llama]:
     pytest.importorskip("transformers")
     model = testing.qlora_model(
-        testing.tiny_llama_config(), adapter_dtype=BF16, randomize_adapters=True
+        testing.tiny_llama_config(), adapter_dtype=BF16, randomize_adapters=True, device=device
     )
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend=qfuse, options=SMALL, dynamic=True)
     with testing.CompileTrace() as trace:
         for length in LENGTHS:
-            compiled(input_ids=ids(length), labels=ids(length)).loss.backward()
+            batch = ids(length, model.device)
+            compiled(input_ids=batch, labels=batch).loss.backward()
     gradients({}, model)
     yield Llama(model, compiled, trace)
     torch._dynamo.reset()
@@ -246,12 +324,12 @@ def test_three_lengths_are_two_graphs_and_no_break(llama: Llama) -> None:
     assert applied["extend_k"] == 12 + 7
 
 
-def logits_and_gradients(run: Callable[..., Any], model: nn.Module) -> tuple[Tensor, Tensor]:
+def logits_and_gradients(run: Callable[..., Any], model: Any) -> tuple[Tensor, Tensor]:
     """Of several batches, each as one vector: of a single one, the error is mostly chance."""
     logits, grads = [], []
     for seed in range(2):
         for length in LENGTHS:
-            batch = ids(length, seed=seed)
+            batch = ids(length, model.device, seed=seed)
             result = run(input_ids=batch, labels=batch)
             result.loss.backward()
             logits.append(result.logits.detach().double().flatten())
@@ -262,7 +340,7 @@ def logits_and_gradients(run: Callable[..., Any], model: nn.Module) -> tuple[Ten
 
 
 def test_llama_against_float64(llama: Llama) -> None:
-    exact = testing.reference_model(llama.model)
+    exact: Any = testing.reference_model(llama.model)
     ours = logits_and_gradients(llama.compiled, llama.model)
     theirs = logits_and_gradients(llama.model, llama.model)
     for got, eager, true in zip(ours, theirs, logits_and_gradients(exact, exact), strict=True):
@@ -270,9 +348,9 @@ def test_llama_against_float64(llama: Llama) -> None:
         assert error <= SLACK * limit, f"{error:.2e}, eager {limit:.2e}"
 
 
-def train(run: Callable[..., Any], model: nn.Module, steps: int) -> list[float]:
+def train(run: Callable[..., Any], model: Any, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(testing.adapter_parameters(model), lr=5e-3)
-    batch = ids(LENGTHS[0])
+    batch = ids(LENGTHS[0], model.device)
     losses = []
     for _ in range(steps):
         loss = run(input_ids=batch, labels=batch).loss
