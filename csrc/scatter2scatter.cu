@@ -6,7 +6,7 @@
 // The weight is the left operand of wgmma, in registers: it is decoded from packed nibbles by the warps
 // that multiply, and no decoded weight exists in memory. Rows are the right operand, gathered into
 // swizzled shared memory by a producer warpgroup. A tile is 128 features by up to kMaxRows rows of one
-// expert (tile_map below); its width is rounded up to one of a few specializations. An adapter is one
+// expert (qfuse::tile_map); its width is rounded up to one of a few specializations. An adapter is one
 // more stage: x becomes its projection onto the rank, W its other factor.
 //
 // Decoding: two byte planes of the codebook as bf16, looked up four nibbles at a time by prmt, times
@@ -40,7 +40,7 @@ struct Problem {
   const uint16* bias;     // bf16 [E, features], or null
   uint8* out;             // bf16 rows of `features`
   const int64* order;     // slot of a grouped row
-  const int4* tiles;      // expert, first slot, slots
+  const int4* tiles;      // their number; then of each: expert, first row, rows (qfuse::tile_map)
   int n, k, rank;
   int top_k;  // the row of x is slot / top_k; 0: x is in grouped order
 };
@@ -109,7 +109,7 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
   const int64 pitch = p.k / 2;
   Ring ring;
   for (int t = blockIdx.x; t < total; t += gridDim.x) {
-    const int4 tile = p.tiles[t / blocks];
+    const int4 tile = p.tiles[1 + t / blocks];
     const int feature0 = t % blocks * kFeatures;
     const int passes = (tile.z + 15) / 16;
     int source[kMaxRows / 16];
@@ -320,7 +320,7 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
 template <bool kTransposed, int kMaxRows, int kStages, int kCtas>
 __global__ void __launch_bounds__(384, kCtas)
     scatter2scatter(const uint8* x, const uint8* qweight, const uint32* scales, const uint8* xa, const uint16* lora,
-                    const uint16* bias, uint8* out, const int64* order, const int4* tiles, const int* tile_count,
+                    const uint16* bias, uint8* out, const int64* order, const int4* tiles,
                     const uint32* codebook_planes, int64 n, int64 k, int64 rank, int64 top_k) {
   using S = Shared<kTransposed, kMaxRows, kStages>;
   extern __shared__ uint8 raw[];
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(384, kCtas)
                   tiles,  static_cast<int>(n),
                   static_cast<int>(k), static_cast<int>(rank), static_cast<int>(top_k)};
   const int blocks = ((kTransposed ? p.k : p.n) + kFeatures - 1) / kFeatures;
-  const int total = *tile_count * blocks;
+  const int total = tiles->x * blocks;
   if (threadIdx.x >= 256) {
     give_registers<kCtas == 1 ? 72 : 48>();
     produce<kTransposed, kMaxRows, kStages>(p, total, blocks, shared, threadIdx.x - 256);
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(384, kCtas)
   const uint8* memory = raw + (shared - shared_address(raw));
   Ring ring;
   for (int t = blockIdx.x; t < total; t += gridDim.x) {
-    const int4 tile = tiles[t / blocks];
+    const int4 tile = tiles[1 + t / blocks];
     const int feature0 = t % blocks * kFeatures;
 #define QFUSE_WIDTH(kRows)                                                                                \
   if constexpr (kRows <= kMaxRows)                                                                        \
@@ -376,36 +376,6 @@ __global__ void __launch_bounds__(384, kCtas)
 }
 
 // --- what a launch needs beside it -------------------------------------------------------------------
-
-// Each expert's slots in as few tiles of at most `most` as hold them, all but the last of one width.
-// One program of 1024 threads.
-__global__ void tile_map(const int* offsets, int4* tiles, int* tile_count, int64 experts, int64 most_slots) {
-  __shared__ int until[1024];
-  const int e = threadIdx.x, most = static_cast<int>(most_slots);
-  int carried = 0;
-  for (int first = 0; first < experts; first += 1024) {
-    const bool real = first + e < experts;
-    const int begin = real ? offsets[first + e] : 0, slots = real ? offsets[first + e + 1] - begin : 0;
-    const int mine = (slots + most - 1) / most;
-    until[e] = mine;
-    __syncthreads();
-    for (int d = 1; d < 1024; d *= 2) {
-      const int other = e >= d ? until[e - d] : 0;
-      __syncthreads();
-      until[e] += other;
-      __syncthreads();
-    }
-    const int at = carried + until[e] - mine;
-    if (mine) {
-      const int width = ((slots + mine - 1) / mine + 15) / 16 * 16;
-      for (int i = 0; i < mine; i++)
-        tiles[at + i] = make_int4(first + e, begin + i * width, min(width, slots - i * width), 0);
-    }
-    carried += until[1023];
-    __syncthreads();
-  }
-  if (e == 0) *tile_count = carried;
-}
 
 // Scales as bf16 pairs (value and remainder) [E, blocks, N], times `factor`, from [E, N, blocks] in
 // fp32, or double-quantized: codebook[code] * outer[i / 256] + offset. A program has 128 rows by 32

@@ -13,6 +13,7 @@ from inductor_q.ops.dequantize import write
 from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.grouped_gram import run as run_gram
 from inductor_q.ops.scatter2scatter import run, unchecked
+from inductor_q.ops.tile_map import run as run_tile_map
 
 
 def qfuse_dequantize(
@@ -33,3 +34,8 @@ def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
 def qfuse_grouped_gram(*args: Any) -> Tensor:
     """The op with its arguments as traced: checked then."""
     return run_gram(GroupedGram(*args))
+
+
+def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:
+    """The op with its arguments as traced: checked then."""
+    return run_tile_map(offsets, rows)

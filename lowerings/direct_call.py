@@ -21,6 +21,7 @@ from inductor_q.lowerings.in_force import is_ours
 FUNCTIONS: dict[Any, Any] = {
     torch.ops.qfuse.scatter2scatter.default: calls.qfuse_scatter2scatter,
     torch.ops.qfuse.grouped_gram.default: calls.qfuse_grouped_gram,
+    torch.ops.qfuse.tile_map.default: calls.qfuse_tile_map,
 }
 
 

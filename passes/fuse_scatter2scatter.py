@@ -15,6 +15,7 @@ they train. It says too which kernel serves the products that a model has asked 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -36,14 +37,17 @@ OP = "scatter2scatter"
 aten = torch.ops.aten
 
 
+_Nodes = tuple[fx.Node, ...]
+
+
 @dataclass
-class _Routing:
-    """Order, inverse and offsets of a layer: emitted once for all the sites that share them."""
+class _Once:
+    """Nodes that are emitted once, for all the sites that share them."""
 
-    emit: Callable[[fx.Graph, fx.Node], tuple[fx.Node, fx.Node, fx.Node]]
-    nodes: tuple[fx.Node, fx.Node, fx.Node] | None = None
+    emit: Callable[[fx.Graph, fx.Node], _Nodes]
+    nodes: _Nodes | None = None
 
-    def __call__(self, graph: fx.Graph, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def __call__(self, graph: fx.Graph, like: fx.Node) -> _Nodes:
         if self.nodes is None:
             self.nodes = self.emit(graph, like)
         return self.nodes
@@ -59,12 +63,17 @@ class _Shared:
     became: what is in place of a node that a site was matched on.
     """
 
-    routings: dict[tuple[Any, ...], _Routing] = field(default_factory=dict)
+    emitted: dict[tuple[Any, ...], _Once] = field(default_factory=dict)
     gates_gradients: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     became: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def routing(self, emit: Callable[..., Any], *key: Any) -> _Routing:
-        return self.routings.setdefault((emit, *key), _Routing(functools.partial(emit, *key)))
+    def once(self, emit: Callable[..., _Nodes], *key: Any) -> _Once:
+        return self.emitted.setdefault((emit, *key), _Once(functools.partial(emit, *key)))
+
+    def groups(self, offs: fx.Node, x: fx.Node) -> _Once:
+        """Of all products with the ends `offs` of groups and as many rows as `x`."""
+        key = (_emit_groups, offs, str(tensor(x).shape[0]))
+        return self.emitted.setdefault(key, _Once(functools.partial(_emit_groups, offs, x)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class _Plan:
     product: Grouped | Batched
     x: fx.Node
     old: fx.Node
-    routing: _Routing
+    routing: tuple[_Once, ...]  # order, inverse, offsets and tiles
     shared: _Shared
     top_k: int = 1
     grouped_in: bool = False
@@ -130,7 +139,7 @@ class FuseScatter2Scatter:
                 stack.format,
                 list(stack.shape),
                 plan.product.transposed,
-                *plan.routing(graph, node),
+                *itertools.chain(*(once(graph, node) for once in plan.routing)),
                 plan.top_k,
                 plan.grouped_in,
                 plan.grouped_out,
@@ -163,8 +172,8 @@ def _grouped_sites(
     x, old = product.x, node
     if product.part is not None:
         old = next(user for user in node.users if user.args[1] == product.part)
-    routing = _Routing(functools.partial(_emit_sorted, x, product.offs))
-    plan = _Plan(product, x, old, routing, shared, grouped_in=True, grouped_out=True)
+    order, groups = shared.once(_emit_sorted, x), shared.groups(product.offs, x)
+    plan = _Plan(product, x, old, (order, groups), shared, grouped_in=True, grouped_out=True)
     gathered, gradient = match_gathered(product), None
     slots = gathered
     if gathered is None:
@@ -172,8 +181,8 @@ def _grouped_sites(
     if isinstance(slots, str):
         yield Site(node, slots, by_choice=True)
     elif slots is not None:
-        routing = shared.routing(_emit_slots, slots.order, product.offs)
-        plan = replace(plan, routing=routing, top_k=slots.top_k)
+        order = shared.once(_emit_slots, slots.order)
+        plan = replace(plan, routing=(order, groups), top_k=slots.top_k)
         if gathered is not None:
             plan = replace(
                 plan,
@@ -190,8 +199,8 @@ def _grouped_sites(
 
 
 def _batched_plan(node: fx.Node, product: Batched, shared: _Shared) -> _Plan:
-    routing = shared.routing(_emit_route, product.ids, product.stack.shape[0])
-    return _Plan(product, product.x, node, routing, shared, dim=product.dim)
+    routing = shared.once(_emit_route, product.ids, product.stack.shape[0])
+    return _Plan(product, product.x, node, (routing,), shared, dim=product.dim)
 
 
 def _site(node: fx.Node, plan: _Plan, context: Context) -> Site:
@@ -207,24 +216,24 @@ def _provider(x: Any, format: str, context: Context) -> str:
     return next(k.name for k in kernels if not k.available() and not k.decodes(fmt))
 
 
-def _emit_sorted(
-    x: fx.Node, offs: fx.Node, graph: fx.Graph, like: fx.Node
-) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Of rows that are sorted already, and stay so: the order itself is not read."""
+def _emit_sorted(x: fx.Node, graph: fx.Graph, like: fx.Node) -> _Nodes:
+    """Order and inverse of rows that are sorted already, and stay so: neither is read."""
     order = _arange(graph, _rows(graph, x, like), torch.int64, like)
-    return order, order, _emit_offsets(graph, offs, like)
+    return order, order
 
 
-def _emit_slots(
-    order: fx.Node, offs: fx.Node, graph: fx.Graph, like: fx.Node
-) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Of tokens whose slots are sorted by `order`, a permutation."""
-    return order, _emit_inverse(graph, order, like), _emit_offsets(graph, offs, like)
+def _emit_slots(order: fx.Node, graph: fx.Graph, like: fx.Node) -> _Nodes:
+    """Order and inverse of tokens whose slots are sorted by `order`, a permutation."""
+    return order, _emit_inverse(graph, order, like)
 
 
-def _emit_route(
-    ids: fx.Node, num_experts: int, graph: fx.Graph, like: fx.Node
-) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _emit_groups(offs: fx.Node, x: fx.Node, graph: fx.Graph, like: fx.Node) -> _Nodes:
+    """Offsets and tiles of groups that end at `offs`."""
+    offsets = emit(graph, aten.constant_pad_nd.default, (offs, [1, 0]), like)
+    return offsets, _emit_tiles(graph, offsets, x, like)
+
+
+def _emit_route(ids: fx.Node, num_experts: int, graph: fx.Graph, like: fx.Node) -> _Nodes:
     """`experts.route` of the indices of a gather."""
     # An index counts from the end where it is negative, and is in range otherwise.
     ids = emit(graph, aten.remainder.Scalar, (ids, num_experts), like)
@@ -233,7 +242,8 @@ def _emit_route(
     grouped, order = (emit(graph, operator.getitem, (both, i), like) for i in range(2))
     experts = _arange(graph, num_experts + 1, torch.int32, like)
     offsets = emit(graph, aten.searchsorted.Tensor, (grouped, experts), like, out_int32=True)
-    return order, _emit_inverse(graph, order, like), offsets
+    tiles = _emit_tiles(graph, offsets, order, like)
+    return order, _emit_inverse(graph, order, like), offsets, tiles
 
 
 def _emit_inverse(graph: fx.Graph, order: fx.Node, like: fx.Node) -> fx.Node:
@@ -241,8 +251,9 @@ def _emit_inverse(graph: fx.Graph, order: fx.Node, like: fx.Node) -> fx.Node:
     return emit(graph, aten.scatter.src, (order, 0, order, places), like)
 
 
-def _emit_offsets(graph: fx.Graph, offs: fx.Node, like: fx.Node) -> fx.Node:
-    return emit(graph, aten.constant_pad_nd.default, (offs, [1, 0]), like)
+def _emit_tiles(graph: fx.Graph, offsets: fx.Node, rows: fx.Node, like: fx.Node) -> fx.Node:
+    arguments = (offsets, _rows(graph, rows, like))
+    return emit(graph, torch.ops.qfuse.tile_map.default, arguments, like)
 
 
 def _rows(graph: fx.Graph, node: fx.Node, like: fx.Node) -> Any:

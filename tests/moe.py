@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from inductor_q import ops
 from inductor_q.experts.routing import Routing, route
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.formats import get_format
+from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
 from tests.quantized import quantize
 
 #: Names of what takes a gradient, in the order of `Layer.leaves`.
@@ -69,6 +70,14 @@ class Layer:
             gates=self.gates,
             **kwargs,
         )
+
+    def call(self, **changes: Any) -> Scatter2Scatter:
+        """As a kernel gets it."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        name, routing = own.pop("format"), own.pop("routing")
+        fmt = None if name == DENSE else get_format(name)
+        own |= {"shape": tuple(self.shape), "fmt": fmt, **routing._asdict()}
+        return Scatter2Scatter(**{**own, **changes})
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """[E, N, K] in `dtype`, with a gradient where it is dense."""

@@ -97,7 +97,7 @@ def saved(result: Compiled) -> int:
 def products(result: Compiled) -> list[tuple[Any, ...]]:
     """(top_k, grouped_in, grouped_out) of each scatter2scatter."""
     nodes = [n for graph in result.joint for n in graph.nodes]
-    return [n.args[8:11] for n in nodes if n.target is torch.ops.qfuse.scatter2scatter.default]
+    return [n.args[9:12] for n in nodes if n.target is torch.ops.qfuse.scatter2scatter.default]
 
 
 #: Tokens in, sorted rows between the projections, tokens out; and back.
@@ -131,6 +131,7 @@ def test_packed_experts_are_read_packed(
     result = compiled(Experts(family, implementation, dtype), dtype)
     assert result.applied[PASS] == 4  # two projections, forward and input gradient
     assert result.ops["qfuse.scatter2scatter"] == 4
+    assert result.ops["qfuse.tile_map"] == 1  # both projections, and backward
     assert not {"_grouped_mm", "bmm", "qfuse.dequantize", "bitsandbytes.dequantize_4bit"} & {
         *result.ops
     }

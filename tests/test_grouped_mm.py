@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.ops.dequantize import write
 from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter, _tell_once
 from tests.gpu_experts import assert_never_synchronizes_and_is_captured
-from tests.moe import Layer, Sizes, layer, results
+from tests.moe import Sizes, layer, results
 from tests.quantized import assert_same_bits, sample
 from tests.test_scatter2scatter import SHAPES, check
 
@@ -155,7 +155,7 @@ def test_no_more_experts_than_rows_are_decoded(
 ) -> None:
     case, provider = layer(FEW, dtype=BF16, **STACKS[stack]), kernel.KERNEL.name
     if kernel is scatter2scatter_merged and case.lora_a is None:
-        assert kernel.KERNEL.supports(call(case)) == "there is no adapter to merge"
+        assert kernel.KERNEL.supports(case.call()) == "there is no adapter to merge"
         return
     bounded = results(case, case(provider=provider))
     expert = math.prod(case.shape[1:]) * 2
@@ -253,27 +253,19 @@ def test_dense_experts(sizes: Sizes, provider: str, monkeypatch: pytest.MonkeyPa
         reason = "nothing to decode" if provider == "dequantize" else ""
         assert found[0].name == provider
         case = layer(sizes, dtype=BF16, quant=DENSE)
-        assert reason in found[0].supports(call(case))
+        assert reason in found[0].supports(case.call())
     monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", KERNELS[1:])
     check(sizes, quant=DENSE, dtype=BF16, bias=True, gates=True, sentinel=-1)
-
-
-def call(case: Layer) -> Scatter2Scatter:
-    """What a kernel gets."""
-    values = {field.name: getattr(case, field.name) for field in fields(case)}
-    name, routing = values.pop("format"), values.pop("routing")
-    fmt = None if name == DENSE else FORMATS[name]
-    return Scatter2Scatter(fmt=fmt, **values, **routing._asdict())
 
 
 def test_each_says_what_it_is_not_for(caplog: pytest.LogCaptureFixture) -> None:
     _tell_once.cache_clear()
     packed = layer(MANY, dtype=BF16)
     grouped_mm, dequantize = KERNELS[1:3]
-    assert "nf4_b64_nested, not dense" in grouped_mm.supports(call(packed))
-    assert "bfloat16" in dequantize.supports(call(layer(MANY)))
+    assert "nf4_b64_nested, not dense" in grouped_mm.supports(packed.call())
+    assert "bfloat16" in dequantize.supports(layer(MANY).call())
     odd = layer(replace(MANY, in_features=60), dtype=BF16)
-    assert "multiples of 8" in dequantize.supports(call(odd))
+    assert "multiples of 8" in dequantize.supports(odd.call())
     with caplog.at_level(logging.WARNING, "inductor_q"):
         packed(provider="grouped_mm")
     assert "'grouped_mm' not used: the weight is nf4_b64_nested" in caplog.text
@@ -347,7 +339,7 @@ def test_rows_in_the_interpreter() -> None:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) == 12
+    assert int(run.stdout) == 18
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ SOURCES = {
                 for transposed in (False, True)
                 for config in scatter2scatter_cuda.CONFIGS
             ),
-            "tile_map",
             "expand_scales<true>",
             "expand_scales<false>",
         ],

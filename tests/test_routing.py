@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.library import opcheck
 
+from inductor_q import exc
 from inductor_q.experts.routing import Routing, route
+from inductor_q.ops.tile_map import height, reference, tile_map
 
 CASES = {
     "usual": (7, 2, 5),
@@ -54,9 +57,65 @@ def test_sentinels_come_last(sentinel: int) -> None:
     assert int(routing.offsets[-1]) == int((ids != sentinel).sum())
 
 
+def parts_of(tiles: Tensor) -> list[list[int]]:
+    """(expert, first row, rows) of each part of a tile map."""
+    count = int(tiles[0, 0])
+    assert (tiles[1 : 1 + count, 3] == 0).all()
+    return tiles[1 : 1 + count, :3].tolist()
+
+
+@pytest.mark.parametrize("sentinel", [False, True])
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), (100, 2, 3), (400, 4, 8), (1, 1, 40), (600, 1, 1), (999, 3, 5)]
+)
+def test_tile_map_has_every_row_in_as_few_parts_as_hold_them(
+    case: tuple[int, int, int], sentinel: bool
+) -> None:
+    """Of a height that is a multiple of what a matrix instruction takes."""
+    tokens, top_k, num_experts = case
+    ids = choices(*case)
+    if sentinel:
+        ids[::3] = -1
+    routing = route(ids, num_experts)
+    most = height(tokens * top_k, num_experts, ids.device)
+    parts = parts_of(routing.tiles)
+    offsets = routing.offsets.tolist()
+    expected = []
+    for e, (start, end) in enumerate(itertools.pairwise(offsets)):
+        mine = [(first, rows) for expert, first, rows in parts if expert == e]
+        assert len(mine) == -(-(end - start) // most)
+        assert all(rows == mine[0][1] and rows % 16 == 0 for _, rows in mine[:-1])
+        expected += [row for first, rows in mine for row in range(first, first + rows)]
+    assert expected == list(range(offsets[-1]))
+    assert [e for e, _, _ in parts] == sorted(e for e, _, _ in parts)
+
+
+@pytest.mark.parametrize("experts", [1, 5])
+def test_opcheck_tile_map(experts: int) -> None:
+    offsets = route(choices(30, 1, experts), experts).offsets
+    opcheck(torch.ops.qfuse.tile_map.default, (offsets, 30))
+
+
+def test_tile_map_of_something_else() -> None:
+    with pytest.raises(exc.WrongDtype, match=r"offsets of a routing is torch\.int64"):
+        tile_map(torch.tensor([0, 3]), 3)
+    with pytest.raises(exc.WrongShape, match="offsets of a routing"):
+        tile_map(torch.tensor([0], dtype=torch.int32), 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES.values(), (4096, 8, 128), (64, 8, 128), (4096, 4, 32)])
+def test_gpu_tile_map_is_the_reference_s(case: tuple[int, int, int]) -> None:
+    tokens, top_k, num_experts = case
+    routing = route(choices(*case).cuda(), num_experts)
+    expected = reference(routing.offsets, tokens * top_k)
+    assert parts_of(routing.tiles) == parts_of(expected)
+
+
 def test_nothing_but_sentinels() -> None:
     routing = route(torch.full((3, 2), -1), 4)
     assert routing.offsets.tolist() == [0] * 5
+    assert parts_of(routing.tiles) == []
 
 
 def test_one_graph_for_every_number_of_tokens() -> None:
@@ -65,7 +124,7 @@ def test_one_graph_for_every_number_of_tokens() -> None:
 
     def plan(ids: Tensor) -> tuple[Tensor, ...]:
         routing = route(ids, 5)
-        return routing.order, routing.inverse, routing.offsets
+        return routing.order, routing.inverse, routing.offsets, routing.tiles
 
     compiled = torch.compile(plan, backend="aot_eager", fullgraph=True, dynamic=True)
     for tokens in (7, 12, 33):

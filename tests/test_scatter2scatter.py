@@ -16,7 +16,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from inductor_q import exc, kernels, ops
-from inductor_q.experts.routing import Routing, route
+from inductor_q.experts.routing import route
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import scatter2scatter_dequantize, scatter2scatter_grouped_mm
 from inductor_q.kernels.expert_weights import ExpertWeights
@@ -369,6 +369,7 @@ def test_compiled_code_calls_past_the_dispatcher() -> None:
     code = "".join(codes)
     assert code.count("= qfuse_scatter2scatter(") == 4
     assert code.count("= qfuse_grouped_gram(") == 4
+    assert code.count("= qfuse_tile_map(") == 1  # shared by both projections, and by backward
     assert not re.search(r"torch\.ops\.qfuse\.\w+\.default\(", code)
 
 
@@ -383,13 +384,15 @@ def test_wrong_arguments() -> None:
         "lora_b": None,
         "bias": torch.zeros(4, 48),
         "gates": torch.zeros(9, 3),
-        "routing": Routing(*case.routing[:2], case.routing.offsets[:-1], 2),
+        "routing": case.routing._replace(offsets=case.routing.offsets[:-1]),
     }
     for name, value in wrong.items():
         with pytest.raises(exc.WrongShape):
             replace(case, **{name: value})()
     with pytest.raises(exc.CorruptQuantState):
         replace(case, operands=[case.operands[0][:-1], *case.operands[1:]])()
+    with pytest.raises(exc.WrongShape, match="tile map"):
+        replace(case, routing=case.routing._replace(tiles=case.routing.tiles[1:]))()
     narrow = case.routing._replace(order=case.routing.order.int())
     with pytest.raises(exc.WrongDtype, match=r"order of a routing is torch\.int32, expected"):
         replace(case, routing=narrow)()

@@ -51,29 +51,7 @@ def check(sizes: Sizes, **kwargs: Any) -> None:
 
 def refusal(case: Layer, **changes: Any) -> str:
     """Why the CUDA kernel would not serve `case`."""
-    from inductor_q.formats import get_format
-    from inductor_q.ops.scatter2scatter import Scatter2Scatter
-
-    routing = case.routing
-    call = Scatter2Scatter(
-        x=case.x,
-        operands=case.operands,
-        fmt=get_format(case.format),
-        shape=tuple(case.shape),
-        transposed=case.transposed,
-        order=routing.order,
-        inverse=routing.inverse,
-        offsets=routing.offsets,
-        top_k=routing.top_k,
-        grouped_in=case.grouped_in,
-        grouped_out=case.grouped_out,
-        lora_a=case.lora_a,
-        lora_b=case.lora_b,
-        scaling=case.scaling,
-        bias=case.bias,
-        gates=case.gates,
-    )
-    return scatter2scatter_cuda.KERNEL.supports(replace(call, **changes))
+    return scatter2scatter_cuda.KERNEL.supports(case.call(**changes))
 
 
 def test_header_is_what_its_generator_writes() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
-from inductor_q.formats import FORMATS, get_format
+from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
     scatter2scatter_cuda,
     scatter2scatter_triton,
@@ -58,29 +58,6 @@ DEVICES = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120:
 
 def device(arch: int) -> tiles.Limits:
     return tiles.Limits((arch // 10, arch % 10), DEVICES[arch])
-
-
-def call_of(case: Layer, **changes: Any) -> Scatter2Scatter:
-    routing = case.routing
-    call = Scatter2Scatter(
-        x=case.x,
-        operands=case.operands,
-        fmt=None if case.format == DENSE else get_format(case.format),
-        shape=tuple(case.shape),
-        transposed=case.transposed,
-        order=routing.order,
-        inverse=routing.inverse,
-        offsets=routing.offsets,
-        top_k=routing.top_k,
-        grouped_in=case.grouped_in,
-        grouped_out=case.grouped_out,
-        lora_a=case.lora_a,
-        lora_b=case.lora_b,
-        scaling=case.scaling,
-        bias=case.bias,
-        gates=case.gates,
-    )
-    return replace(call, **changes)
 
 
 # --- without a GPU --------------------------------------------------------------------------------
@@ -137,6 +114,7 @@ def test_compiles_and_takes_no_more_than_was_computed(
     dtype, name = (FP16, "*fp16") if arch == 75 else (BF16, "*bf16")
     kernel = scatter2scatter_triton._kernel(FORMATS["nf4_b64"], dtype)
     constants = {
+        "PARTS": 2,
         "ROWS": tile.rows,
         "FEATURES": tile.features,
         "DEPTH": tile.depth,
@@ -149,7 +127,7 @@ def test_compiles_and_takes_no_more_than_was_computed(
         "EVEN": even,
     }
     pointers = dict.fromkeys(("out", "x", "projected", "factor", "bias"), name) | {
-        **dict.fromkeys(("tiles", "tile_count"), "*i32"),
+        "tiles": "*i32",
         "order": "*i64",
         "weight": "*u8" if group else name,
         "scales": "*fp32",
@@ -165,15 +143,15 @@ def test_compiles_and_takes_no_more_than_was_computed(
 @pytest.mark.parametrize("name", ["nf4_b64", "nf4_b64_nested"])
 def test_what_surrounds_the_product_compiles(name: str) -> None:
     from inductor_q.kernels import expert_rows_triton
-    from inductor_q.kernels.expert_gemm_triton import tile_map
 
     kernel = scatter2scatter_triton._kernel(FORMATS[name], BF16)
     pointers = {"out": "*fp32", "offsets": "*i32", "absmax": "*u8", "factor": "fp32"}
     pointers |= dict.fromkeys(("nested_codebook", "nested_absmax", "nested_offset"), "*fp32")
     compiled(kernel.expand_scales, {"GROUP": 64, "ROWS": 64, "GROUPS": 32}, pointers, arch=80)
-    pointers = dict.fromkeys(("offsets", "tiles", "tile_count"), "*i32")
+    pointers = dict.fromkeys(("offsets", "tiles"), "*i32")
     for experts in (1, 128):
-        compiled(tile_map, {"ROWS": 16, "EXPERTS": experts}, pointers, arch=80)
+        sizes = {"HEIGHT": 128, "STEP": 16, "EXPERTS": experts}
+        compiled(expert_rows_triton.tile_map, sizes, pointers, arch=80)
     project: dict[str, Any] = {"PARTS": 1, "ROWS": 64, "RANK": 128, "DEPTH": 64, "TOP_K": 8}
     pointers |= {**dict.fromkeys(("x", "out", "scaled"), "*bf16"), "a": "*fp32", "order": "*i64"}
     result = compiled(expert_rows_triton.project, project, pointers | {"scaling": "fp32"}, arch=89)
@@ -314,7 +292,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
 
 
 def tile_taken() -> tiles.Tile:
-    return scatter2scatter_tuned.KERNEL._tile(call_of(layer(FIT, dtype=BF16)))
+    return scatter2scatter_tuned.KERNEL._tile(layer(FIT, dtype=BF16).call())
 
 
 def test_what_was_tuned_is_kept_for_the_next_process(
@@ -358,11 +336,11 @@ def test_nothing_is_timed_under_capture_or_where_a_tile_is_committed(
 
 def compilation_error() -> Any:
     """The compiler's own, for a range that is no power of two."""
-    from inductor_q.kernels.expert_gemm_triton import tile_map
+    from inductor_q.kernels.expert_rows_triton import tile_map
 
-    pointers = dict.fromkeys(("offsets", "tiles", "tile_count"), "*i32")
+    pointers = dict.fromkeys(("offsets", "tiles"), "*i32")
     with pytest.raises(triton.CompilationError) as caught:
-        compiled(tile_map, {"ROWS": 16, "EXPERTS": 24}, pointers)
+        compiled(tile_map, {"HEIGHT": 32, "STEP": 16, "EXPERTS": 24}, pointers)
     return caught.value
 
 
@@ -434,13 +412,13 @@ def test_what_is_no_fault_of_a_tile_is_raised(error: Exception, tuned: Clock) ->
 
 def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
     case = layer(FIT, dtype=BF16)
-    assert "cpu tensors" in KERNEL.supports(call_of(case))
-    assert "float32" in KERNEL.supports(call_of(layer(FIT)))
-    assert "nibbles" in KERNEL.supports(call_of(case, fmt=FORMATS["kbit4_e4m4"]))
-    assert "rows of 48" in KERNEL.supports(call_of(layer(replace(FIT, in_features=48), dtype=BF16)))
-    assert "rank 129" in KERNEL.supports(call_of(layer(replace(FIT, rank=129), dtype=BF16)))
+    assert "cpu tensors" in KERNEL.supports(case.call())
+    assert "float32" in KERNEL.supports(layer(FIT).call())
+    assert "nibbles" in KERNEL.supports(case.call(fmt=FORMATS["kbit4_e4m4"]))
+    assert "rows of 48" in KERNEL.supports(layer(replace(FIT, in_features=48), dtype=BF16).call())
+    assert "rank 129" in KERNEL.supports(layer(replace(FIT, rank=129), dtype=BF16).call())
     operands = [case.operands[0].expand(2, -1, -1)[:, ::2], *case.operands[1:]]
-    assert "qweight is not contiguous" in KERNEL.supports(call_of(case, operands=operands))
+    assert "qweight is not contiguous" in KERNEL.supports(case.call(operands=operands))
 
 
 # --- dispatch -------------------------------------------------------------------------------------
@@ -542,7 +520,7 @@ def on_gpu(sizes: Sizes, **kwargs: Any) -> Layer:
 
 def check(sizes: Sizes, **kwargs: Any) -> None:
     cases = [on_gpu(sizes, seed=seed, **kwargs) for seed in range(4)]
-    assert all(not KERNEL.supports(call_of(case)) for case in cases)
+    assert all(not KERNEL.supports(case.call()) for case in cases)
     assert_as_near_as_the_loop(cases, "triton")
 
 
@@ -595,7 +573,7 @@ def test_gpu_every_candidate_gives_the_result() -> None:
     """Whatever the tuner takes: all tiles that fit, forward and transposed."""
     for transposed, tokens in itertools.product([False, True], [9, 300]):
         case = on_gpu(replace(FIT, tokens=tokens), grouped=(False, True), transposed=transposed)
-        call = call_of(case)
+        call = case.call()
         work, limits = scatter2scatter_triton.work(call), tiles.limits(case.x.device)
         fit = tiles.pruned(tiles.candidates(work), work, limits.shared_bytes)
         with torch.no_grad():
@@ -632,7 +610,7 @@ def test_gpu_tiles_that_do_not_run_are_left_out(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(scatter2scatter_tuned, "_KNOWN", {})
     case = on_gpu(FIT, grouped=(False, True))
-    default = tiles.choose(scatter2scatter_triton.work(call_of(case)), tiles.limits(case.x.device))
+    default = tiles.choose(scatter2scatter_triton.work(case.call()), tiles.limits(case.x.device))
     broken = [tiles.Tile(24, 64, 64, 4, 3), tiles.Tile(128, 256, 128, 8, 9)]
     monkeypatch.setattr(tiles, "pruned", lambda *_: [*broken, default])
     with torch.no_grad():

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inductor_q.ops.tile_map import tile_map
+
 
 class Routing(NamedTuple):
     """The plan of one layer. R = tokens * top_k slots, E experts.
@@ -21,12 +23,14 @@ class Routing(NamedTuple):
     inverse: [R] int64, the grouped row of each slot.
     offsets: [E + 1] int32; expert e has the grouped rows offsets[e] to offsets[e + 1]. Rows from
         offsets[E] on are nobody's: they are skipped, and zero in every result.
+    tiles: [1 + E + R // 32, 4] int32, each expert's rows in parts (`ops.tile_map`).
     top_k: choices a token.
     """
 
     order: Tensor
     inverse: Tensor
     offsets: Tensor
+    tiles: Tensor
     top_k: int
 
     @property
@@ -52,4 +56,4 @@ def route(expert_ids: Tensor, num_experts: int) -> Routing:
     offsets = torch.searchsorted(grouped, experts, out_int32=True)
     inverse = torch.empty_like(order)
     inverse = inverse.scatter(0, order, torch.arange(tokens * top_k, device=ids.device))
-    return Routing(order, inverse, offsets, top_k)
+    return Routing(order, inverse, offsets, tile_map(offsets, tokens * top_k), top_k)

@@ -23,12 +23,14 @@ from inductor_q.kernels import (
     scatter2scatter_reference,
     scatter2scatter_triton,
     scatter2scatter_tuned,
+    tile_map_triton,
 )
 from inductor_q.kernels.kernel import (
     DequantizeKernel,
     GroupedGramKernel,
     QuantizeKbitKernel,
     Scatter2ScatterKernel,
+    TileMapKernel,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +77,9 @@ GROUPED_GRAM: dict[str, tuple[GroupedGramKernel, ...]] = {
     ),
 }
 
+#: By device type; where there is none, `ops.tile_map.reference` serves.
+TILE_MAP: dict[str, tuple[TileMapKernel, ...]] = {"cuda": (tile_map_triton.KERNEL,)}
+
 #: What compiled code chooses among.
 OPS: dict[str, dict[str, tuple[DequantizeKernel, ...]]] = {"dequantize": DEQUANTIZE}
 
@@ -89,10 +94,12 @@ __all__ = [
     "QUANTIZE_KBIT",
     "RELAXED",
     "SCATTER2SCATTER",
+    "TILE_MAP",
     "DequantizeKernel",
     "GroupedGramKernel",
     "QuantizeKbitKernel",
     "Scatter2ScatterKernel",
+    "TileMapKernel",
     "candidates",
     "choose",
     "provider_names",

@@ -14,30 +14,6 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_map(offsets, tiles, tile_count, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """tiles[i] = (expert, first row, rows, 0): each expert's rows in parts of ROWS, in order.
-
-    A program has one expert; EXPERTS is a power of two, `experts` or more.
-    """
-    expert = tl.program_id(0)
-    e = tl.arange(0, EXPERTS)
-    begin = tl.load(offsets + e, mask=e < experts, other=0)
-    end = tl.load(offsets + e + 1, mask=e < experts, other=0)
-    parts = (end - begin + (ROWS - 1)) // ROWS
-    if expert == 0:
-        tl.store(tile_count, tl.sum(parts))
-    to = tiles + tl.sum(tl.where(e < expert, parts, 0)) * 4
-    first = tl.load(offsets + expert)
-    rows = tl.load(offsets + expert + 1) - first
-    for start in range(0, rows, ROWS * 64):
-        done = start + tl.arange(0, 64) * ROWS
-        at = to + done // ROWS * 4
-        tl.store(at, tl.full((64,), 0, tl.int32) + expert, mask=done < rows)
-        tl.store(at + 1, first + done, mask=done < rows)
-        tl.store(at + 2, tl.minimum(rows - done, ROWS), mask=done < rows)
-
-
-@triton.jit
 def weight_tile(
     weight,
     scales,
@@ -86,7 +62,6 @@ def expert_gemm(
     x,
     order,
     tiles,
-    tile_count,
     weight,
     scales,
     projected,
@@ -100,6 +75,7 @@ def expert_gemm(
     factor_feature,
     factor_rank,
     rank,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -113,22 +89,25 @@ def expert_gemm(
 ):
     """out[i] = W_e x[i's row] + factor_e projected[i] + bias_e, in grouped order.
 
-    A program has a tile of rows of one expert and FEATURES of the output. The weight is the left
-    operand, so few rows are a narrow tile and not one of padding. Stored [E, out, in], and
+    A program has one of PARTS parts, of ROWS rows, of a part of `tiles` (`ops.tile_map`), and
+    FEATURES of the output. The weight is the left operand, so few rows are a narrow tile and not
+    one of padding. Stored [E, out, in], and
     transposed [E, in, out]. RANK 0: no adapter. EVEN: DEPTH and FEATURES divide what they cut.
     """
     blocks = tl.cdiv(out_features, FEATURES)
-    tile = tl.program_id(0) // blocks
-    if tile < tl.load(tile_count):
+    part_of = tl.program_id(0) // blocks
+    tile = 1 + part_of // PARTS
+    first = part_of % PARTS * ROWS
+    if tile <= tl.load(tiles) and first < tl.load(tiles + tile * 4 + 2):
         dtype: tl.constexpr = x.dtype.element_ty
         expert = tl.load(tiles + tile * 4).to(tl.int64)
-        local = tl.arange(0, ROWS)
-        inside = (local < tl.load(tiles + tile * 4 + 2))[None, :]
+        local = first + tl.arange(0, ROWS)
+        real_row = local < tl.load(tiles + tile * 4 + 2)
+        inside = real_row[None, :]
         row = tl.load(tiles + tile * 4 + 1) + local
         at = row
         if TOP_K:
-            mask = local < tl.load(tiles + tile * 4 + 2)
-            at = tl.load(order + row, mask=mask, other=0) // TOP_K
+            at = tl.load(order + row, mask=real_row, other=0) // TOP_K
         feature0 = tl.program_id(0) % blocks * FEATURES
         feature = feature0 + tl.arange(0, FEATURES)
         real = EVEN | (feature < out_features)

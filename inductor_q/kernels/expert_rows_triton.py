@@ -20,6 +20,11 @@ def source_slots(call: Scatter2Scatter) -> int:
     return 0 if call.grouped_in else call.top_k
 
 
+def most_parts(call: Scatter2Scatter) -> int:
+    """Of the call's tile map."""
+    return min(call.num_experts, call.rows) + call.rows // call.tile_rows
+
+
 def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
     """The input's rows in grouped order, written to `out` [R, K], whose rows may be apart."""
     x = call.x.contiguous()
@@ -73,6 +78,34 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
 
 
 @triton.jit
+def tile_map(
+    offsets, tiles, experts, HEIGHT: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """`ops.tile_map`; a program has one expert, and EXPERTS is a power of two from there on."""
+    expert = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    begin = tl.load(offsets + e, mask=e < experts, other=0)
+    end = tl.load(offsets + e + 1, mask=e < experts, other=0)
+    parts = (end - begin + (HEIGHT - 1)) // HEIGHT
+    if expert == 0:
+        tl.store(tiles, tl.sum(parts))
+    to = tiles + (1 + tl.sum(tl.where(e < expert, parts, 0))) * 4
+    first = tl.load(offsets + expert)
+    rows = tl.load(offsets + expert + 1) - first
+    mine = (rows + (HEIGHT - 1)) // HEIGHT
+    height = ((rows + mine - 1) // tl.maximum(mine, 1) + (STEP - 1)) // STEP * STEP
+    for start in range(0, mine, 64):
+        part = start + tl.arange(0, 64)
+        at = to + part * 4
+        done = part * height
+        real = part < mine
+        tl.store(at, tl.full((64,), 0, tl.int32) + expert, mask=real)
+        tl.store(at + 1, first + done, mask=real)
+        tl.store(at + 2, tl.minimum(rows - done, height), mask=real)
+        tl.store(at + 3, tl.full((64,), 0, tl.int32), mask=real)
+
+
+@triton.jit
 def collect(
     x,
     order,
@@ -100,9 +133,6 @@ def collect(
 def project_rows(
     call: Scatter2Scatter,
     x: Tensor,
-    tiles: Tensor,
-    tile_count: Tensor,
-    tile_rows: int,
     *,
     depth: int,
     stages: int,
@@ -110,7 +140,6 @@ def project_rows(
     """`x @ A_e'` [R, r], the op's second result; and the same scaled, [R, r padded to 16].
 
     Args:
-        tiles, tile_count: of at most `tile_rows` rows each, as the kernel below reads them.
         depth, stages: of the loop over features.
     """
     r = call.rank
@@ -119,13 +148,13 @@ def project_rows(
     rank = x.new_zeros(call.rows, r)
     padded = -(-r // 16) * 16
     scaled = x.new_empty(call.rows, padded)
-    rows = min(64, tile_rows)
-    project[(tiles.shape[0] * (tile_rows // rows),)](
+    rows = min(64, call.tile_rows)
+    parts = call.tile_rows // rows
+    project[(most_parts(call) * parts,)](
         x,
         call.lora_a,  # in any float dtype: the kernel casts
         call.order.contiguous(),
-        tiles,
-        tile_count,
+        call.tiles,
         rank,
         scaled,
         call.scaling,
@@ -134,7 +163,7 @@ def project_rows(
         padded,
         x.stride(0),
         *call.lora_a.stride(),
-        PARTS=tile_rows // rows,
+        PARTS=parts,
         ROWS=rows,
         RANK=triton.next_power_of_2(padded),
         DEPTH=depth,
@@ -151,7 +180,6 @@ def project(
     a,
     order,
     tiles,
-    tile_count,
     out,
     scaled,
     scaling,
@@ -170,11 +198,11 @@ def project(
 ):
     """out[i] = A_e x[i's row], [R, rank]; scaled = scaling * out, [R, padded], zero beyond rank.
 
-    A program takes one of PARTS parts, of ROWS rows, of a tile (expert, first row, rows, 0).
+    A program takes one of PARTS parts, of ROWS rows, of a part of `tiles` (`ops.tile_map`).
     """
-    tile = tl.program_id(0) // PARTS
+    tile = 1 + tl.program_id(0) // PARTS
     first = tl.program_id(0) % PARTS * ROWS
-    if tile < tl.load(tile_count):
+    if tile <= tl.load(tiles):
         expert = tl.load(tiles + tile * 4).to(tl.int64)
         rows = tl.load(tiles + tile * 4 + 2)
         if first < rows:

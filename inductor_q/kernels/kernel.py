@@ -86,3 +86,15 @@ class GroupedGramKernel(Protocol):
         ...
 
     def launch(self, call: GroupedGram) -> Tensor: ...
+
+
+class TileMapKernel(Protocol):
+    """Computes `qfuse::tile_map`, as `ops.tile_map.reference` up to the last part."""
+
+    name: str
+
+    def available(self) -> str:
+        """Empty when this machine can run the kernel, else the reason why not."""
+        ...
+
+    def launch(self, offsets: Tensor, rows: int) -> Tensor: ...

@@ -36,23 +36,20 @@ FEATURES = 128  # of a tile
 
 @dataclass(frozen=True)
 class Config:
-    """Rows of a tile at most, stages of the ring, programs a multiprocessor.
+    """Rows of a tile at most, stages of the ring, programs a multiprocessor."""
 
-    `from_rows` rows an expert on average are what it is for.
-    """
-
-    from_rows: int
     rows: int
     stages: int
     programs: int
 
 
-#: Measured on an H200, 128 experts 1536 x 2048, 4 to 256 rows each (bench_moe).
+#: For each height of a tile map's parts. Measured on an H200, 128 experts 1536 x 2048, 4 to 256
+#: rows each (bench_moe).
 CONFIGS = (
-    Config(from_rows=96, rows=256, stages=4, programs=1),
-    Config(from_rows=48, rows=128, stages=6, programs=1),
-    Config(from_rows=16, rows=64, stages=6, programs=2),
-    Config(from_rows=0, rows=32, stages=8, programs=2),
+    Config(rows=256, stages=4, programs=1),
+    Config(rows=128, stages=6, programs=1),
+    Config(rows=64, stages=6, programs=2),
+    Config(rows=32, stages=8, programs=2),
 )
 
 
@@ -136,8 +133,7 @@ def _other_operands(call: Scatter2Scatter) -> str:
 
 
 def _config(call: Scatter2Scatter) -> Config:
-    average = call.rows / max(1, call.num_experts)
-    return next(c for c in CONFIGS if average >= c.from_rows)
+    return next(c for c in CONFIGS if c.rows == call.tile_rows)
 
 
 def _shared_bytes(transposed: bool, config: Config) -> int:
@@ -201,12 +197,7 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
     device, config = call.x.device, _config(call)
     _, n, k = call.shape
     x = call.x.contiguous()
-    most = call.num_experts + -(-call.rows // config.rows)
-    tiles = torch.empty((most, 4), dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
-    offsets = call.offsets.contiguous()
-    _run("tile_map", (1, 1, 1), 1024, [offsets, tiles, count], (call.num_experts, config.rows))
-    rank, projected = project_rows(call, x, tiles, count, config.rows, depth=128, stages=4)
+    rank, projected = project_rows(call, x, depth=128, stages=4)
     out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
     programs = torch.cuda.get_device_properties(device).multi_processor_count * config.programs
     operands = dict(zip(call.fmt.operands, call.operands, strict=True)) if call.fmt else {}
@@ -225,8 +216,7 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
             bias,
             out,
             call.order.contiguous(),
-            tiles,
-            count,
+            call.tiles,
             planes,
         ],
         (n, k, 0 if projected is None else projected.shape[1], source_slots(call)),

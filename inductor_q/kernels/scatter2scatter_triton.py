@@ -135,20 +135,20 @@ def _padded_rank(rank: int) -> int:
 
 
 def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
-    from inductor_q.kernels.expert_gemm_triton import expert_gemm, tile_map
-    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out, source_slots
+    from inductor_q.kernels.expert_gemm_triton import expert_gemm
+    from inductor_q.kernels.expert_rows_triton import (
+        most_parts,
+        project_rows,
+        rows_out,
+        source_slots,
+    )
 
     device, group = call.x.device, _group(call)
-    x, offsets = call.x.contiguous(), call.offsets.contiguous()
-    most = min(call.num_experts, call.rows) + call.rows // tile.rows
-    parts = torch.empty((most, 4), dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
-    experts = call.num_experts
-    tile_map[(experts,)](
-        offsets, parts, count, experts, ROWS=tile.rows, EXPERTS=_power_of_two(experts)
-    )
+    x = call.x.contiguous()
+    rows = min(tile.rows, call.tile_rows)
+    parts = call.tile_rows // rows
     stages = 2 if call.rank > 64 else 3  # at most 80 KiB of shared memory, A in float32
-    rank, projected = project_rows(call, x, parts, count, tile.rows, depth=64, stages=stages)
+    rank, projected = project_rows(call, x, depth=64, stages=stages)
     factor = call.lora_b if projected is not None else None
     out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
     bias = None if call.bias is None else call.bias.to(x.dtype).contiguous()
@@ -159,12 +159,11 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         weight = weight.reshape(-1).view(torch.uint8)
         kernel = _kernel(call.fmt, x.dtype)
     even = not (call.in_features % tile.depth or call.out_features % tile.features)
-    expert_gemm[(most * -(-call.out_features // tile.features),)](
+    expert_gemm[(most_parts(call) * parts * -(-call.out_features // tile.features),)](
         out,
         x,
         call.order.contiguous(),
-        parts,
-        count,
+        call.tiles,
         weight,
         None if kernel is None else _scales(call, kernel, group),
         projected,
@@ -176,7 +175,8 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         0 if projected is None else projected.shape[1],
         *((0, 0, 0) if factor is None else factor.stride()),
         call.rank,
-        ROWS=tile.rows,
+        PARTS=parts,
+        ROWS=rows,
         FEATURES=tile.features,
         DEPTH=tile.depth,
         RANK=0 if projected is None else _padded_rank(call.rank),

@@ -11,6 +11,7 @@ from inductor_q.ops.linear import define_linear
 from inductor_q.ops.lora_linear import define_lora_linear
 from inductor_q.ops.quantize_kbit import define_quantize_kbit
 from inductor_q.ops.scatter2scatter import define_scatter2scatter
+from inductor_q.ops.tile_map import define_tile_map
 
 
 @functools.cache
@@ -24,5 +25,6 @@ def define_ops() -> None:
         define_lora_linear,
         define_quantize_kbit,
         define_scatter2scatter,
+        define_tile_map,
     ):
         define()

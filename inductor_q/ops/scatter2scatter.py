@@ -24,6 +24,7 @@ from inductor_q.formats import QuantFormat, get_format
 from inductor_q.ops.dequantize import check_operands
 from inductor_q.ops.library import define, define_autograd
 from inductor_q.ops.linear import check_device
+from inductor_q.ops.tile_map import check_tiles, height
 
 if TYPE_CHECKING:
     from inductor_q.experts.routing import Routing
@@ -35,8 +36,8 @@ DENSE = "dense"
 
 SCHEMA = (
     "scatter2scatter(Tensor x, Tensor[] operands, str format, SymInt[] shape, bool transposed, "
-    "Tensor order, Tensor inverse, Tensor offsets, int top_k, bool grouped_in, bool grouped_out, "
-    "Tensor? lora_a, Tensor? lora_b, float scaling, Tensor? bias, Tensor? gates, "
+    "Tensor order, Tensor inverse, Tensor offsets, Tensor tiles, int top_k, bool grouped_in, "
+    "bool grouped_out, Tensor? lora_a, Tensor? lora_b, float scaling, Tensor? bias, Tensor? gates, "
     "str provider) -> (Tensor, Tensor)"
 )
 
@@ -91,6 +92,7 @@ def scatter2scatter(
         routing.order,
         routing.inverse,
         routing.offsets,
+        routing.tiles,
         routing.top_k,
         grouped_in,
         grouped_out,
@@ -120,6 +122,7 @@ class Scatter2Scatter:
     order: Tensor
     inverse: Tensor
     offsets: Tensor
+    tiles: Tensor
     top_k: int
     grouped_in: bool
     grouped_out: bool
@@ -150,6 +153,11 @@ class Scatter2Scatter:
         return self.order.shape[0]
 
     @property
+    def tile_rows(self) -> int:
+        """Of a part of `tiles` at most."""
+        return height(self.rows, self.num_experts, self.x.device)
+
+    @property
     def tokens(self) -> int:
         return self.rows // self.top_k
 
@@ -171,8 +179,9 @@ class Scatter2Scatter:
         if self.gates is not None:
             _expect("gates", self.gates.shape, (self.tokens, self.top_k))
             check_device("gates", [self.gates], self.x)
-        check_device("routing", [self.order, self.inverse, self.offsets], self.x)
+        check_device("routing", [self.order, self.inverse, self.offsets, self.tiles], self.x)
         check_order(self.order)
+        check_tiles(self.tiles, self.rows, self.num_experts)
         check_device("weight", self.operands, self.x)
         if self.fmt is not None:
             check_operands(self.operands, self.fmt, self.shape, self.x.dtype)

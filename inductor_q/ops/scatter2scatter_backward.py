@@ -21,19 +21,20 @@ from inductor_q.ops.grouped_gram import grouped_gram
 from inductor_q.ops.scatter2scatter import DENSE
 
 # Places of the op's arguments that take a gradient.
-X, OPERANDS, LORA_A, LORA_B, BIAS, GATES, COUNT = 0, 1, 11, 12, 14, 15, 17
+X, OPERANDS, LORA_A, LORA_B, BIAS, GATES, COUNT = 0, 1, 12, 13, 15, 16, 18
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, operands, ctx.format, ctx.shape, ctx.transposed, order, inverse, offsets, *rest = inputs
-    ctx.top_k, ctx.grouped_in, ctx.grouped_out, a, b, ctx.scaling, bias, gates, ctx.provider = rest
+    x, operands, ctx.format, ctx.shape, ctx.transposed, *routing = inputs[:9]
+    ctx.top_k, ctx.grouped_in, ctx.grouped_out, a, b, ctx.scaling, bias, gates = inputs[9:-1]
+    ctx.provider = inputs[-1]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, order, inverse, offsets, a, b, bias, gates, output[1], *operands)
+    ctx.save_for_backward(x, *routing, a, b, bias, gates, output[1], *operands)
 
 
 def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: under a checkpoint each access would compute again
-    x, order, _inverse, offsets, a, b, bias, gates, rank, *operands = saved
+    x, order, _inverse, offsets, _tiles, a, b, bias, gates, rank, *operands = saved
     need = ctx.needs_input_grad
     grads: list[Any] = [None] * COUNT
     grads[OPERANDS] = [None] * len(operands)
@@ -80,7 +81,7 @@ def _input_gradients(
     ctx: Any, saved: tuple[Any, ...], grad: Tensor, gate: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients of x and of the gates, and `B' dy` [R, r] in grouped order."""
-    x, order, inverse, offsets, a, b, bias, gates, _, *operands = saved
+    x, order, inverse, offsets, _tiles, a, b, bias, gates, _, *operands = saved
     separate = ctx.needs_input_grad[GATES]
     u, grad_rank = _product(
         ctx,
@@ -128,16 +129,14 @@ def _product(
     gates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows of `grad`, as the op gave them out, times weights, with the op's routing."""
-    _, order, inverse, offsets, *_ = saved
+    _, *routing = saved[:5]
     result: tuple[Tensor, Tensor] = torch.ops.qfuse.scatter2scatter(
         grad,
         operands,
         format,
         list(shape),
         transposed,
-        order,
-        inverse,
-        offsets,
+        *routing,
         ctx.top_k,
         ctx.grouped_out,
         grouped_out,
