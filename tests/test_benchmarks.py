@@ -23,8 +23,11 @@ from benchmarks import (  # noqa: E402
     bench_moe_model,
     bench_recipe,
     bench_step,
+    bench_tiles,
     harness,
 )
+from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
+from inductor_q.ops.scatter2scatter import run  # noqa: E402
 
 CPU = torch.device("cpu")
 FIELDS = {
@@ -255,6 +258,33 @@ def test_expert_parallel_layers_have_the_rows_of_their_experts() -> None:
     assert int((masked.gates > 0).sum()) == rows
     assert skipped.shape == (2, *bench_moe.MODELS["tiny"][1:3])
     torch.testing.assert_close(bench_moe._exact(skipped), bench_moe._exact(masked))
+
+
+@pytest.mark.parametrize("product", bench_tiles.PRODUCTS)
+def test_bench_tiles_has_the_products_of_a_layer(product: str) -> None:
+    """Each is one that the Triton kernel would take on a GPU, of the sizes of its case."""
+    call = bench_tiles.make("tiny", 12, product, CPU)
+    assert not scatter2scatter_triton.unfit(call)
+    y, rank = run(call, "auto")
+    assert y.shape == (24 if call.grouped_out else 12, call.out_features)
+    assert rank.shape == (24, bench_tiles.RANK) and y.any()
+    features = {"up": 128, "down": 64, "up dX": 64, "down dX": 64}
+    assert scatter2scatter_triton.work(call).out_features == features[product]
+
+
+def test_bench_tiles_is_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_tiles.main(["--device", "cpu", "--quick"])
+    assert "tiles are those of a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_gpu_bench_tiles(tmp_path: Path) -> None:
+    out = tmp_path / "tiles.json"
+    command = ["--models", "tiny", "--tokens", "64", "--tiles", "3", "--workers", "2"]
+    bench_tiles.main([*command, "--quick", "--out", str(out)])
+    rows = check_file(out, "bench_tiles", set(bench_tiles.PEERS))
+    assert len(rows) == 2 * len(bench_tiles.PRODUCTS)
 
 
 def test_bench_moe_knows_its_peers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ class Tuned(Triton):
         if tile is None and torch.cuda.is_current_stream_capturing():
             return tiles.start(problem, limits)
         if tile is None:
-            tile = fastest(problem, limits, lambda one: self._milliseconds(call, one))
+            tile = fastest(problem, limits, lambda one: milliseconds(call, one))
             if tile is not None:
                 _write(key, tile)
             else:  # not kept on disk: memory may be free in the next process
@@ -71,23 +71,32 @@ class Tuned(Triton):
         _KNOWN[key] = tile
         return tile
 
-    def _milliseconds(self, call: Scatter2Scatter, tile: tiles.Tile) -> float:
-        """Of a whole call; infinite for a tile that cannot be compiled or launched here."""
-        import triton
-        from triton.runtime.errors import PTXASError
 
-        try:
-            median: float = triton.testing.do_bench(
-                lambda: self.launch(call, tile), warmup=5, rep=25, return_mode="median"
-            )
-        except (triton.CompilationError, triton.OutOfResources, PTXASError, RuntimeError) as error:
-            bare = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-            if bare and not str(error).startswith(_AT_FAULT):
-                raise
-            reason = f"{type(error).__name__}: {error}"
-            log.info("scatter2scatter: %s is left out of the tuning: %s", tile, reason)
-            return math.inf
-        return median
+def milliseconds(call: Scatter2Scatter, tile: tiles.Tile, *, runs: int = 25) -> float:
+    """Of a whole call; infinite for a tile that cannot be compiled or launched here.
+
+    Args:
+        runs: how many milliseconds it is repeated for; with 0 it is compiled and launched once.
+    """
+    import triton
+    from triton.runtime.errors import PTXASError
+
+    def launch() -> None:
+        KERNEL.launch(call, tile)
+
+    try:
+        if not runs:
+            launch()
+            return 0.0
+        median: float = triton.testing.do_bench(launch, warmup=5, rep=runs, return_mode="median")
+    except (triton.CompilationError, triton.OutOfResources, PTXASError, RuntimeError) as error:
+        bare = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        if bare and not str(error).startswith(_AT_FAULT):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        log.info("scatter2scatter: %s is left out of the tuning: %s", tile, reason)
+        return math.inf
+    return median
 
 
 def fastest(
