@@ -11,6 +11,7 @@ tile decides in which order products are added, so results of two tiles differ b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -81,9 +82,7 @@ def milliseconds(call: Scatter2Scatter, tile: tiles.Tile, *, runs: int = 25) -> 
     import triton
     from triton.runtime.errors import PTXASError
 
-    def launch() -> None:
-        KERNEL.launch(call, tile)
-
+    launch = functools.partial(KERNEL.launch, call, tile)
     try:
         if not runs:
             launch()
