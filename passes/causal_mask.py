@@ -175,8 +175,9 @@ class _Evaluation:
         self._known: dict[fx.Node, Any] = {}
 
     def nodes(self) -> set[fx.Node]:
-        """What was run."""
-        return set(self._known)
+        """The tensors among what was run: a size is given to operators that write, and is not
+        written to."""
+        return {node for node, value in self._known.items() if isinstance(value, torch.Tensor)}
 
     def is_large(self) -> bool:
         """Whether a number passes LARGEST, or a tensor has a window's length if it is flattened."""

@@ -664,6 +664,15 @@ class Attention(torch.nn.Module):
         return under_causal(q, repeated(k, 2), repeated(v, 2))
 
 
+def test_a_size_that_an_operator_is_given_is_not_written_to() -> None:
+    """Under dynamic shapes an autograd.Function, here of a quantized weight, is given sizes."""
+    x = torch.randn(2, 64, 64, requires_grad=True)
+    gm = captured(Attention(), x, dynamic=True)
+    context: Any = None
+    (site,) = CausalAttention().match(gm.graph, context)
+    assert (site.rejected, site.provider) == ("", GROUPED)
+
+
 def test_grouped_keys_keep_less_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Attention()
     x = torch.randn(2, 64, 64, requires_grad=True)
