@@ -20,11 +20,11 @@ from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import run
 
 
-def run_stage(stage: str, graph: fx.Graph, context: Context) -> None:
-    """Run the enabled passes of `stage` in the order of the pipeline."""
+def run_stage(stage: str, graph: fx.Graph, context: Context, *, edit: bool = True) -> None:
+    """Run the enabled passes of `stage` in the order of the pipeline; `edit` as of `run`."""
     for step in PIPELINE:
         if step.stage == stage and step.name in context.resolved.passes:
-            run(step, graph, context)
+            run(step, graph, context, edit=edit)
 
 
 class _Hook:

@@ -54,9 +54,10 @@ class Pass(Protocol):
 listeners: list[Callable[[Pass, fx.Graph, str], None]] = []
 
 
-def run(step: Pass, graph: fx.Graph, context: Context) -> None:
-    """Run one pass over `graph` and record what it did."""
-    for listen in listeners:
+def run(step: Pass, graph: fx.Graph, context: Context, *, edit: bool = True) -> None:
+    """Run one pass over `graph` and record what it did; without `edit`, what it would do."""
+    told = listeners if edit else []
+    for listen in told:
         listen(step, graph, "before")
     start = time.perf_counter()
     sites = list(step.match(graph, context))
@@ -75,13 +76,13 @@ def run(step: Pass, graph: fx.Graph, context: Context) -> None:
         for s in sites
     ]
     applied = [site for site in sites if not site.rejected]
-    for site in applied:
-        step.apply(graph, site, context)
-    if applied:
+    if applied and edit:
+        for site in applied:
+            step.apply(graph, site, context)
         if step.stage != CAPTURED:
             stable_topological_sort(graph)
             graph.eliminate_dead_code()
         graph.lint()
     context.report.add(PassRecord(step.name, len(applied), time.perf_counter() - start), records)
-    for listen in listeners:
+    for listen in told:
         listen(step, graph, "after")

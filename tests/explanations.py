@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from inductor_q.diagnostics.explanation import (
+    ATTENTION,
     Compile,
     CudagraphSkip,
     Exit,
@@ -50,6 +51,7 @@ FUSED = (
     Step("keep_packed", provider="aten", bytes_saved=8192, count=1),
 )
 REASON = "the adapter's product is float32 and the layer's bfloat16: load the adapter in bfloat16"
+PADDED = "the mask depends on the input attention_mask: it may hold padding"
 
 
 def write_source(folder: Path) -> Path:
@@ -82,6 +84,24 @@ def llama(layers: int, *, broken: dict[str, str] | None = None) -> tuple[Layer, 
             reason = (broken or {}).get(f"{index}.{name}", "")
             found.append(layer(module, "canonical" if reason else "fused", reason))
     return tuple(found)
+
+
+def attention(layers: int, *, padded: tuple[int, ...] = ()) -> tuple[Layer, ...]:
+    """The attention of a Llama: without its mask, but in the layers `padded`."""
+
+    def one(index: int) -> Layer:
+        reason = PADDED if index in padded else ""
+        provider = "" if reason else "sdpa, grouped keys"
+        return Layer(
+            module=f"base_model.model.model.layers.{index}.self_attn",
+            kind=ATTENTION,
+            format="",
+            status="canonical" if reason else "fused",
+            reason=reason,
+            steps=(Step("causal_attention", provider, reason, by_choice=bool(reason)),),
+        )
+
+    return tuple(map(one, range(layers)))
 
 
 def explanation(script: str = "train.py") -> Explanation:
@@ -146,6 +166,7 @@ def explanation(script: str = "train.py") -> Explanation:
             SavedTensors("aten.silu", 2, 1 << 20),
         ),
         layers=llama(4, broken={"2.mlp.down_proj": REASON}),
+        attention=attention(4, padded=(3,)),
         warnings=("torch.compile was called twice on one module",),
     )
 
@@ -161,5 +182,6 @@ def clean() -> Explanation:
         suppressed=(),
         cudagraph_skips=(),
         layers=llama(4),
+        attention=attention(4),
         warnings=(),
     )

@@ -12,7 +12,7 @@ from inductor_q import cli
 from inductor_q.diagnostics.diff import Change, compare
 from inductor_q.diagnostics.explanation import Explanation, Frame, Phase, SavedTensors
 from inductor_q.diagnostics.render.json import to_json
-from tests.explanations import REASON, clean, explanation, llama
+from tests.explanations import PADDED, REASON, clean, explanation, llama
 
 LAYERS = "base_model.model.model.layers"
 CANONICAL = f"recognized, not fused: {REASON}"
@@ -38,6 +38,7 @@ def test_every_cause_that_appears_is_worse_and_that_goes_is_better() -> None:
         ("worse", "suppressed error"),
         ("worse", "CUDA graph skipped"),
         ("worse", "fusion"),
+        ("worse", "fusion"),
     ]
     assert changes[1] == Change(
         "worse",
@@ -46,7 +47,10 @@ def test_every_cause_that_appears_is_worse_and_that_goes_is_better() -> None:
         "x0",
         "x3",
     )
-    assert changes[-1] == Change("worse", "fusion", f"{LAYERS}.2.mlp.down_proj", "fused", CANONICAL)
+    assert changes[-2:] == [
+        Change("worse", "fusion", f"{LAYERS}.2.mlp.down_proj", "fused", CANONICAL),
+        Change("worse", "fusion", f"{LAYERS}.3.self_attn", "fused", f"still masked: {PADDED}"),
+    ]
     back = compare(explanation(), clean())
     assert {c.verdict for c in back} == {"better"}
     assert [(c.kind, c.before, c.after) for c in back] == [

@@ -266,9 +266,13 @@ def test_llama_qlora_and_what_qfuse_would_do(explain: Explain) -> None:
     assert {layer.module for layer in report.layers} == LLAMA
     assert all((y.status, y.format, y.would) == ("fused", "nf4", True) for y in report.layers)
     assert report.fused_share == 1.0
+    assert [(y.module, y.status, y.would) for y in report.attention] == [
+        (f"base_model.model.model.layers.{i}.self_attn", "fused", True) for i in range(2)
+    ]
     assert all("canonicalize" in {s.pass_name for s in y.steps} for y in report.layers)
     assert 0 < report.saved_bytes < 2**20
     assert "14 of 14 quantized layers would be fused" in run.err
+    assert "Attention: 2 of 2 masks would be left out" in run.err
 
 
 @pytest.mark.slow
@@ -282,7 +286,9 @@ def test_llama_qlora_by_stock_inductor_and_by_force(explain: Explain, forced: bo
     report = run.report
     assert {c.backend for c in report.compiles} == {"qfuse" if forced else "inductor"}
     assert {layer.module for layer in report.layers} == LLAMA
-    assert all((y.status, y.would) == ("fused", not forced) for y in report.layers)
+    found = (*report.layers, *report.attention)
+    assert all((y.status, y.would) == ("fused", not forced) for y in found)
+    assert len(report.attention) == 2
     assert not report.breaks
     codegen = {phase.name for phase in report.phases}
     assert any("inductor" in name or "GraphLowering" in name for name in codegen)

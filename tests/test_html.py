@@ -16,7 +16,7 @@ from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak
 from inductor_q.diagnostics.render import html
 from tests import browser
 from tests.browser import ENTER, Browser
-from tests.explanations import REASON, clean, explanation, layer, llama, write_source
+from tests.explanations import PADDED, REASON, clean, explanation, layer, llama, write_source
 
 MISSED = ("4 graph breaks, at most 0 allowed (--max-breaks 0)",)
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"'{{ 1 }}"
@@ -73,7 +73,7 @@ def test_the_page_is_whole_and_needs_nothing_else(run: Explanation) -> None:
 
 
 def test_empty_sections_are_left_out() -> None:
-    page = Reader(html.render(replace(clean(), saved=(), phases=(), options={})))
+    page = Reader(html.render(replace(clean(), attention=(), saved=(), phases=(), options={})))
     assert [section["id"] for section in page.named("section")] == ["fusion", "compiles"]
 
 
@@ -83,6 +83,14 @@ def test_what_others_said_is_inert() -> None:
     assert len(read.named("script")) == 1 and not read.named("img")
     assert page.count("&lt;script&gt;window.hacked = 1&lt;/script&gt;") > 50
     assert "{{ 1 }}" in page  # not evaluated as a template
+
+
+def test_attention_is_told_by_module_and_reason() -> None:
+    section = html.render(explanation()).partition('<section id="attention">')[2]
+    told = " ".join(section.partition("</section>")[0].split())
+    assert "<h2>Attention: 3 of 4 masks left out</h2>" in told
+    for name, fate in (("0-2", "3 layers fused by"), ("3", f"still masked: {PADDED}")):
+        assert f'<span class="path">{name}.self_attn</span> <span class="quiet">{fate}' in told
 
 
 def test_a_link_is_made_of_a_real_id_only() -> None:

@@ -52,6 +52,9 @@ def test_a_layer_is_as_good_as_its_worst_rank() -> None:
     fused = Layer("a", "linear", "nf4", "fused")
     unseen = replace(fused, status="unseen", reason="did not run")
     assert merge([rank(0, layers=(fused,)), rank(1, layers=(unseen,))]).layers == (unseen,)
+    masked = replace(fused, status="canonical", reason="the mask may hold padding")
+    merged = merge([rank(0, attention=(masked,)), rank(1, attention=(fused,))])
+    assert merged.attention == (masked,)
 
 
 def test_the_first_failure_and_the_missing_rank_are_told() -> None:

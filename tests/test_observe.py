@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -274,14 +275,70 @@ def graphs(gm: Any, example_inputs: Any) -> Any:
 
 
 def test_what_became_of_attention_is_no_quantized_layer() -> None:
-    report = Report(
-        sites=[
-            SiteRecord("causal_attention", "sdpa", module="layers.0.self_attn", provider="sdpa"),
-            SiteRecord("canonicalize", "gemm_4bit", module="layers.0.self_attn.q_proj"),
-        ]
-    )
-    [layer] = coverage.layers([(report, False)], (), {})
-    assert layer.module == "layers.0.self_attn.q_proj"
+    attention = SiteRecord("causal_attention", "sdpa", module="0.self_attn", provider="sdpa")
+    refused = replace(attention, provider="", rejected="it may hold padding", by_choice=True)
+    linear = SiteRecord("canonicalize", "gemm_4bit", module="0.self_attn.q_proj")
+    reports = [(Report(sites=[attention, linear]), True), (Report(sites=[refused]), True)]
+    [layer] = coverage.layers(reports, (), {})
+    assert layer.module == "0.self_attn.q_proj"
+    [one] = coverage.attention(reports)
+    assert (one.module, one.kind, one.would) == ("0.self_attn", "attention", True)
+    assert (one.status, one.reason) == ("canonical", "it may hold padding"), "the worst compile"
+    assert [s.provider for s in one.steps] == ["sdpa", ""]
+
+
+class Attention(nn.Module):
+    """A mask that is causal, or one with a window of keys."""
+
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.linear = testing.quantized_linear(torch.randn(64, 64, dtype=torch.bfloat16))
+        self.window = window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[1])
+        mask = at <= at[:, None]
+        if self.window:
+            mask = mask & (at > at[:, None] - self.window)
+        x = self.linear(x)[:, None]
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(x, x, x, attn_mask=mask.expand(x.shape[0], 1, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("window", "status", "reason"),
+    [
+        (0, "fused", ""),
+        (9, "canonical", "the mask is computed with the number 9, as a window is"),
+    ],
+)
+def test_attention_that_another_backend_compiles(window: int, status: str, reason: str) -> None:
+    """What qfuse would do is told; the graph and its guards are as without a look at them."""
+    module = Attention(window)
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16)
+
+    def seen(dry_run: bool) -> tuple[Explanation, str, list[str]]:
+        kept: list[tuple[str, list[str]]] = []
+
+        def keep(gm: Any, example_inputs: Any) -> Any:
+            [size, *_] = (s for s in example_inputs if isinstance(s, torch.SymInt))
+            kept.append((str(gm.graph), [str(g.expr) for g in size.node.shape_env.guards]))
+            return graphs(gm, example_inputs)
+
+        torch._dynamo.reset()
+        with torch.no_grad():
+            run = observed(
+                lambda: torch.compile(module, backend=keep, dynamic=True)(x), dry_run=dry_run
+            )
+        [(graph, guards)] = kept
+        return run, graph, guards
+
+    looked, *left = seen(True)
+    [one] = looked.attention
+    assert (one.status, one.reason, one.would, one.shape) == (status, reason, True, (-1, 1, -1, 64))
+    unlooked, *untouched = seen(False)
+    assert left == untouched
+    assert not unlooked.attention
 
 
 def test_a_layer_that_is_itself_compiled() -> None:

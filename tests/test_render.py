@@ -16,7 +16,7 @@ from inductor_q.diagnostics.render import github, schema, text, tree, words
 from inductor_q.diagnostics.render import json as as_json
 from inductor_q.exc import NotAReport, UnknownReportVersion
 from inductor_q.files import write_whole
-from tests.explanations import REASON, clean, explanation, layer, llama
+from tests.explanations import REASON, attention, clean, explanation, layer, llama
 
 # --- JSON ---------------------------------------------------------------------------------------
 
@@ -189,6 +189,9 @@ def test_text_says_everything_in_the_order_of_what_to_do() -> None:
         "Fusion: 15 of 16 quantized layers fused",
         "12 layers fused by canonicalize (cpp),",
         "recognized, not fused: the adapter's product is",
+        "Attention: 3 of 4 masks left out",
+        "0-2.self_attn 3 layers fused by causal_attention (sdpa, grouped keys)",
+        "3.self_attn still masked: the mask depends on the input attention_mask",
         "Saved for backward: 4.0 MiB\n  aten.mm    3.0 MiB  x4",
         "Compile time (phases nest)\n  backend_compile   8.5 s  x2",
         "Options that were set\n  qfuse.numerics  strict  user\n\n",
@@ -217,7 +220,8 @@ def test_long_tables_are_cut_in_text() -> None:
 
 
 def test_a_clean_run_has_no_empty_sections() -> None:
-    out = printed(replace(clean(), phases=(), saved=(), options={}, environment={}))
+    run = replace(clean(), attention=(), phases=(), saved=(), options={}, environment={})
+    out = printed(run)
     assert out == (
         "qfuse explain train.py --steps 3\n"
         "no graph breaks, no recompiles, 16 of 16 quantized layers fused\n\n"
@@ -228,8 +232,13 @@ def test_a_clean_run_has_no_empty_sections() -> None:
 
 
 def test_what_qfuse_would_do_is_told_as_such() -> None:
-    run = replace(clean(), layers=tuple(replace(x, would=True) for x in llama(2)))
+    run = replace(
+        clean(),
+        layers=tuple(replace(x, would=True) for x in llama(2)),
+        attention=tuple(replace(x, would=True) for x in attention(2)),
+    )
     assert "8 of 8 quantized layers would be fused" in printed(run)
+    assert "Attention: 2 of 2 masks would be left out" in printed(run)
 
 
 def test_a_pass_that_stood_back_from_fused_layers_is_told_once() -> None:

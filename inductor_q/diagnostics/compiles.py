@@ -69,6 +69,7 @@ class Compiles:
                 if is_quantized(gm):
                     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
                     one.dry = dry_run(gm, device_of(example_inputs), dynamic, sources)
+                    one.dry.captured(gm.graph)
 
     def compiled(self) -> None:
         one = self._open.pop()

@@ -1,4 +1,4 @@
-"""Fusion coverage: what became of each quantized layer, by module path.
+"""Fusion coverage: what became of each quantized layer, and of attention, by module path.
 
 Put together from the reports of the compiles (one site a pass and layer), the names of the graphs'
 inputs (what a graph read at all) and the layers alive in the process (what there is to cover).
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from inductor_q.diagnostics.explanation import Layer, LayerStatus, Step
+from inductor_q.diagnostics.explanation import ATTENTION, Layer, LayerStatus, Step
 from inductor_q.diagnostics.live import Quantized
 from inductor_q.diagnostics.report import Report, SiteRecord
 from inductor_q.passes import PIPELINE
@@ -21,6 +21,8 @@ UNKNOWN = "compiled, but no pass knows this kind of quantized weight"
 FAILED = "its compile failed: {}"
 BLIND = "compiled by backend {!r}, where the passes cannot look: run with --backend qfuse"
 
+#: Passes over Dynamo's graph: about attention, not about a quantized layer.
+_CAPTURED = frozenset(step.name for step in PIPELINE if step.stage == CAPTURED)
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
 
 
@@ -62,6 +64,26 @@ def layers(
     return (*found.values(), *rest.values())
 
 
+def attention(reports: Iterable[tuple[Report, bool]]) -> tuple[Layer, ...]:
+    """A record a layer that calls attention under a mask; `reports` as of `layers`."""
+    covered: dict[str, Layer] = {}
+    for report, would in reports:
+        for site in (s for s in report.sites if s.pass_name in _CAPTURED):
+            one = Layer(
+                module=site.module or site.source,
+                kind=ATTENTION,
+                format="",
+                status="canonical" if site.rejected else "fused",
+                reason=site.rejected,
+                shape=site.shape,
+                source=site.source,
+                steps=_steps([site]),
+                would=would,
+            )
+            _add(covered, one)
+    return tuple(covered.values())
+
+
 def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
     """The module trees that compiled graphs read, by paths, which two models may share.
 
@@ -82,13 +104,11 @@ def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
 
 
 def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
-    """The sites of each quantized layer: those about its weight, and those about its adapter. The
-    passes over Dynamo's graph are about neither (attention)."""
-    elsewhere = {step.name for step in PIPELINE if step.stage == CAPTURED}
+    """The sites of each quantized layer: those about its weight, and those about its adapter."""
     sites = [
         replace(site, module=module)
         for site in sites
-        if site.pass_name not in elsewhere
+        if site.pass_name not in _CAPTURED
         for module in (site.module, *site.also)
     ]
     own = [s.module for s in sites if s.module and not _ADAPTER.search(f".{s.module}")]
@@ -186,4 +206,4 @@ def _match(path: str, names: Iterable[str]) -> str:
     return best
 
 
-__all__ = ["BLIND", "FAILED", "UNKNOWN", "UNSEEN", "layers"]
+__all__ = ["BLIND", "FAILED", "UNKNOWN", "UNSEEN", "attention", "layers"]

@@ -39,6 +39,7 @@ def compare(before: Explanation, after: Explanation, *, noise: float = NOISE) ->
         *_exits(before, after),
         *_causes(before, after),
         *_layers(before.layers, after.layers),
+        *_layers(before.attention, after.attention),
         *_saved(before, after),
         *_seconds(before, after, noise),
         *_environment(before, after),

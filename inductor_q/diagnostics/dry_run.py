@@ -1,7 +1,8 @@
 """What qfuse would do with a graph that another backend compiles.
 
 Runs the pipeline on a copy of the joint graph, in the place where the real one would run, and
-throws the copy away: the graph that is compiled is not touched, no guard is added.
+throws the copy away; on Dynamo's graph, which has others in it, the passes only look. The graph
+that is compiled is not touched, no guard is added.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 
 from inductor_q.diagnostics.context import Context, counterparts
 from inductor_q.diagnostics.report import Report
+from inductor_q.passes.runner import CAPTURED
 
 
 @dataclass
@@ -29,6 +31,10 @@ class DryRun:
     @property
     def report(self) -> Report:
         return self.context.report
+
+    def captured(self, graph: fx.Graph) -> None:
+        """The captured stage: what each of its passes finds in the graph as it is."""
+        self._run(CAPTURED, graph, edit=False)
 
     def joint(self, graph: fx.Graph) -> None:
         """The joint stage, on a copy that is kept for the partition stage."""
@@ -45,11 +51,11 @@ class DryRun:
                 self._run("partition", own)
         self.copies.clear()
 
-    def _run(self, stage: str, graph: fx.Graph) -> None:
+    def _run(self, stage: str, graph: fx.Graph, *, edit: bool = True) -> None:
         from inductor_q.manager import run_stage
 
         with _no_guards(graph):
-            run_stage(stage, graph, self.context)
+            run_stage(stage, graph, self.context, edit=edit)
 
 
 def dry_run(
@@ -69,7 +75,8 @@ def _no_guards(graph: fx.Graph) -> Any:
     """What the passes compare must not become a condition of the compiled code."""
     from torch._guards import detect_fake_mode
 
-    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    inputs = graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val", node.meta.get("example_value")) for node in inputs]
     mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
     shape_env = getattr(mode, "shape_env", None)
     with shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():

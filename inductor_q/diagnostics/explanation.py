@@ -15,6 +15,9 @@ SCHEMA_VERSION = 1
 #: What became of a quantized layer, the best first.
 LayerStatus = Literal["fused", "canonical", "rejected", "unseen"]
 
+#: The kind of those layers that call attention under a mask: "fused" without it, or "canonical".
+ATTENTION = "attention"
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -124,7 +127,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Layer:
-    """Fusion coverage of one quantized linear or expert.
+    """Fusion coverage of one quantized linear or expert, or of attention under a mask.
 
     `status`: "fused" (its dequantization is in a rewritten product), "canonical" (recognized, its
     adapter or product left alone), "rejected" (`reason` says why), "unseen" (in no compiled graph).
@@ -191,6 +194,7 @@ class Explanation:
     phases: tuple[Phase, ...] = ()
     saved: tuple[SavedTensors, ...] = ()
     layers: tuple[Layer, ...] = ()
+    attention: tuple[Layer, ...] = ()
     warnings: tuple[str, ...] = ()
     dump: str = ""
     schema_version: int = SCHEMA_VERSION

@@ -103,7 +103,8 @@ def merge(runs: Sequence[Explanation]) -> Explanation:
         cudagraph_skips=_summed(runs, lambda r: r.cudagraph_skips, lambda s: s.reason),
         phases=_worst(runs, lambda r: r.phases, lambda p: p.name, "seconds"),
         saved=_worst(runs, lambda r: r.saved, lambda s: s.op, "bytes"),
-        layers=_layers(runs),
+        layers=_layers(run.layers for run in runs),
+        attention=_layers(run.attention for run in runs),
         warnings=(*warnings, *_warnings(runs)),
     )
 
@@ -141,15 +142,14 @@ def _same_break(item: GraphBreak) -> Hashable:
     return item.gb_id, item.reason, item.origin.file, item.origin.line
 
 
-def _layers(runs: Sequence[Explanation]) -> tuple[Layer, ...]:
+def _layers(ranks: Iterable[Iterable[Layer]]) -> tuple[Layer, ...]:
     order = ("unseen", "rejected", "canonical", "fused")
-    found: dict[str, tuple[Layer, int]] = {}
-    for run in runs:
-        for layer in run.layers:
-            known, _ = found.get(layer.module, (None, 0))
-            if known is None or order.index(layer.status) < order.index(known.status):
-                found[layer.module] = (layer, run.rank)
-    return tuple(layer for layer, _ in found.values())
+    found: dict[str, Layer] = {}
+    for layer in (layer for layers in ranks for layer in layers):
+        known = found.get(layer.module)
+        if known is None or order.index(layer.status) < order.index(known.status):
+            found[layer.module] = layer
+    return tuple(found.values())
 
 
 def _warnings(runs: Sequence[Explanation]) -> list[str]:

@@ -79,7 +79,7 @@ class Observation:
 
     def explanation(self) -> Explanation:
         """Everything seen so far, as plain data."""
-        from inductor_q.diagnostics.coverage import layers
+        from inductor_q.diagnostics.coverage import attention, layers
         from inductor_q.diagnostics.summary import Run
 
         run = Run(self.handler.events, self.compiles.all)
@@ -103,6 +103,7 @@ class Observation:
             phases=run.phases(),
             saved=run.saved(),
             layers=layers(run.reports(), live, run.read(), all_trees=self.whole_process),
+            attention=attention(run.reports()),
             warnings=(
                 *run.warnings(self.forced),
                 *self.skips.warnings,

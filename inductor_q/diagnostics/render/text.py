@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak, Recompile
+from inductor_q.diagnostics.explanation import Explanation, Frame, GraphBreak, Layer, Recompile
 from inductor_q.diagnostics.render import words
 from inductor_q.diagnostics.render.tree import Branch, build
 
@@ -84,6 +84,7 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     )
     yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
     yield f"Fusion: {words.coverage(run)}", [*_fusion(run)]
+    yield f"Attention: {words.masks(run)}", [*_modules(run.attention)]
     yield (
         f"Saved for backward: {words.size(run.saved_bytes)}",
         columns([(s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved]),
@@ -158,17 +159,21 @@ def _recompile(item: Recompile) -> RenderableType:
 
 def _fusion(run: Explanation) -> Iterator[RenderableType]:
     """The tree of modules, and which passes stood back where, with their reasons."""
-    if not run.layers:
+    yield from _modules(run.layers)
+    for name, reason, count in words.refusals(run):
+        yield plain(f"no {name} in {words.plural(count, 'layer')}: {reason}", "dim")
+
+
+def _modules(layers: Sequence[Layer]) -> Iterator[RenderableType]:
+    if not layers:
         return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(max_width=MODULE_WIDTH, overflow="fold")
     grid.add_column(overflow="fold")
-    for depth, branch in _opened(build(run.layers)):
+    for depth, branch in _opened(build(layers)):
         module = Padding(plain(branch.name, "bold"), (0, 0, 0, 2 * depth))
         grid.add_row(module, plain(_fate(branch), STYLE[branch.status]))
     yield grid
-    for name, reason, count in words.refusals(run):
-        yield plain(f"no {name} in {words.plural(count, 'layer')}: {reason}", "dim")
 
 
 def _opened(branches: Iterable[Branch], depth: int = 0) -> Iterator[tuple[int, Branch]]:

@@ -9,7 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from inductor_q.diagnostics.explanation import Explanation, Frame, Layer, Recompile, Step
+from inductor_q.diagnostics.explanation import (
+    ATTENTION,
+    Explanation,
+    Frame,
+    Layer,
+    Recompile,
+    Step,
+)
 
 #: The way out of every suppressed error.
 UNSUPPRESS = (
@@ -69,9 +76,18 @@ def ending(run: Explanation) -> str:
 
 def coverage(run: Explanation) -> str:
     """How many quantized layers are fused, or would be."""
-    fused = sum(layer.status == "fused" for layer in run.layers)
-    would = "would be " if any(layer.would for layer in run.layers) else ""
-    return f"{fused} of {plural(len(run.layers), 'quantized layer')} {would}fused"
+    return _share(run.layers, "quantized layer", "fused")
+
+
+def masks(run: Explanation) -> str:
+    """How many masks of attention are left out, or would be."""
+    return _share(run.attention, "mask", "left out")
+
+
+def _share(layers: Sequence[Layer], noun: str, done: str) -> str:
+    fused = sum(layer.status == "fused" for layer in layers)
+    would = "would be " if any(layer.would for layer in layers) else ""
+    return f"{fused} of {plural(len(layers), noun)} {would}{done}"
 
 
 def causes(count: int, distinct: int, noun: str) -> str:
@@ -111,7 +127,7 @@ def outcome(layer: Layer) -> str:
     if layer.status == "fused":
         return fused_by([layer])
     said = {
-        "canonical": "recognized, not fused",
+        "canonical": "still masked" if layer.kind == ATTENTION else "recognized, not fused",
         "rejected": "not fused",
         "unseen": "in no compiled graph",
     }[layer.status]
