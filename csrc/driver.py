@@ -1,13 +1,14 @@
 """Load compiled kernels into a device and launch them, through CUDA's driver interface.
 
 A launch costs the host a few microseconds: arguments are packed once, pointers are filled in. It
-goes to torch's current stream of the device and waits for nothing.
+goes to torch's current stream of its device, whichever is current, and waits for nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -138,14 +139,22 @@ class Launch:
         self._device = device
         self._head = (handle, *map(ctypes.c_uint, (*grid, threads, 1, 1, shared)))
         self._tail = (arguments, None)
+        self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._call = _cuda().cuLaunchKernel
         self._lock = threading.Lock()  # the pointers are the launch's own
 
     def __call__(self, *pointers: int) -> None:
-        """Launch on the current stream; the device must be the current one."""
+        """Launch on the device's current stream."""
+        if torch._C._cuda_getDevice() == self._device:
+            self._launch(pointers)
+        else:
+            with torch.cuda.device(self._device):
+                self._launch(pointers)
+
+    def _launch(self, pointers: tuple[int, ...]) -> None:
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
         with self._lock:
-            self._values[: len(pointers)] = list(pointers)
+            self._pack(self._values, 0, *pointers)
             code = self._call(*self._head, stream, *self._tail)
             if code in (_INVALID_CONTEXT, _INVALID_HANDLE):  # a thread new to CUDA
                 _check("cuCtxSetCurrent", _context(self._device))

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels.dequantize_triton import KERNEL as TRITON
 from inductor_q.ops.dequantize import write
 from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.grouped_gram import run as run_gram
@@ -20,9 +19,7 @@ def qfuse_dequantize(
     operands: Sequence[Tensor], format: str, provider: str, *, out: Tensor
 ) -> None:
     """Write a weight's values into `out`, a matrix or a slice of a wider one."""
-    fmt = FORMATS[format]
-    if provider != TRITON.name or not TRITON.launch_again(operands, fmt, out):
-        write(operands, fmt, out, provider)
+    write(operands, FORMATS[format], out, provider)
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:

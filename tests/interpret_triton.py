@@ -45,7 +45,7 @@ def dequantize() -> int:
         wide = torch.full((rows, cols + extra), 7.0, dtype=dtype)
         out = wide[:, :cols]
         assert not dequantize_triton.KERNEL.supports(operands, fmt, out)
-        dequantize_triton.KERNEL.launch(operands, fmt, out, config)
+        dequantize_triton.KERNEL.prepare(operands, fmt, out, config)(operands, out)
         expected = torch.empty(rows, cols, dtype=dtype)
         dequantize_reference.KERNEL.launch(operands, fmt, expected)
         assert_same_bits(out, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,3 +176,12 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
         f"{int(differ.sum())} of {differ.numel()} values differ, the first at "
         f"{differ.nonzero()[0].tolist()}: {actual[differ][0]!r}, expected {expected[differ][0]!r}"
     )
+
+
+def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """As in a new process: no kernel was asked, none told. Returns what is prepared from now on."""
+    launches: dict[Any, Any] = {}
+    module = sys.modules["inductor_q.ops.dequantize"]  # a function hides it in the package
+    monkeypatch.setattr(module, "_told", set())
+    monkeypatch.setattr(module, "_launches", launches)
+    return launches

@@ -1,7 +1,8 @@
-"""The CUDA driver: grids of three dimensions, shared memory that a kernel has to ask for."""
+"""The CUDA driver: devices, grids of three dimensions, shared memory that is asked for."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from inductor_q.csrc import driver
+from tests.fake_driver import FakeDriver
 
 KIB = 1024
 SOURCE = """
@@ -19,6 +21,20 @@ __global__ void where(int* out, long long last) {
   out[i] = shared[last] + 1;
 }
 """
+
+
+def test_a_launch_on_its_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeDriver(monkeypatch, device=0)
+    launch = driver.Launch(ctypes.c_void_p(1), 1, grid=1, threads=32, pointers=2, numbers=(7, -1))
+    launch(2**63 + 5, 6)
+    assert cuda.launched == [(5 - 2**63, 6, 7, -1)]
+    assert cuda.current == [1] and cuda.device == 0
+    cuda.codes = [201, 0]  # a thread without a context gets one, and launches then
+    launch(8, 9)
+    assert cuda.launched[1:] == [(8, 9, 7, -1)] * 2
+    cuda.codes = [700]
+    with pytest.raises(RuntimeError, match="cuLaunchKernel: CUDA error 700"):
+        launch(8, 9)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from inductor_q.kernels import (
     dequantize_reference,
 )
 from inductor_q.ops.quantize_kbit import pack, reference
-from tests.quantized import DTYPES, assert_same_bits, sample
+from tests.quantized import DTYPES, assert_same_bits, forget_kernels, sample
 from tests.test_kbit import ABSMAX, CASES, KBITS, KINDS, SIZES, codebook, weight
 
 CUDA = dequantize_cuda.KERNEL
@@ -356,6 +356,7 @@ def test_gpu_ops_are_served_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> str:
         raise AssertionError("asked")
 
+    forget_kernels(monkeypatch)
     for kernel in (*DEQUANTIZE["cuda"][1:], *QUANTIZE_KBIT["cuda"][1:]):
         monkeypatch.setattr(type(kernel), "supports", refuse)
     x, operands = quantized(4, (64, 128))
@@ -369,13 +370,19 @@ def test_gpu_compiled_linear_is_served_by_cuda(
 ) -> None:
     """The product with the identity is the weight itself."""
     served: list[Tensor] = []
-    launch = type(CUDA).launch
+    original = type(CUDA).prepare
 
-    def count(self: Any, operands: Any, fmt: QuantFormat, out: Tensor, *config: Any) -> None:
-        served.append(out)
-        launch(self, operands, fmt, out, *config)
+    def prepare(self: Any, operands: Any, fmt: QuantFormat, out: Tensor) -> Any:
+        launch = original(self, operands, fmt, out)
 
-    monkeypatch.setattr(type(CUDA), "launch", count)
+        def count(operands: Any, out: Tensor) -> None:
+            served.append(out)
+            launch(operands, out)
+
+        return count
+
+    forget_kernels(monkeypatch)
+    monkeypatch.setattr(type(CUDA), "prepare", prepare)
     linear: Any = kbit.quantize_model(
         nn.Sequential(nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)),
         k,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,15 +40,17 @@ from inductor_q.kernels import (
     refusal,
     triton_launch,
 )
-from inductor_q.ops import dequantize as dequantize_op
+from inductor_q.lowerings.calls import qfuse_dequantize
 from inductor_q.ops.dequantize import write
 from tests.compile_triton import compiled
+from tests.fake_driver import FakeDriver
 from tests.quantized import (
     DTYPES,
     QUANT_TYPES,
     assert_same_bits,
     bnb,
     by_table,
+    forget_kernels,
     needs_0_50,
     quantize,
     sample,
@@ -55,6 +59,9 @@ from tests.test_kbit import CASES as KBIT_CASES
 from tests.test_kbit import KINDS
 
 ROOT = Path(__file__).parents[1]
+needs_triton = pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="Triton is not installed"
+)
 CPU_KERNELS = [pytest.param(k, id=k.name) for k in DEQUANTIZE["cpu"]]
 #: (rows, cols, extra columns of the output's rows)
 LAYOUTS = [(4, 128, 0), (4, 128, 64), (3, 96, 5), (5, 7, 0), (5, 7, 2), (6, 1, 3), (1, 1, 0)]
@@ -229,7 +236,7 @@ def test_triton_refuses_strided_operands() -> None:
 
 def _without_cpp(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     monkeypatch.setattr(dequantize_cpp, "_function", lambda: reason)
-    monkeypatch.setattr(sys.modules[dequantize_op.__module__], "_told", set())
+    forget_kernels(monkeypatch)
 
 
 def test_without_the_kernel_the_reference_serves_and_says_so_once(
@@ -265,7 +272,7 @@ def test_compiled_code_is_served_by_a_kernel_that_can() -> None:
 def test_a_named_kernel_that_the_device_lacks_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys.modules[dequantize_op.__module__], "_told", set())
+    forget_kernels(monkeypatch)
     w = quantize((4, 64))
     operands, name, _ = w.operands
     out = torch.empty(4, 64, dtype=w.state.dtype)
@@ -390,25 +397,131 @@ def test_triton_in_the_interpreter() -> None:
     assert encoded == 3 * len(KBIT_CASES) * len(KINDS)
 
 
-def test_triton_plans_differ_by_the_dtype_of_every_operand(monkeypatch: Any) -> None:
+class Jit:
+    """A kernel of Triton that keeps what it is called with, and the code that it would return."""
+
+    def __init__(self, pointers: int) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        types = ["u64"] * pointers + ["u32"] * 4 + [*triton_launch.SCRATCH]
+        ptx = ".entry k(" + ",".join(f" .param .{t} k_{i}" for i, t in enumerate(types)) + ")"
+        metadata = SimpleNamespace(num_ctas=1, num_warps=1, shared=0)
+        self.compiled = SimpleNamespace(metadata=metadata, asm={"ptx": ptx}, function=0)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self
+
+    def __call__(self, *given: Any, **constants: Any) -> Any:
+        self.calls.append(given)
+        return self.compiled
+
+
+def served_by_triton(monkeypatch: pytest.MonkeyPatch, fmt: QuantFormat) -> tuple[Jit, FakeDriver]:
+    """CPU tensors go to the Triton kernel, whose compiled code and driver are not there."""
+    printed = dequantize_triton._kernel(fmt, 8)
+    jit = Jit(3 + len(printed.scale_operands))
+    kernel = replace(printed, function=jit)
+    monkeypatch.setattr(dequantize_triton, "_kernel", lambda *_: kernel)
+    monkeypatch.setitem(DEQUANTIZE, "cpu", (dequantize_triton.KERNEL, dequantize_reference.KERNEL))
+    return jit, FakeDriver(monkeypatch)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "nf4_b64", "kbit4_e4m4"])
+def test_later_launches_go_through_the_driver(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever calls, compiled code or eager, with the pointers of that call."""
+    fmt, launches = FORMATS[name], forget_kernels(monkeypatch)
+    jit, cuda = served_by_triton(monkeypatch, fmt)
+    book = dequantize_triton._codebook(fmt, torch.device("cpu"))
+    seen = []
+    for seed in range(4):
+        operands, _ = sample(fmt, (48, 256), seed=seed)
+        if seed % 2:
+            out = ops.dequantize(operands, name, (48, 256), torch.bfloat16)
+        else:
+            out = torch.empty(48, 256, dtype=torch.bfloat16)
+            qfuse_dequantize(operands, name, "auto", out=out)
+        named = dict(zip(fmt.operands, operands, strict=True))
+        given = [out, named["qweight"], named.get("codebook", book)]
+        given += [named[n] for n in fmt.operands if n not in ("qweight", "codebook")]
+        seen.append([t.data_ptr() for t in given])
+    units = 48 * 256 // 8
+    (first,) = jit.calls
+    assert [t.data_ptr() for t in first[:-4]] == seen[0]
+    sizes = (units, 48 * 256, 256, 256)
+    assert first[-4:] == sizes
+    assert cuda.launched == [(*pointers, *sizes, 0, 0) for pointers in seen[1:]]
+    [plan] = launches.values()
+    plan.by_jit(operands, out)  # what bench_launch compares with
+    assert [t.data_ptr() for t in jit.calls[1][:-4]] == seen[-1]
+    assert len(cuda.launched) == 3
+
+
+@needs_triton
+def test_a_prepared_launch_serves_only_what_is_like_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A plan keeps the kernel that was compiled for its first call: for float32 scales, say."""
-    plans: list[Any] = []
+    fmt, launches = FORMATS["nf4_b64"], forget_kernels(monkeypatch)
+    jit, cuda = served_by_triton(monkeypatch, fmt)
+    packed, absmax = (torch.cat([t, t[:8]]) for t in sample(fmt, (4, 64))[0])
+    numels = (128, 4)
+    memory = torch.empty(8 * 72)
 
-    class Plan:
-        def __init__(self, operands: Any, *_: Any) -> None:
-            self.dtype = operands[1].dtype
-            plans.append(self)
+    def call(*, start: int = 0, at: int = 0, dtype: torch.dtype = torch.float32, **to: Any) -> None:
+        operands = [packed[start:][: numels[0]], absmax.to(dtype)[at:][: numels[1]]]
+        out = memory.view(to.get("as_dtype", torch.float32))[to.get("offset", 0) :]
+        out = out.as_strided((4, 64), (to.get("stride", 64), 1))
+        write(operands, fmt, out, to.get("provider", "auto"))
 
-        def launch(self, operands: Any, out: Tensor) -> None:
-            assert operands[1].dtype == self.dtype
+    others: list[dict[str, Any]] = [
+        {},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16},
+        {"start": 4},
+        {"at": 1},
+        {"offset": 1},
+        {"stride": 72},
+        {"as_dtype": torch.bfloat16},
+        {"provider": "triton"},
+    ]
+    for _ in range(2):
+        for other in others:
+            call(**other)
+    assert len(jit.calls) == len(cuda.launched) == len(launches) == len(others)
 
-    monkeypatch.setattr(dequantize_triton, "_Plan", Plan)
-    monkeypatch.setattr(dequantize_triton, "_PLANS", {})
-    packed, out = torch.zeros(128, dtype=torch.uint8), torch.empty(4, 64)
-    for dtype in (*DTYPES, *DTYPES):
-        absmax = torch.ones(4, dtype=dtype)
-        dequantize_triton.KERNEL.launch([packed, absmax], FORMATS["nf4_b64"], out)
-    assert len(plans) == len(DTYPES)
+
+def test_a_format_of_the_same_name_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_kernels(monkeypatch)
+    fmt = FORMATS["nf4_b64"]
+    assert isinstance(fmt.codec, Codebook)
+    other = replace(fmt, codec=Codebook(tuple(-v for v in fmt.codec.values)))
+    operands, values = sample(fmt, (4, 64))
+    out = torch.empty(4, 64)
+    write(operands, fmt, out)
+    assert_same_bits(out, values)
+    write(operands, other, out)
+    assert torch.equal(out, -values)
+
+
+def test_a_kernel_is_asked_once_for_calls_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_kernels(monkeypatch)
+    asked: list[QuantFormat] = []
+
+    class Counting(dequantize_reference.Reference):
+        def supports(self, operands: Any, fmt: QuantFormat, out: Tensor) -> str:
+            asked.append(fmt)
+            return ""
+
+    monkeypatch.setitem(DEQUANTIZE, "cpu", (Counting(),))
+    for seed in range(3):
+        operands, values = sample(_FMT, (5, 64), seed=seed)
+        assert_same_bits(ops.dequantize(operands, _FMT.name, (5, 64), torch.float32), values)
+    assert asked == [_FMT]
+    with pytest.raises(inductor_q.exc.CorruptQuantState):  # what has passed once is no excuse
+        ops.dequantize(operands, _FMT.name, (5, 128), torch.float32)
+    with pytest.raises(inductor_q.exc.CorruptQuantState):
+        ops.dequantize([operands[0][:32], operands[1]], _FMT.name, (5, 64), torch.float32)
+    assert ops.dequantize(operands, _FMT.name, (5, 64), torch.float32).shape == (5, 64)
 
 
 @pytest.mark.parametrize("name", ["nf4_b64_nested", "fp4_b32", "kbit3_e4m4"])
@@ -547,7 +660,7 @@ def test_gpu_later_launches_go_through_the_driver(
     name: str, pad: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With operands and outputs at other addresses, and bit for bit the same."""
-    monkeypatch.setattr(dequantize_triton, "_PLANS", {})
+    launches = forget_kernels(monkeypatch)
     for seed in range(3):
         operands, _ = sample(FORMATS[name], (48, 256), seed=seed)
         expected = torch.empty(48, 256, dtype=torch.bfloat16)
@@ -555,15 +668,52 @@ def test_gpu_later_launches_go_through_the_driver(
         there = [operand.cuda() for operand in operands]
         out = torch.full((48, 256 + pad), 7.0, dtype=torch.bfloat16, device="cuda")
         inside = out[:, :256]
-        if seed:
-            assert dequantize_triton.KERNEL.launch_again(there, FORMATS[name], inside)
-        else:
-            assert not dequantize_triton.KERNEL.launch_again(there, FORMATS[name], inside)
-            dequantize_triton.KERNEL.launch(there, FORMATS[name], inside)
+        write(there, FORMATS[name], inside, "triton")
         assert_same_bits(inside.cpu(), expected)
         assert (out[:, 256:] == 7).all()
-    [plan] = dequantize_triton._PLANS.values()
+    [plan] = launches.values()
     assert isinstance(plan._again, driver.Launch)
+
+
+@pytest.mark.gpu
+def test_gpu_launch_on_a_device_that_is_not_current() -> None:
+    """Also the later launches, which go past Triton."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a second CUDA device")
+    operands, values = sample(FORMATS["nf4_b64_nested"], (64, 256))
+    for _ in range(3):
+        for index in (1, 0):
+            with torch.cuda.device(1 - index):
+                there = [t.to(f"cuda:{index}") for t in operands]
+                out = torch.empty(64, 256, device=f"cuda:{index}")
+                write(there, FORMATS["nf4_b64_nested"], out, "triton")
+                assert torch.cuda.current_device() == 1 - index
+            assert_same_bits(out.cpu(), values)
+
+
+@pytest.mark.gpu
+def test_gpu_launches_from_threads_of_their_own() -> None:
+    """One prepared launch, filled in by several threads at a time, some new to CUDA."""
+    name = "nf4_b64_nested"
+    cases = [sample(FORMATS[name], (64, 256), seed=seed) for seed in range(4)]
+    there = [[t.cuda() for t in operands] for operands, _ in cases]
+    write(there[0], FORMATS[name], torch.empty(64, 256, device="cuda"))
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def run(i: int) -> None:
+        outs = [torch.empty(64, 256, device="cuda") for _ in range(200)]
+        for out in outs:
+            write(there[i], FORMATS[name], out)
+        torch.cuda.synchronize()
+        wrong.extend(i for out in outs if not torch.equal(out.cpu(), cases[i][1]))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.gpu
@@ -643,7 +793,7 @@ def test_gpu_second_device() -> None:
 def test_gpu_strided_operands_go_to_the_reference(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys.modules[dequantize_op.__module__], "_told", set())
+    forget_kernels(monkeypatch)
     w = quantize((64, 128), nested=False, device="cuda")
     operands, name, shape = w.operands
     expected = ops.dequantize(operands, name, shape, torch.bfloat16)

@@ -31,6 +31,9 @@ class QuantFormat:
     codec: Codec
     scale: Scale
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all the rest it would take as long as a launch
+
     def decode(self, o: Any, i: Any) -> Any:
         """Element `i` of the flattened weight in float32."""
         return self.decode_code(o, self.packing.code(o, i), self.scale.decode(o, i))

@@ -17,13 +17,14 @@ from inductor_q.formats.codec import Codebook, Table
 from inductor_q.formats.kbit import KBITS
 from inductor_q.formats.packing import BitPlanes, BytePacking
 from inductor_q.formats.scale import BlockScale, MinifloatScale, NestedScale
+from inductor_q.kernels.kernel import DequantizeKernel, Launch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SOURCE = "dequantize.cpp"
 KBIT_SOURCE = "dequantize_kbit.cpp"
 
 
-class Cpp:
+class Cpp(DequantizeKernel):
     name = "cpp"
 
     def available(self) -> str:
@@ -57,37 +58,9 @@ class Cpp:
         function = _kbit_function() if isinstance(fmt.packing, BitPlanes) else _function()
         return function if isinstance(function, str) else ""
 
-    def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
-        if isinstance(fmt.packing, BitPlanes):
-            _launch_planes(operands, fmt, out)
-            return
-        function = _function()
-        assert not isinstance(function, str), function
-        named = dict(zip(fmt.operands, operands, strict=True))
-        packing, scale = fmt.packing, fmt.scale
-        assert isinstance(packing, BytePacking), f"{fmt.name=}"
-        nested = isinstance(scale, NestedScale)
-        for name, tensor in named.items():
-            if name != "qweight" and not (nested and name == "absmax"):
-                tensor = tensor.to(torch.float32)  # half-precision scales, as some checkpoints have
-            named[name] = tensor.contiguous()  # held until the call returns; most often itself
-        pointers = {name: tensor.data_ptr() for name, tensor in named.items()}
-        function(
-            pointers["qweight"],
-            _codebook(fmt).ctypes_pointer,
-            pointers["absmax"],
-            pointers.get("nested_codebook"),
-            pointers.get("nested_absmax"),
-            pointers.get("nested_offset"),
-            scale.outer.block if isinstance(scale, NestedScale) else 1,
-            scale.block,
-            out.shape[0],
-            out.shape[1],
-            out.stride(0),
-            int(packing.high_first),
-            DTYPES[out.dtype],
-            out.data_ptr(),
-        )
+    def prepare(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Launch:
+        planes = isinstance(fmt.packing, BitPlanes)
+        return functools.partial(_launch_planes if planes else _launch_codes, fmt)
 
 
 def _decodes_planes(fmt: QuantFormat) -> str:
@@ -98,7 +71,37 @@ def _decodes_planes(fmt: QuantFormat) -> str:
     return ""
 
 
-def _launch_planes(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
+def _launch_codes(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) -> None:
+    function = _function()
+    assert not isinstance(function, str), function
+    named = dict(zip(fmt.operands, operands, strict=True))
+    packing, scale = fmt.packing, fmt.scale
+    assert isinstance(packing, BytePacking), f"{fmt.name=}"
+    nested = isinstance(scale, NestedScale)
+    for name, tensor in named.items():
+        if name != "qweight" and not (nested and name == "absmax"):
+            tensor = tensor.to(torch.float32)  # half-precision scales, as some checkpoints have
+        named[name] = tensor.contiguous()  # held until the call returns; most often itself
+    pointers = {name: tensor.data_ptr() for name, tensor in named.items()}
+    function(
+        pointers["qweight"],
+        _codebook(fmt).ctypes_pointer,
+        pointers["absmax"],
+        pointers.get("nested_codebook"),
+        pointers.get("nested_absmax"),
+        pointers.get("nested_offset"),
+        scale.outer.block if isinstance(scale, NestedScale) else 1,
+        scale.block,
+        out.shape[0],
+        out.shape[1],
+        out.stride(0),
+        int(packing.high_first),
+        DTYPES[out.dtype],
+        out.data_ptr(),
+    )
+
+
+def _launch_planes(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) -> None:
     function = _kbit_function()
     assert not isinstance(function, str), function
     qweight, absmax, codebook = (t.contiguous() for t in operands)

@@ -19,7 +19,8 @@ from inductor_q.formats import QuantFormat
 from inductor_q.formats.codec import Table
 from inductor_q.formats.packing import BitPlanes
 from inductor_q.formats.scale import BlockScale, MinifloatScale, Scale
-from inductor_q.kernels.gpu import on, unfit
+from inductor_q.kernels.gpu import unfit
+from inductor_q.kernels.kernel import DequantizeKernel, Launch
 
 SOURCE = "kbit.cu"
 #: The storage types of csrc/numeric.cuh.
@@ -49,7 +50,7 @@ def scale_type(scale: Scale) -> str:
     return ""
 
 
-class Cuda:
+class Cuda(DequantizeKernel):
     name = "cuda"
 
     def available(self) -> str:
@@ -77,60 +78,54 @@ class Cuda:
             return f"the codebook is {operands[2].dtype}, not float32"
         if not all(t.is_contiguous() for t in operands):
             return "an operand is not contiguous"
-        launch = _launch(operands, fmt, out, DEFAULT)
-        return launch if isinstance(launch, str) else ""
+        handle = _function(operands, fmt, out)
+        return handle if isinstance(handle, str) else ""
 
-    def launch(
+    def prepare(
         self,
         operands: Sequence[Tensor],
         fmt: QuantFormat,
         out: Tensor,
         config: Config = DEFAULT,
-    ) -> None:
-        launch = _launch(operands, fmt, out, config)
-        assert not isinstance(launch, str), launch
-        qweight, absmax, codebook = operands
-        with on(out.device):
-            launch(qweight.data_ptr(), absmax.data_ptr(), codebook.data_ptr(), out.data_ptr())
+    ) -> Launch:
+        handle = _function(operands, fmt, out)
+        assert not isinstance(handle, str), handle
+        blocks = -(-out.numel() // BitPlanes.block)
+        again = driver.Launch(
+            handle,
+            out.device.index,
+            grid=-(-blocks // config.threads),
+            threads=config.threads,
+            pointers=4,
+            numbers=(out.numel(), *_rows(out)),
+        )
+
+        def launch(operands: Sequence[Tensor], out: Tensor) -> None:
+            qweight, absmax, codebook = operands
+            again(qweight.data_ptr(), absmax.data_ptr(), codebook.data_ptr(), out.data_ptr())
+
+        return launch
 
 
-_LAUNCHES: dict[tuple[Any, ...], driver.Launch | str] = {}
-
-
-def _launch(
-    operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, config: Config
-) -> driver.Launch | str:
-    """A launch for operands and outputs like these, prepared once; or why it cannot be."""
-    aligned = (operands[0].data_ptr() | out.data_ptr()) % VECTOR_BYTES == 0
-    key = (fmt.name, out.dtype, out.shape, out.stride(0), out.device.index, aligned, config)
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        launch = _LAUNCHES[key] = _prepare(fmt, out, aligned, config)
-    return launch
-
-
-def _prepare(fmt: QuantFormat, out: Tensor, aligned: bool, config: Config) -> driver.Launch | str:
+def _function(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Any:
+    """The specialization of csrc/kbit.cu for calls like this one, or why it is not there."""
     assert out.device.index is not None, f"{out.device=}"
-    (rows, cols), stride, numel = out.shape, out.stride(0), out.numel()
-    if rows == 1 or stride == cols:
-        cols = stride = numel  # one long row
+    aligned = (operands[0].data_ptr() | out.data_ptr()) % VECTOR_BYTES == 0
+    cols, stride = _rows(out)
     layout = "kElements"
     if aligned and cols % RUN == 0 and stride * out.itemsize % VECTOR_BYTES == 0:
-        layout = "kFlat" if cols == numel else "kRows"
+        layout = "kFlat" if cols == out.numel() else "kRows"
     types = f"{scale_type(fmt.scale)}, {TYPES[out.dtype]}"
     kernel = f"dequantize<{fmt.packing.bits}, {types}, {layout}>"
-    handle = driver.function(SOURCE, kernel, out.device.index)
-    if isinstance(handle, str):
-        return handle
-    blocks = -(-numel // BitPlanes.block)
-    return driver.Launch(
-        handle,
-        out.device.index,
-        grid=-(-blocks // config.threads),
-        threads=config.threads,
-        pointers=4,
-        numbers=(numel, cols, stride),
-    )
+    return driver.function(SOURCE, kernel, out.device.index)
+
+
+def _rows(out: Tensor) -> tuple[int, int]:
+    """Length and stride of the rows of `out`: of one long row where they follow each other."""
+    rows, cols = out.shape
+    if rows == 1 or out.stride(0) == cols:
+        return out.numel(), out.numel()
+    return cols, out.stride(0)
 
 
 KERNEL = Cuda()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
+from inductor_q.kernels.kernel import DequantizeKernel, Launch
 
 ROWS_AT_ONCE_NUMEL = 1 << 22  # elements decoded at a time: the int64 indices are 32 MiB
 
 
-class Reference:
+class Reference(DequantizeKernel):
     name = "reference"
 
     def available(self) -> str:
@@ -25,18 +27,22 @@ class Reference:
     def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
         return ""
 
-    def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
-        named = dict(zip(fmt.operands, operands, strict=True))
-        unit = getattr(torch, fmt.packing.unit)
-        named["qweight"] = named["qweight"].reshape(-1).view(unit)  # from any storage dtype
-        interpreter = Eager(named)
-        cols = out.shape[-1]
-        step = max(1, ROWS_AT_ONCE_NUMEL // max(1, cols))
-        rows = out.reshape(-1, cols) if out.is_contiguous() else out
-        for start in range(0, rows.shape[0], step):
-            part = rows[start : start + step]
-            index = torch.arange(part.numel(), device=out.device) + start * cols
-            part.copy_(fmt.decode(interpreter, index).reshape(part.shape))
+    def prepare(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Launch:
+        return functools.partial(_decode, fmt)
+
+
+def _decode(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) -> None:
+    named = dict(zip(fmt.operands, operands, strict=True))
+    unit = getattr(torch, fmt.packing.unit)
+    named["qweight"] = named["qweight"].reshape(-1).view(unit)  # from any storage dtype
+    interpreter = Eager(named)
+    cols = out.shape[-1]
+    step = max(1, ROWS_AT_ONCE_NUMEL // max(1, cols))
+    rows = out.reshape(-1, cols) if out.is_contiguous() else out
+    for start in range(0, rows.shape[0], step):
+        part = rows[start : start + step]
+        index = torch.arange(part.numel(), device=out.device) + start * cols
+        part.copy_(fmt.decode(interpreter, index).reshape(part.shape))
 
 
 KERNEL = Reference()

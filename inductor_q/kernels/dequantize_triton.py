@@ -24,6 +24,7 @@ from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.packing import BitPlanes, BytePacking, Packing
 from inductor_q.kernels.gpu import on, unfit
+from inductor_q.kernels.kernel import DequantizeKernel, Launch
 from inductor_q.kernels.triton_launch import prepared
 
 INT32_LIMIT = 2**31
@@ -76,7 +77,7 @@ def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
 """
 
 
-class Triton:
+class Triton(DequantizeKernel):
     name = "triton"
 
     def available(self) -> str:
@@ -101,39 +102,18 @@ class Triton:
             return "an operand is not contiguous"
         return self.available()
 
-    def launch(
+    def prepare(
         self,
         operands: Sequence[Tensor],
         fmt: QuantFormat,
         out: Tensor,
         config: Config = DEFAULT,
-    ) -> None:
-        key = _key(operands, fmt, out, config)
-        plan = _PLANS.get(key)
-        if plan is None:
-            plan = _PLANS[key] = _Plan(operands, fmt, out, config)
-        plan.launch(operands, out)
-
-    def launch_again(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> bool:
-        """Launch as for the same layouts before; False where there was no such call."""
-        plan = _PLANS.get(_key(operands, fmt, out, DEFAULT))
-        if plan is None:
-            return False
-        plan.launch(operands, out)
-        return True
-
-
-def _key(
-    operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, config: Config
-) -> tuple[Any, ...]:
-    """What a launch depends on, and whether this kernel supports it, besides addresses."""
-    layouts = [(t.dtype, t.data_ptr() % 16, t.is_contiguous()) for t in operands]
-    target = (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % 16)
-    return (fmt.name, config.block, config.num_warps, *target, *layouts)
+    ) -> Launch:
+        return _Plan(operands, fmt, out, config)
 
 
 class _Plan:
-    """A launch whose arguments differ in their pointers alone.
+    """Launches whose arguments differ in their pointers alone.
 
     The first goes through Triton's JIT, which specializes on sizes and alignments; the others
     launch what it compiled.
@@ -153,11 +133,12 @@ class _Plan:
         units = -(-numel // codes)
         kernel = _kernel(fmt, codes)
         self._jit = kernel.function
-        self._again: Callable[..., None] | None = None
+        self._again: Callable[..., object] | None = None
         self._compiled: Any = None
-        self._scales = [fmt.operands.index(name) for name in kernel.scale_operands]
-        self._table = fmt.operands.index(kernel.table) if kernel.table else None
         self._codebook = _codebook(fmt, out.device)
+        table = fmt.operands.index(kernel.table) if kernel.table else len(fmt.operands)
+        scales = [fmt.operands.index(name) for name in kernel.scale_operands]
+        self._order = (0, table, *scales)  # of the operands and, behind them, the codebook
         self._grid = (-(-units // config.block), 1, 1)
         self._sizes = (units, numel, cols, stride)
         self._constants = {
@@ -168,31 +149,41 @@ class _Plan:
         }
         self._num_warps = config.num_warps
 
-    def launch(self, operands: Sequence[Tensor], out: Tensor) -> None:
-        scales = [operands[i] for i in self._scales]
-        table = self._codebook if self._table is None else operands[self._table]
-        pointers = (out, operands[0], table, *scales)
+    def __call__(self, operands: Sequence[Tensor], out: Tensor) -> None:
+        if self._again is not None:
+            given = (*operands, self._codebook)
+            self._again(out.data_ptr(), *[given[i].data_ptr() for i in self._order])
+        elif self._compiled is not None:
+            self.by_triton(operands, out)
+        else:
+            self._keep(self.by_jit(operands, out), out)
+
+    def by_jit(self, operands: Sequence[Tensor], out: Tensor) -> Any:
+        """Launch as the first time; returns what Triton has compiled."""
         with on(out.device):
-            if self._again is not None:
-                self._again(*[t.data_ptr() for t in pointers])
-                return
-            if self._compiled is not None:
-                self._compiled[self._grid](*pointers, *self._sizes, *self._constants.values())
-                return
-            compiled = self._jit[self._grid](
-                *pointers,
+            return self._jit[self._grid](
+                *self._tensors(operands, out),
                 *self._sizes,
                 **self._constants,
                 num_warps=self._num_warps,
                 enable_fp_fusion=False,
             )
-            device = out.device.index
-            self._again = prepared(compiled, device, self._grid, len(pointers), self._sizes)
-            # It owns what is launched again. The interpreter returns nothing to call.
-            self._compiled = compiled if hasattr(compiled, "__getitem__") else None
 
+    def by_triton(self, operands: Sequence[Tensor], out: Tensor) -> None:
+        """Let Triton launch what it has compiled."""
+        tensors = self._tensors(operands, out)
+        with on(out.device):
+            self._compiled[self._grid](*tensors, *self._sizes, *self._constants.values())
 
-_PLANS: dict[tuple[Any, ...], _Plan] = {}
+    def _tensors(self, operands: Sequence[Tensor], out: Tensor) -> list[Tensor]:
+        given = (*operands, self._codebook)
+        return [out, *[given[i] for i in self._order]]
+
+    def _keep(self, compiled: Any, out: Tensor) -> None:
+        pointers = 1 + len(self._order)
+        self._again = prepared(compiled, out.device.index, self._grid, pointers, self._sizes)
+        # It owns what is launched again. The interpreter returns nothing to call.
+        self._compiled = compiled if hasattr(compiled, "__getitem__") else None
 
 
 def _fits_words(qweight: Tensor, out: Tensor, flat: bool, cols: int, stride: int) -> bool:

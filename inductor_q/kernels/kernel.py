@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 
+#: Writes the values of a weight's operands into a matrix, on the current stream.
+Launch: TypeAlias = Callable[[Sequence[Tensor], Tensor], None]
+
+
 class DequantizeKernel(Protocol):
-    """Writes a weight's values into `out` (any row stride, unit column stride)."""
+    """Writes a weight's values into `out` (any row stride, unit column stride).
+
+    What `supports` and `prepare` answer holds for every call that is like theirs: of the same
+    format, with `out` on the same device and of the same dtype, shape and strides, operands of the
+    same dtypes, as contiguous, and all of them as far from a multiple of 16 bytes.
+    """
 
     name: str
 
@@ -31,7 +40,16 @@ class DequantizeKernel(Protocol):
         """Empty when this kernel can serve the call, else the reason why not."""
         ...
 
-    def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None: ...
+    def prepare(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Launch:
+        """What serves the call, which this kernel supports, and all that are like it.
+
+        Finds once what it can, so that a later launch costs the host little. Launches nothing.
+        """
+        ...
+
+    def launch(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> None:
+        """Serve the call by itself."""
+        self.prepare(operands, fmt, out)(operands, out)
 
 
 class QuantizeKbitKernel(Protocol):

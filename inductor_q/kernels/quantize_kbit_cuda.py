@@ -10,7 +10,6 @@ from torch import Tensor
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats.kbit import BLOCK, KBIT_SCALES
 from inductor_q.kernels.dequantize_cuda import RUN, SOURCE, TYPES, VECTOR_BYTES, scale_type
-from inductor_q.kernels.gpu import on
 from inductor_q.ops.quantize_kbit import allocate
 
 
@@ -48,8 +47,7 @@ class Cuda:
         if x.numel():
             launch = _launch(x, k, absmax, config)
             assert not isinstance(launch, str), launch
-            with on(x.device):
-                launch(x.data_ptr(), codebook.data_ptr(), qweight.data_ptr(), scales.data_ptr())
+            launch(x.data_ptr(), codebook.data_ptr(), qweight.data_ptr(), scales.data_ptr())
         return qweight, scales
 
 

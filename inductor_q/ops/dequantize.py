@@ -2,7 +2,8 @@
 
 Traced, it is one op node; in eager mode the function calls its kernel directly, with no dispatch in
 between. The first kernel of the device's list that supports the call serves it
-(`inductor_q.kernels`), on the current stream, without a host synchronization.
+(`inductor_q.kernels`), on the current stream, without a host synchronization; what it has prepared
+for the call serves all that are like it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from inductor_q.exc import CorruptQuantState, WrongDtype, WrongShape
 from inductor_q.formats import QuantFormat, get_format
 from inductor_q.formats.operand import FLOATS, Operand
 from inductor_q.ops.library import define, define_autograd
+
+if TYPE_CHECKING:
+    from inductor_q.kernels.kernel import Launch
 
 log = logging.getLogger("inductor_q")
 
@@ -98,6 +102,20 @@ def check_operands(
             _check_bytes(operand, tensor, shape)
 
 
+def _check_once(
+    operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+) -> None:
+    """`check_operands` of real tensors, not again where operands like these have passed."""
+    found = [(t.dtype, t.numel(), t.device) for t in operands]
+    key = (fmt, tuple(shape), dtype, *found)
+    if key not in _checked:
+        check_operands(operands, fmt, shape, dtype)
+        _checked.add(key)
+
+
+_checked: set[tuple[Any, ...]] = set()
+
+
 def _check_bytes(operand: Operand, tensor: Tensor, shape: Sequence[int]) -> None:
     packed = tensor.numel() * tensor.element_size()
     # A wider storage dtype may round the byte count up to its own size.
@@ -135,11 +153,11 @@ def _dequantize(
     operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     fmt = get_format(format)
-    check_operands(operands, fmt, shape, dtype)
+    _check_once(operands, fmt, shape, dtype)
     out = torch.empty(tuple(shape), dtype=dtype, device=operands[0].device)
     if numel := out.numel():
         cols = out.shape[-1] if shape else 1
-        write(operands, fmt, out.view(numel // cols, cols))
+        write(operands, fmt, out if len(shape) == 2 else out.view(numel // cols, cols))
     return out
 
 
@@ -149,23 +167,41 @@ def write(
     """Write the values into the matrix `out` with the first kernel that supports the call.
 
     A kernel named by `provider` is asked before the others; where the device has none of that name,
-    a warning says so once.
+    a warning says so once. Kernels are asked at the first call of a kind; what the one that serves
+    it has prepared is launched again for those that `DequantizeKernel` counts as like it.
     """
+    key = (
+        *(fmt, provider, out.device, out.dtype, out.shape, out.stride(), out.data_ptr() % 16),
+        *[(t.dtype, t.is_contiguous(), t.data_ptr() % 16) for t in operands],
+    )
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = _prepare(operands, fmt, out, provider)
+    launch(operands, out)
+
+
+_launches: dict[tuple[Any, ...], Launch] = {}
+
+
+def _prepare(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, provider: str) -> Launch:
     from inductor_q.kernels import candidates  # kernels sit above ops
 
     if out.numel() == 0:
-        return
+        return _nothing
     kernels = candidates("dequantize", out.device.type, provider)
     if provider != "auto" and kernels[0].name != provider:
         tell_once(provider, f"there is none of that name for {out.device.type} tensors")
     for kernel in kernels:
         reason = kernel.supports(operands, fmt, out)
         if not reason:
-            kernel.launch(operands, fmt, out)
-            return
+            return kernel.prepare(operands, fmt, out)
         if not kernel.decodes(fmt):  # a kernel for other formats is no news
             tell_once(kernel.name, reason)
     raise AssertionError("the reference kernel serves every call")
+
+
+def _nothing(operands: Sequence[Tensor], out: Tensor) -> None:
+    """Of no elements."""
 
 
 _told: set[tuple[str, str]] = set()

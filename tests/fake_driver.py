@@ -1,0 +1,48 @@
+"""CUDA's driver where there is none: what a prepared launch calls, written down."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_q.csrc import driver
+
+
+class FakeDriver:
+    """In place of the driver and of torch's current device.
+
+    launched: pointers and numbers of each launch. current: the device that was current then.
+    codes: what the next launches return, the last of them for good.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int | None = None) -> None:
+        self.launched: list[tuple[int, ...]] = []
+        self.current: list[int | None] = []
+        self.codes = [0]
+        self.device = device
+        device_of, stream_of = "_cuda_getDevice", "_cuda_getCurrentRawStream"
+        monkeypatch.setattr(torch._C, device_of, lambda: self.device, raising=False)
+        monkeypatch.setattr(torch._C, stream_of, lambda _: 0, raising=False)
+        monkeypatch.setattr(torch.cuda, "device", self._switched)
+        monkeypatch.setattr(driver, "_cuda", lambda: self)
+        monkeypatch.setattr(driver, "_context", lambda _: None)
+
+    @contextlib.contextmanager
+    def _switched(self, device: int) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+    def cuLaunchKernel(self, *given: Any) -> int:
+        places = [ctypes.cast(place, ctypes.POINTER(ctypes.c_int64)) for place in given[-2]]
+        self.launched.append(tuple(place.contents.value for place in places))
+        self.current.append(self.device)
+        return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: 0
