@@ -11,6 +11,7 @@ NAMES = (
     "bench_dequantize",
     "bench_explain",
     "bench_kbit",
+    "bench_launch",
     "bench_linear",
     "bench_moe",
     "bench_moe_model",

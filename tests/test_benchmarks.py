@@ -18,6 +18,7 @@ from benchmarks import (  # noqa: E402
     bench_dequantize,
     bench_kbit,
     bench_kbit_quality,
+    bench_launch,
     bench_linear,
     bench_moe,
     bench_moe_model,
@@ -223,6 +224,18 @@ def test_bench_attention(tmp_path: Path) -> None:
     bench_attention.main(["--device", "cpu", "--quick", "--out", str(out)])
     rows = check_file(out, "bench_attention", set(bench_attention.PEERS))
     assert all(row["extra"]["error"] < 0.01 for row in rows)
+
+
+def test_bench_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "launch.json"
+    command = ["--device", "cpu", "--quick", "--calls", "5", "--out", str(out)]
+    bench_launch.main(command)
+    rows = check_file(out, "bench_launch", {"qfuse", "op", "bitsandbytes"})
+    assert all(row["extra"]["wall_s"] >= row["timing"]["best"] for row in rows)
+    assert "without jit: Triton does not launch on cpu" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench_launch.main([*command, "--backends", "cuda"])
+    assert "no peer cuda; known: qfuse, runner, jit, op, bitsandbytes" in capsys.readouterr().err
 
 
 def test_bench_moe_of_a_config_by_rank_pass_and_devices(tmp_path: Path) -> None:
