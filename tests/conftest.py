@@ -1,5 +1,9 @@
 """What every test shares: `gpu` says why it did not run, hypothesis allows for compile times, and
-`device` is where a test of both groups runs."""
+`device` is where a test of both groups runs, `told` what the library said to its log."""
+
+import logging
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +19,28 @@ def device(request: pytest.FixtureRequest) -> str:
     """For a test that holds on any device: a CPU in the default group, a GPU with `-m gpu`."""
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def default_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option of ours in the environment, and nothing told yet."""
+    from inductor_q import options
+
+    for name in list(os.environ):
+        if name.startswith("QFUSE_"):
+            monkeypatch.delenv(name)
+    options._tell.cache_clear()
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """What the logger "inductor_q" said."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("inductor_q").addHandler(handler)
+    yield messages
+    logging.getLogger("inductor_q").removeHandler(handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

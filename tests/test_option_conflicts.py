@@ -1,0 +1,123 @@
+"""Options that do not go together, here or on this GPU: an error, or a word to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_q.options import resolve
+from tests.resolving import CPU, on_cpu
+
+pytestmark = pytest.mark.usefixtures("default_options")
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def install(capability: tuple[int, int], memory: float = 80e9) -> None:
+        properties = SimpleNamespace(total_memory=int(memory))
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "who"),
+    [
+        (None, {"triton.cudagraphs": True}, "user"),
+        ("reduce-overhead", None, "mode reduce-overhead"),
+    ],
+)
+def test_cudagraphs_with_dynamic_shapes(
+    gpu: Callable[..., None],
+    told: list[str],
+    mode: str | None,
+    given: dict[str, Any] | None,
+    who: str,
+) -> None:
+    gpu((9, 0))
+    for _ in range(3):
+        resolve(mode, given, device=CUDA, dynamic=True)
+    assert len(told) == 1
+    assert told[0].startswith(f"triton.cudagraphs ({who}) with dynamic shapes records one graph")
+
+
+def test_no_conflict_with_cudagraphs(gpu: Callable[..., None], told: list[str]) -> None:
+    gpu((9, 0))
+    graphs = {"triton.cudagraphs": True}
+    resolve(None, graphs, device=CUDA, dynamic=False)
+    resolve(None, graphs, device=CPU, dynamic=True)
+    skipping = {**graphs, "triton.cudagraph_skip_dynamic_graphs": True}
+    resolve(None, skipping, device=CUDA, dynamic=True)
+    resolve("reduce-overhead", {"triton.cudagraphs": False}, device=CUDA, dynamic=True)
+    assert told == []
+
+
+def test_conflict_with_a_global_setting(gpu: Callable[..., None], told: list[str]) -> None:
+    gpu((9, 0))
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        resolve(None, None, device=CUDA, dynamic=True)
+    assert told[0].startswith("triton.cudagraphs (torch's own configuration) with dynamic shapes")
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "told_of"),
+    [
+        (None, {"max_autotune_gemm": True}, "max_autotune_gemm=True (user)"),
+        ("max-autotune-no-cudagraphs", None, "max_autotune=True (mode max-autotune-no-cudagraphs)"),
+        (None, dict.fromkeys(("max_autotune_gemm", "max_autotune"), True), "max_autotune_gemm"),
+    ],
+)
+def test_autotuning_loses_on_sm_86(
+    gpu: Callable[..., None],
+    told: list[str],
+    mode: str | None,
+    given: dict[str, Any] | None,
+    told_of: str,
+) -> None:
+    gpu((8, 6))
+    for _ in range(2):
+        resolved = resolve(mode, given, device=CUDA)
+    assert len(told) == 1
+    assert told[0].startswith(told_of)
+    assert "loses on sm_86: +13 % step time" in told[0]
+    assert any(resolved.inductor.get(name) for name in ("max_autotune_gemm", "max_autotune"))
+
+
+def test_autotuning_wants_memory_on_sm_120(gpu: Callable[..., None], told: list[str]) -> None:
+    given = {"max_autotune_gemm": True}
+    gpu((12, 0), memory=33.7e9)  # what a card sold as 32 GB reports
+    resolve(None, given, device=CUDA)
+    assert told == []
+    gpu((12, 0), memory=16.6e9)
+    for _ in range(2):
+        resolve(None, given, device=CUDA)
+    assert len(told) == 1
+    assert told[0].startswith(
+        "max_autotune_gemm (user) may not fit in the 16.6 GB of this device: -2.57 % step time"
+    )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 1)], ids=str)
+def test_no_evidence_no_conflict(
+    gpu: Callable[..., None], told: list[str], capability: tuple[int, int]
+) -> None:
+    gpu(capability, memory=8e9)
+    resolve("max-autotune-no-cudagraphs", None, device=CUDA)
+    assert told == []
+
+
+def test_canonicalize_without_keep_packed(told: list[str]) -> None:
+    for _ in range(2):
+        on_cpu({"qfuse.passes": "-keep_packed"})
+    on_cpu({"qfuse.passes": "-keep_packed,-canonicalize"})
+    assert len(told) == 1
+    assert "canonicalize without keep_packed saves every dequantized weight" in told[0]
