@@ -74,7 +74,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 #: nothing itself.
 BNB_4BIT = ("bitsandbytes nf4", "bitsandbytes fp4, one level of scales")
 ON_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in BNB_4BIT]
-ON_DEVICES = pytest.mark.parametrize("name, device", [(name, "cpu") for name in LAYERS] + ON_GPU)
+ON_DEVICES = pytest.mark.parametrize("name, device", [*((name, "cpu") for name in LAYERS), *ON_GPU])
 
 
 def saved(fn: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -29,15 +29,32 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 N, K, R, PAD = 256, 128, 16, 64
 INDUCTOR = {"qfuse.kernels": {"dequantize": "inductor"}}
 CPP = {"qfuse.kernels": {"dequantize": "cpp"}}
+TRITON = {"qfuse.kernels": {"dequantize": "triton"}}
 
 needs_cpp = pytest.mark.skipif(
     "cpp" not in providers("dequantize", "cpu"), reason="no C++ compiler for the CPU kernel"
 )
+#: The decode as a kernel of its own, told where to write.
+EXTERN = [
+    pytest.param("cpu", CPP, marks=needs_cpp, id="cpp"),
+    pytest.param("cuda", TRITON, marks=pytest.mark.gpu, id="triton"),
+]
+#: And as loops of Inductor's.
+EITHER = [
+    pytest.param("cpu", INDUCTOR, id="inductor"),
+    pytest.param("cuda", INDUCTOR, marks=pytest.mark.gpu, id="inductor on a GPU"),
+    *EXTERN,
+]
 
 
-def x_MK(rows: int = 96) -> Tensor:
+def x_MK(device: str = "cpu", rows: int = 96) -> Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(rows, K, generator=generator).to(BF16)
+    return torch.randn(rows, K, generator=generator).to(device, BF16)
+
+
+def adapted(device: str = "cpu") -> nn.Module:
+    """A layer under an adapter, its input and its result those of other kernels."""
+    return Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16, device=device))
 
 
 class Decode(nn.Module):
@@ -73,14 +90,20 @@ def code_of(fn: Any, *args: Any, options: dict[str, Any], backward: bool = False
 
 
 def kernels(code: str) -> list[str]:
-    """The body of every generated C++ kernel."""
-    return re.findall(r"async_compile\.cpp_pybinding\(.*?'''(.*?)'''", code, re.S)
+    """The body of every generated C++ or Triton kernel."""
+    return re.findall(r"async_compile\.(?:cpp_pybinding|triton)\(.*?'''(.*?)'''", code, re.S)
 
 
 def allocations(code: str) -> list[tuple[int, ...]]:
     """Shapes of the buffers that the generated code allocates, constants and all."""
     found = re.findall(r"empty_strided_\w+\(\(([^)]*)\)", code)
     return [tuple(int(size) for size in shape.split(",") if size.strip()) for shape in found]
+
+
+def copies(code: str) -> bool:
+    """Whether a call concatenates or copies; a comment names what its kernel does otherwise."""
+    calls = re.sub(r"^\s*#.*$", "", code, flags=re.M)
+    return "aten.cat" in calls or ".copy_(" in calls
 
 
 def decodes(kernel: str) -> bool:
@@ -133,8 +156,8 @@ def _all(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("then", [_halved, _transposed, _all])
-def test_casts_and_transposes_join_the_decode(then: Any) -> None:
-    module = Decode(then, FP32)  # from 16 bits, Inductor would skip the rounding in between
+def test_casts_and_transposes_join_the_decode(then: Any, device: str) -> None:
+    module = Decode(then, FP32, device)  # from 16 bits, Inductor would skip the rounding in between
     got, (code,) = code_of(module, options=INDUCTOR)
     assert torch.equal(got, module())
     (kernel,) = kernels(code)
@@ -154,8 +177,7 @@ def slices(code: str, shape: tuple[int, int], *, start: int) -> list[tuple[str, 
 def test_decode_and_concatenation_are_one_kernel() -> None:
     """The weight is decoded into its columns of the wide operand, beside the adapter's: no weight
     of its own, no copy."""
-    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16)).eval()
-    x = x_MK()
+    module, x = adapted().eval(), x_MK()
     got, (code,) = code_of(module, x, options=INDUCTOR)
     with torch.no_grad():
         assert testing.relative_error(got, module(x)) < 0.01
@@ -174,31 +196,47 @@ def test_decode_and_concatenation_are_one_kernel() -> None:
     assert allocations(code).count((96, K + PAD)) == 1
     assert (96, K) not in allocations(code)
     assert (96, PAD) not in allocations(code) and (96, R) not in allocations(code)
-    assert "aten.cat" not in code and ".copy_(" not in code
+    assert not copies(code)
 
 
-@needs_cpp
-def test_the_extern_kernel_writes_into_a_slice_of_the_wide_operand() -> None:
-    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16)).eval()
-    x = x_MK()
-    got, (code,) = code_of(module, x, options=CPP)
+@pytest.mark.gpu
+def test_gpu_decode_writes_the_wide_operand() -> None:
+    """In one kernel with the adapter's columns or in one beside theirs: in no buffer of its own."""
+    module, x = adapted("cuda").eval(), x_MK("cuda")
+    got, (code,) = code_of(module, x, options=INDUCTOR)
+    with torch.no_grad():
+        assert testing.relative_error(got, module(x)) < 0.01
+    assert [decodes(k) for k in kernels(code)].count(True) == 1
+    assert allocations(code).count((N, K + PAD)) == 1
+    assert allocations(code).count((96, K + PAD)) == 1
+    assert not {(N, K), (K, N), (96, K), (96, PAD), (96, R)} & {*allocations(code)}
+    assert re.search(rf"mm\(\w+, reinterpret_tensor\(\w+, \({K + PAD}, {N}\)", code)
+    assert not copies(code)
+
+
+@pytest.mark.parametrize("device, options", EXTERN)
+def test_the_extern_kernel_writes_into_a_slice_of_the_wide_operand(
+    device: str, options: dict[str, Any]
+) -> None:
+    module, x = adapted(device).eval(), x_MK(device)
+    got, (code,) = code_of(module, x, options=options)
     with torch.no_grad():
         assert testing.relative_error(got, module(x)) < 0.01
     ((part, wide),) = slices(code, (N, K), start=0)
     assert re.search(rf"dequantize\(.*out={part}\)", code)
     assert re.search(rf"mm\(\w+, reinterpret_tensor\({wide}, \({K + PAD}, {N}\)", code)
     assert allocations(code).count((N, K + PAD)) == 1
-    assert (N, K) not in allocations(code)
-    assert not [k for k in kernels(code) if decodes(k)]
-    assert "aten.cat" not in code and ".copy_(" not in code
+    assert allocations(code).count((96, K + PAD)) == 1
+    assert not {(N, K), (K, N), (96, K)} & {*allocations(code)}
+    assert kernels(code) and not decodes(code)
+    assert not copies(code)
 
 
-@needs_cpp
-@pytest.mark.parametrize("options", [INDUCTOR, CPP], ids=["inductor", "cpp"])
-def test_backward_decodes_into_its_wide_operand_too(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device, options", EITHER)
+def test_backward_decodes_into_its_wide_operand_too(device: str, options: dict[str, Any]) -> None:
     """`[dY | dY s B] @ [W ; A]`: the weight in its rows, the adapter below."""
-    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16))
-    _, codes = code_of(module, x_MK().requires_grad_(), options=options, backward=True)
+    x = x_MK(device).requires_grad_()
+    _, codes = code_of(adapted(device), x, options=options, backward=True)
     forward, backward = codes
     assert (N + PAD, K) in allocations(backward)
     for code in (forward, backward):
@@ -206,12 +244,13 @@ def test_backward_decodes_into_its_wide_operand_too(options: dict[str, Any]) -> 
         assert (K, N) not in allocations(code)
 
 
-@needs_cpp
-def test_without_extend_k_the_weight_is_the_operand_of_the_product() -> None:
+@pytest.mark.parametrize("device, options", EXTERN)
+def test_without_extend_k_the_weight_is_the_operand_of_the_product(
+    device: str, options: dict[str, Any]
+) -> None:
     """The converse, so that the tests above can fail."""
-    module = Between(testing.lora_linear(N, K, r=R, adapter_dtype=BF16)).eval()
-    options = {**CPP, "qfuse.passes": {"extend_k": False}}
-    _, (code,) = code_of(module, x_MK(), options=options)
+    options = {**options, "qfuse.passes": {"extend_k": False}}
+    _, (code,) = code_of(adapted(device).eval(), x_MK(device), options=options)
     assert allocations(code).count((N, K)) == 1
     assert (N, K + PAD) not in allocations(code)
 
@@ -219,12 +258,13 @@ def test_without_extend_k_the_weight_is_the_operand_of_the_product() -> None:
 # --- choosing -----------------------------------------------------------------------------------
 
 
-def test_the_provider_is_reported() -> None:
+def test_the_provider_is_reported(device: str) -> None:
     for options, name in ((INDUCTOR, "inductor"), ({"qfuse.kernels": {}}, None)):
-        code_of(Decode(lambda values: values, BF16), options=options)
+        code_of(Decode(lambda values: values, BF16, device), options=options)
         report = inductor_q.last_report()
         assert report is not None
-        expected = name or next(iter(providers("dequantize", "cpu")), "inductor")
+        first = next(iter(providers("dequantize", "cpu")), "inductor")
+        expected = name or {"cpu": first, "cuda": "triton"}[device]
         assert report.providers == {"dequantize": {expected: 1}}
 
 
