@@ -6,21 +6,35 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-from tests.moe import Layer, results
+from tests.moe import Layer, cotangent, results
 
 
-def assert_as_near_as_the_loop(cases: Iterable[Layer], provider: str) -> None:
-    """As near to float64 as a loop in the same dtype, over several layers, one being chance."""
-    ours: dict[str, float] = defaultdict(float)
-    peer: dict[str, float] = defaultdict(float)
+def assert_as_near_as_the_loop(
+    cases: Iterable[Layer], *providers: str
+) -> dict[str, dict[str, float]]:
+    """As near to float64 as a loop in the same dtype, over several layers, one being chance.
+
+    Returns the norm-relative errors, by provider and result.
+    """
+    off: dict[str, dict[str, float]] = {name: defaultdict(float) for name in (*providers, "loop")}
+    norm: dict[str, float] = defaultdict(float)
     for case in cases:
         exact = case.double()
         truth = results(exact, exact.loop())
-        for total, y in ((ours, case(provider=provider)), (peer, case.loop())):
+        for name, value in truth.items():
+            norm[name] += float(value.square().sum())
+        for provider, total in off.items():
+            y = case.loop() if provider == "loop" else case(provider=provider)
             for name, value in results(case, y).items():
                 total[name] += float((value.double() - truth[name]).square().sum())
-    assert peer and all(ours[name] <= 1.25**2 * peer[name] for name in peer), (ours, peer)
+    peer = off.pop("loop")
+    for provider, ours in off.items():
+        assert peer and all(ours[name] <= 1.25**2 * peer[name] for name in peer), (
+            provider, ours, peer,
+        )  # fmt: skip
+    return {p: {name: (ours[name] / norm[name]) ** 0.5 for name in ours} for p, ours in off.items()}
 
 
 def assert_zero_where_nobody_is(case: Layer, provider: str) -> None:
@@ -34,17 +48,26 @@ def assert_zero_where_nobody_is(case: Layer, provider: str) -> None:
 
 
 def assert_never_synchronizes_and_is_captured(case: Layer, provider: str) -> None:
-    with torch.no_grad():
-        expected = case(provider=provider)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            case(provider=provider)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = case(provider=provider)
-        y.fill_(7)
-        graph.replay()
-    assert torch.equal(y, expected)
+    """Forward and backward; replayed, a graph gives every result again."""
+    grad = cotangent(case(provider=provider))
+
+    def step() -> dict[str, Tensor]:
+        return results(case, case(provider=provider), grad)
+
+    expected = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for value in got.values():
+        value.fill_(7)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert {name: torch.equal(got[name], expected[name]) for name in got} == dict.fromkeys(
+        expected, True
+    )

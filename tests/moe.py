@@ -200,9 +200,13 @@ def layer(
     )
 
 
-def results(case: Layer, y: Tensor, seed: int = 1) -> dict[str, Tensor]:
-    """The output and every gradient, from a fixed cotangent."""
-    generator = torch.Generator().manual_seed(seed)
-    grad = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
+def cotangent(y: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
+
+
+def results(case: Layer, y: Tensor, grad: Tensor | None = None) -> dict[str, Tensor]:
+    """The output and every gradient, from a fixed cotangent unless there is another."""
+    grad = cotangent(y) if grad is None else grad
     grads = torch.autograd.grad(y, [*case.leaves.values()], grad)
     return {"y": y.detach(), **dict(zip(case.leaves, grads, strict=True))}

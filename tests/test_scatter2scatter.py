@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,18 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from inductor_q import exc, kernels, ops
+from inductor_q import exc, kernels, ops, testing
 from inductor_q.experts.routing import route
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import scatter2scatter_dequantize, scatter2scatter_grouped_mm
+from inductor_q.kernels import (
+    scatter2scatter_cuda,
+    scatter2scatter_dequantize,
+    scatter2scatter_grouped_mm,
+)
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.scatter2scatter import DENSE
+from tests.gpu_experts import assert_as_near_as_the_loop
 from tests.moe import Layer, Sizes, layer, results
 from tests.quantized import assert_same_bits, quantize
 
@@ -42,6 +48,15 @@ LARGE = {
     "Qwen3.5-35B-A3B": Sizes(256, 2048, 512, 512, 8, 16),
     "OLMoE": Sizes(64, 2048, 2048, 512, 8, 16),
     "Qwen3-30B-A3B": Sizes(128, 2048, 1536, 512, 8, 16),
+}
+#: What rows and extras the two projections of a layer have.
+UP: dict[str, Any] = {"grouped": (False, True), "bias": True}
+DOWN: dict[str, Any] = {"grouped": (True, False), "bias": True, "gates": True}
+LAYERS: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "small": (SHAPES["small"], DOWN),
+    "medium": (SHAPES["medium"], DOWN),
+    **{name: (replace(sizes, tokens=2048), UP) for name, sizes in LARGE.items()},
+    "Qwen3.5-35B-A3B, down": (Sizes(256, 512, 2048, 2048, 8, 16), DOWN),
 }
 
 Results = list[dict[str, Tensor]]
@@ -102,6 +117,39 @@ def test_large_shapes(shape: str) -> None:
     options: Any = {"dtype": torch.bfloat16, "truth_dtype": torch.float32, "seeds": 1}
     check(LARGE[shape], grouped=(False, True), **options)
     check(LARGE[shape], grouped=(True, False), gates=True, **options)
+
+
+@pytest.mark.parametrize(
+    "name, device",
+    [("small", "cpu"), ("medium", "cpu")]
+    + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in LAYERS],
+)
+def test_every_provider_against_float64(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients in bfloat16, none off by more than 1 %, each by the kernel asked for."""
+    providers = ["auto", "dequantize"]
+    if device == "cuda":
+        on_hopper = torch.cuda.get_device_capability() == scatter2scatter_cuda.CAPABILITY
+        providers += ["triton", "cuda"] if on_hopper else ["triton"]
+    told: list[tuple[str, str]] = []
+    op = sys.modules["inductor_q.ops.scatter2scatter"]
+    monkeypatch.setattr(op, "_tell_once", lambda *args: told.append(args))
+    sizes, form = LAYERS[name]
+    seeds = 4 if name in SHAPES else 1
+    cases = [
+        layer(sizes, dtype=torch.bfloat16, device=device, seed=seed, **form)
+        for seed in range(seeds)
+    ]
+    errors = assert_as_near_as_the_loop(cases, *providers)
+    assert {*cases[0].leaves} | {"y"} == {*errors["auto"]}
+    for provider in providers:
+        assert max(errors[provider].values()) < 0.01, (provider, errors[provider])
+        with torch.no_grad():
+            base = replace(cases[0], lora_a=None, lora_b=None)(provider=provider)
+            off = replace(cases[0], scaling=0.0)(provider=provider)
+        assert testing.relative_error(off, base) < 0.01, provider
+    assert not [(kernel, reason) for kernel, reason in told if kernel in providers]
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16], ids=str)
