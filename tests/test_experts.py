@@ -29,6 +29,7 @@ from tests.moe_models import (
     tokens,
     unpacked,
 )
+from tests.quantized import assert_same_bits
 
 peft: Any = peft_package  # as shipped, it is typed in parts
 
@@ -244,18 +245,43 @@ def test_whole_models_are_one_graph(family: str) -> None:
 BACKENDS = ["aot_eager", pytest.param(qfuse, id="qfuse", marks=pytest.mark.slow)]
 
 
+def with_adapters(net: Any) -> Any:
+    """PEFT's on attention, ours on experts, and no gradient of theirs zero."""
+    net = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    experts.add_lora(net, r=2)
+    awaken([parameter for parameter in net.parameters() if parameter.requires_grad])
+    return net
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_with_peft_on_attention(backend: Any) -> None:
     net: Any = experts.quantize(model("qwen3_moe"))
-    net = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    awaken(experts.add_lora(net, r=2))
+    net = with_adapters(net)
     logits, grads = step(net, tokens())
     assert len(grads) == 8 + 8
     got, got_grads = compile_and_step(net, backend)
     torch.testing.assert_close(got, logits, **CLOSE)
     assert got_grads.keys() == grads.keys()
     for name, grad in got_grads.items():
+        assert grad.any(), name
         torch.testing.assert_close(grad, grads[name], **CLOSE)
+
+
+def test_a_compiled_step_is_the_same_every_time(device: str) -> None:
+    """Bit by bit: no sum in it depends on which of its terms is ready first."""
+    net = with_adapters(experts.quantize(model("qwen3_moe", num_hidden_layers=1)))
+    net.to(device, torch.bfloat16)
+    torch.compiler.reset()
+    run: Any = torch.compile(net, backend=qfuse, fullgraph=True, options={"fx_graph_cache": False})
+    ids = tokens(4, 16).to(device)
+    first, grads = step(net, ids, run)
+    assert len(grads) == 4 + 4
+    for _ in range(3):
+        again, same = step(net, ids, run)
+        assert_same_bits(again, first)
+        for name, grad in grads.items():
+            assert grad.any(), name
+            assert_same_bits(same[name], grad)
 
 
 # --- saved and loaded ---------------------------------------------------------------------------
