@@ -27,6 +27,7 @@ from benchmarks import (  # noqa: E402
     bench_tiles,
     harness,
 )
+from benchmarks.peers import _peer_options  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.ops.scatter2scatter import run  # noqa: E402
 
@@ -136,13 +137,13 @@ def test_units() -> None:
 
 def test_peer_names_carry_options() -> None:
     peer = "qfuse[qfuse.passes=-extend_k;max_autotune=True;qfuse.preset=none]"
-    assert harness._peer_options(peer) == {
+    assert _peer_options(peer) == {
         "qfuse.passes": "-extend_k",
         "max_autotune": True,
         "qfuse.preset": "none",
     }
-    assert harness._peer_options("qfuse") is None
-    assert harness._peer_options("inductor[triton.cudagraphs=True]") == {"triton.cudagraphs": True}
+    assert _peer_options("qfuse") is None
+    assert _peer_options("inductor[triton.cudagraphs=True]") == {"triton.cudagraphs": True}
     with pytest.raises(ValueError, match="no peer 'tvm'"):
         harness.compile_as("tvm", torch.sin)
 
