@@ -1,5 +1,16 @@
 """A short fine-tuning run, end to end: 300 steps of QLoRA under stock Inductor and under qfuse.
 
+``broken`` is stock Inductor with the adapted linears outside of the graph, as when dequantization
+cannot be traced. It stands for axolotl's main branch before its pull request 3677 of June 2026
+(with bitsandbytes 0.49.1), against which that request's gain was measured. There
+``axolotl/kernels/quantize.py`` calls bitsandbytes' C functions through ctypes; Dynamo cannot trace
+that, and inside of an autograd.Function it cannot break either, so it leaves its graph where
+``axolotl/kernels/lora.py`` calls one: LoRA_MLP, LoRA_QKV, LoRA_O. Here an MLP of adapted linears
+runs in eager as a whole and every other adapted linear by itself, with the same PEFT and
+bitsandbytes as the other peers. What differs from there: q, k and v are three breaks, not one; what
+is left out stays in eager, where Dynamo tried again inside of axolotl's functions and broke at each
+dequantization; and PEFT's adapters are more and smaller kernels than those functions.
+
 On a GPU: the shapes of Qwen3.5-0.8B's text model (24 layers, 18 of them gated delta nets, 248,320
 tokens of vocabulary), NF4 with double quantization on every linear but the head, LoRA (r = 16) on
 the projections of attention and MLP, AdamW, 2 x 512 tokens of a text as bytes. On CPU a toy.
@@ -65,11 +76,14 @@ SHAPES = {
     },
 }
 
+#: Stock Inductor, adapted linears outside of the graph.
+BROKEN = "broken"
+
 Enter = Callable[[], Any]
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
-    parser = harness.parser(__doc__, peers=("inductor", "qfuse"))
+    parser = harness.parser(__doc__, peers=("inductor", "qfuse", BROKEN))
     parser.add_argument("--steps", type=int, help="default: 300 on a GPU, 10 on CPU")
     parser.add_argument("--layers", type=int, help="default: 24 on a GPU, 4 on CPU")
     parser.add_argument("--batch", type=int, default=2)
@@ -109,14 +123,22 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     )
     whole = arguments.compile == "whole"
     extra: dict[str, dict[str, Any]] = {peer: {} for peer in peers}
+    put = _exits(model)
+    entry = functools.partial(_entry, model=model, put=put, whole=whole)
     with _tracing(peers):
-        _count(suite, model, data[0], whole=whole)
+        suite.settings |= _count(entry, data[0])
+        if BROKEN in peers:
+            suite.settings[BROKEN] = _count(functools.partial(entry, outside=True), data[0])
+            calls = sum(isinstance(module, Outside) for module in model.modules())
+            suite.settings[BROKEN] |= {"calls_outside_of_the_graph": calls}  # a forward
         if not arguments.quick:
-            compiled = [peer for peer in peers if peer != "eager"]
+            compiled = list(dict.fromkeys(_backend(peer) for peer in peers if peer != "eager"))
             bench_step.warm_compiler(arguments, compiled, suite.device)
         torch.compiler.reset()
         entries = {
-            peer: _entry(functools.partial(harness.compile_as, peer), model, whole=whole)
+            peer: entry(
+                functools.partial(harness.compile_as, _backend(peer)), outside=peer == BROKEN
+            )
             for peer in peers
         }
         _compile(suite, model, entries, data[0], extra)
@@ -179,7 +201,62 @@ def _no() -> bool:
     return False
 
 
-def _entry(compile: Callable[..., Any], model: Any, *, whole: bool) -> Enter:
+def _backend(peer: str) -> str:
+    # An option at its default: of equal backends, Dynamo would run code of one for the other, and
+    # what it guards up to a break does not tell which linears come after it.
+    return "inductor[triton.cudagraphs=False]" if peer == BROKEN else peer
+
+
+class Outside(torch.nn.Module):
+    """A module that Dynamo does not trace: its call is a graph break."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def _eager(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+    forward = torch.compiler.disable(_eager, reason="an adapted linear outside of the graph")
+
+
+def _exits(model: Any) -> Callable[[bool], None]:
+    """A function that puts what is adapted outside of every graph (True), or back (False).
+
+    That is: modules whose parameters all belong to adapted linears, the outermost of them. They are
+    wrapped in place of a forward that is disabled, so that all layers share the code of one class.
+    """
+    lora = importlib.import_module("peft").tuners.lora.LoraLayer
+    layers = model.get_base_model().model.layers
+    linears = [module for module in layers.modules() if isinstance(module, lora)]
+    held = {parameter for linear in linears for parameter in linear.parameters()}
+    found: list[tuple[torch.nn.Module, str, torch.nn.Module, Outside]] = []
+
+    def visit(parent: torch.nn.Module) -> None:
+        for name, module in list(parent.named_children()):
+            own = set(module.parameters())
+            if own and own <= held:
+                found.append((parent, name, module, Outside(module)))
+            else:
+                visit(module)
+
+    visit(layers)
+
+    def put(outside: bool) -> None:
+        for parent, name, inside, wrapped in found:
+            setattr(parent, name, wrapped if outside else inside)
+
+    return put
+
+
+def _entry(
+    compile: Callable[..., Any],
+    *,
+    model: Any,
+    put: Callable[[bool], None],
+    whole: bool,
+    outside: bool = False,
+) -> Enter:
     """A function that gives the model as ``compile`` made it; the layers are left as they are
     until another peer enters.
     """
@@ -193,6 +270,7 @@ def _entry(compile: Callable[..., Any], model: Any, *, whole: bool) -> Enter:
         loss = compile(_plain_loss(base))
 
     def enter() -> Any:
+        put(outside)
         for layer, forward in zip(layers, forwards, strict=True):
             layer.forward = forward
         base.loss_function = loss
@@ -205,7 +283,7 @@ def _plain_loss(base: Any) -> Any:
     return importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[base.loss_type]
 
 
-def _count(suite: harness.Suite, model: Any, ids: torch.Tensor, *, whole: bool) -> None:
+def _count(entry: Callable[..., Enter], ids: torch.Tensor) -> dict[str, Any]:
     """Graphs, nodes and breaks of what Dynamo captures, which no backend has a part in."""
     nodes: list[int] = []
 
@@ -216,8 +294,8 @@ def _count(suite: harness.Suite, model: Any, ids: torch.Tensor, *, whole: bool) 
     torch.compiler.reset()
     compile = functools.partial(torch.compile, backend=count, dynamic=False)
     with testing.CompileTrace() as trace:
-        _entry(compile, model, whole=whole)()(input_ids=ids, labels=ids)
-    suite.settings |= {
+        entry(compile)()(input_ids=ids, labels=ids)
+    return {
         "nodes": nodes,
         "breaks": len(trace.breaks),
         "break_reasons": sorted({reason[:400] for reason in trace.breaks}),
@@ -238,9 +316,10 @@ def _compile(
             first = harness.first_call(step, suite.device)
         harness.console.print(f"{peer}: first step {harness.duration(first)}", markup=False)
         extra[peer] |= {"first_step_s" if peer == "eager" else "compile_s": first}
+        counted = suite.settings[BROKEN] if peer == BROKEN else suite.settings
         extra[peer] |= {
             "graphs": counters["stats"]["unique_graphs"] - before,
-            "breaks": 0 if peer == "eager" else suite.settings["breaks"],
+            "breaks": 0 if peer == "eager" else counted["breaks"],
         }
 
 
@@ -321,11 +400,16 @@ def _compare(
             "loss_deviation": _deviation(losses, runs[stock][0].losses),
             "round_deviation": max(_deviation(losses, run.losses) for run in own),
         }
-        if peer != stock:
-            each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-            mean = sum(ratios) / len(ratios)
-            suite.notes.append(f"{peer} / {stock}: steps/s {mean:.3f} (by round: {each})")
+        for other in dict.fromkeys((stock, BROKEN)):
+            if other in runs and peer not in (stock, other):
+                suite.notes.append(_ratios(peer, own, other, runs[other]))
     return {peer: harness.Timing.of([run.seconds for run in own]) for peer, own in runs.items()}
+
+
+def _ratios(peer: str, own: Sequence[_Run], other: str, its: Sequence[_Run]) -> str:
+    ratios = [slow.seconds / fast.seconds for fast, slow in zip(own, its, strict=True)]
+    each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    return f"{peer} / {other}: steps/s {sum(ratios) / len(ratios):.3f} (by round: {each})"
 
 
 def _deviation(losses: Sequence[float], to: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from benchmarks import (  # noqa: E402
     harness,
 )
 from benchmarks.peers import _peer_options  # noqa: E402
+from inductor_q import testing  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.ops.scatter2scatter import run  # noqa: E402
 
@@ -355,13 +357,20 @@ def test_bench_recipe_trains_in_one_order_and_the_other(
     out = tmp_path / "recipe.json"
     command = ["--device", "cpu", "--quick", "--steps", "2", "--out", str(out)]
     suite = bench_recipe.main(command)
-    rows = check_file(out, "bench_recipe", {"inductor", "qfuse"})
-    stock, ours = ["inductor"] * 4, ["qfuse"] * 4
-    assert order == ["inductor", "qfuse", *stock, *ours, *ours, *stock]
+    rows = check_file(out, "bench_recipe", {"inductor", "qfuse", "broken"})
+    outside = bench_recipe._backend("broken")
+    once = ["inductor", "qfuse", outside]
+    stock, ours, broken = (4 * [peer] for peer in once)
+    assert order == [*once, *stock, *ours, *broken, *broken, *ours, *stock]
     # A layer of each kind, and the loss. The triangular system is solved by torch's operator.
     assert suite.settings["breaks"] == 0
     assert len(suite.settings["nodes"]) == 3
     assert max(suite.settings["nodes"]) < 400
+    # Out of the graph: the MLP of both layers, and q, k, v and o of one.
+    assert suite.settings["broken"]["calls_outside_of_the_graph"] == 6
+    assert [row["extra"]["breaks"] for row in rows] == [0, 0, suite.settings["broken"]["breaks"]]
+    reasons = suite.settings["broken"]["break_reasons"]
+    assert len(reasons) >= 6 and all("torch.compiler.disable" in text for text in reasons)
     for row in rows:
         assert len(row["extra"]["steps_per_s"]) == len(row["extra"]["speedup"]) == 2
         assert row["extra"]["final_loss"] < row["extra"]["first_loss"]
@@ -370,7 +379,54 @@ def test_bench_recipe_trains_in_one_order_and_the_other(
         "round 1, steps/s",
         "round 2, steps/s",
         "qfuse / inductor",
+        "qfuse / broken",
+        "broken / inductor",
     ]
+
+
+def test_layers_share_the_code_around_a_break_and_peers_do_not() -> None:
+    """A recompilation for each layer would end in eager, or here in an error, at 24 of them."""
+    pytest.importorskip("transformers.models.qwen3_5")
+    ran: list[int] = []
+
+    def backend_of(peer: str) -> Any:
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+            def run(*args: Any) -> Any:
+                ran.append(1)
+                return graph.forward(*args)
+
+            return run
+
+        return functools.partial(torch.compile, backend=backend, dynamic=False)
+
+    def recompiles(layers: int) -> int:
+        config = bench_recipe._config(layers, on_gpu=False)
+        model = testing.qlora_model(config, r=4)
+        model.enable_input_require_grads()
+        entry = functools.partial(
+            bench_recipe._entry, model=model, put=bench_recipe._exits(model), whole=False
+        )
+        torch.compiler.reset()
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        with bench_recipe._tracing(["inductor", "broken"]), testing.CompileTrace() as trace:
+            stock = entry(backend_of("inductor"))
+            broken = entry(backend_of("broken"), outside=True)
+            for enter, graphs in ((stock, layers + 1), (broken, 0), (stock, layers + 1)):
+                ran.clear()
+                enter()(input_ids=ids, labels=ids)
+                assert len(ran) == graphs or (not graphs and len(ran) > 2 * layers)
+        return len(trace.recompiles)
+
+    assert recompiles(12) == recompiles(8)
+
+
+def test_stock_inductor_is_two_backends_to_dynamo() -> None:
+    """Of equal backends it runs code of one for the other, also where the one broke its graph."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    options = _peer_options(bench_recipe._backend("broken"))
+    stock, broken = wrapper(None, None, False), wrapper(None, options, False)
+    assert stock == wrapper(None, None, False) and stock != broken
+    assert torch._inductor.config.triton.cudagraphs is False, "the option is at its default"
 
 
 @pytest.mark.slow
@@ -378,12 +434,13 @@ def test_bench_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers.models.qwen3_5")
     monkeypatch.setenv("QFUSE_STRICT", "1")  # every linear of both kinds of layer is fused
     out = tmp_path / "recipe.json"
-    peers = ["eager", "inductor", "qfuse"]
+    peers = ["eager", "inductor", "qfuse", "broken"]
     command = ["--device", "cpu", "--quick", "--steps", "5", "--out", str(out)]
     bench_recipe.main([*command, "--backends", *peers])
     rows = check_file(out, "bench_recipe", set(peers))
-    assert [row["extra"]["graphs"] for row in rows] == [0, 3, 3]
-    assert [row["extra"]["breaks"] for row in rows] == [0, 0, 0]
+    assert [row["extra"]["graphs"] for row in rows[:3]] == [0, 3, 3]
+    assert [row["extra"]["breaks"] for row in rows[:3]] == [0, 0, 0]
+    assert rows[3]["extra"]["graphs"] > rows[3]["extra"]["breaks"] // 2 > 2
     assert all(row["extra"]["loss_deviation"] < 0.01 for row in rows)
     assert all(row["extra"]["compile_s"] > 0 for row in rows[1:])
 
