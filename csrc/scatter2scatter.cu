@@ -42,7 +42,7 @@ struct Problem {
   const int64* order;     // slot of a grouped row
   const int4* tiles;      // their number; then of each: expert, first row, rows (qfuse::tile_map)
   int n, k, rank;
-  int top_k;  // the row of x is slot / top_k; 0: x is in grouped order
+  int top_k;  // the row of x is slot / top_k, slots * top_k < 2^32; 0: x is in grouped order
 };
 
 struct Ring {  // a position in the ring of stages
@@ -107,6 +107,9 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
   const int depth = kTransposed ? p.n : p.k;
   const int steps = depth / kDepth, scale_blocks = p.k / kDepth;
   const int64 pitch = p.k / 2;
+  // slot / top_k, exact below 2^32 / top_k: sixteen divisions a tile would hold up the copies.
+  const uint32 reciprocal = p.top_k > 1 ? 0xffffffffu / p.top_k + 1 : 0;
+  const auto token_of = [&](uint32 slot) { return static_cast<int>(reciprocal ? __umulhi(slot, reciprocal) : slot); };
   Ring ring;
   for (int t = blockIdx.x; t < total; t += gridDim.x) {
     const int4 tile = p.tiles[1 + t / blocks];
@@ -116,7 +119,7 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
 #pragma unroll
     for (int j = 0; j < kMaxRows / 16; j++) {
       const int row = tile.y + min(row0 + 16 * j, tile.z - 1);  // past the end: the last row again
-      source[j] = p.top_k ? static_cast<int>(__ldg(p.order + row)) / p.top_k : row;
+      source[j] = p.top_k ? token_of(static_cast<uint32>(__ldg(p.order + row))) : row;
     }
     const uint8* weight[2];
     const uint32* scales;

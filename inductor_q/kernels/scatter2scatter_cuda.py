@@ -114,6 +114,8 @@ def _other_shape(call: Scatter2Scatter) -> str:
         return f"the input is {call.x.dtype}, not bfloat16"
     if k % BLOCK or n % (BLOCK if call.transposed else 8):
         return f"features {n} x {k} are no multiples of what a stage takes"
+    if call.rows * call.top_k >= 1 << 32:
+        return f"{call.rows} slots, {call.top_k} a token, are too many to divide in 32 bits"
     if call.rank > MAX_RANK:
         return f"rank {call.rank} is over {MAX_RANK}"
     return ""
