@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ def assert_zero_where_nobody_is(case: Layer, provider: str) -> None:
     assert (got["lora_a"][empty] == 0).all() and (got["lora_b"][empty] == 0).all()
 
 
+@contextlib.contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Whatever waits for the device raises, in backward's thread too."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def assert_never_synchronizes_and_is_captured(case: Layer, provider: str) -> None:
     """Forward and backward; replayed, a graph gives every result again."""
     grad = cotangent(case(provider=provider))
@@ -55,12 +67,8 @@ def assert_never_synchronizes_and_is_captured(case: Layer, provider: str) -> Non
         return results(case, case(provider=provider), grad)
 
     expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = step()

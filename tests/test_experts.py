@@ -19,6 +19,7 @@ from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
 from inductor_q.kbit import meta_parameters
 from inductor_q.kbit.checkpoint import Checkpoint
+from tests.gpu_experts import waits_are_errors
 from tests.moe_models import (
     EXPERTS,
     FAMILIES,
@@ -268,7 +269,8 @@ def test_with_peft_on_attention(backend: Any) -> None:
 
 
 def test_a_compiled_step_is_the_same_every_time(device: str) -> None:
-    """Bit by bit: no sum in it depends on which of its terms is ready first."""
+    """Bit by bit: no sum in it depends on which of its terms is ready first. Nor does the host wait
+    for a GPU in it, to know where tokens go or for anything else."""
     net = with_adapters(experts.quantize(model("qwen3_moe", num_hidden_layers=1)))
     net.to(device, torch.bfloat16)
     torch.compiler.reset()
@@ -282,6 +284,9 @@ def test_a_compiled_step_is_the_same_every_time(device: str) -> None:
         for name, grad in grads.items():
             assert grad.any(), name
             assert_same_bits(same[name], grad)
+    if device == "cuda":
+        with waits_are_errors():
+            step(net, ids, run)
 
 
 # --- saved and loaded ---------------------------------------------------------------------------
