@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,9 @@ def test_linear(name: str, device: str) -> None:
     options = {"qfuse.numerics": case.numerics}
     result = compile_step(module, x, options=options, context=case.context(device))
     assert result.applied.get("extend_k", 0) == case.extended
-    assert result.applied["canonicalize"] == 2
+    # Backward, and forward but where a GPU leaves the fewest rows to bitsandbytes' own kernel.
+    forward = math.prod(case.shape) >= threshold("canonicalize.min_rows", device)
+    assert result.applied["canonicalize"] == 1 + forward
     assert_no_worse((result.output, result.gradients), eager, reference(module, x))
 
 
