@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
                 peer: harness.Timing.of([timed[tile] / 1e3])
                 for peer, tile in (("default", default), ("best", best))
             },
+            roof=_roof(suite.ceilings, call),
             extra={"default": {"tile": repr(default)}, "best": {"tile": repr(best)}},
         )
         suite.notes.append(f"{problem}: {best},")
@@ -114,6 +115,15 @@ def near(call: Scatter2Scatter, count: int) -> Iterator[tiles.Tile]:
     default = tiles.start(problem, limits)
     fit = tiles.pruned(tiles.candidates(problem), problem, limits.shared_bytes)
     yield from sorted(fit, key=lambda tile: tiles.distance(tile, default))[:count]
+
+
+def _roof(ceilings: harness.Ceilings, call: Scatter2Scatter) -> float:
+    """The products, or the packed weights and the rows read and written once."""
+    sides = call.in_features + call.out_features
+    return ceilings.roof(
+        flops=2.0 * call.rows * call.in_features * call.out_features,
+        bytes=sum(t.nbytes for t in call.operands) + 2.0 * call.rows * sides,
+    )
 
 
 def _compile(case: tuple[str, int, str], device: str, count: int) -> None:

@@ -147,6 +147,7 @@ class Case:
     reasons: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     autocast: bool = False
+    on_gpu: Mapping[str, int] = field(default_factory=dict)  # what is applied otherwise there
 
     def context(self, device: str) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(device, dtype=BF16) if self.autocast else contextlib.nullcontext()
@@ -184,7 +185,12 @@ CASES: dict[str, Case] = {
         options={"qfuse.numerics": "relaxed"},
     ),
     "fp32 adapter, autocast": Case(
-        lambda: lora(FP32), {**ADAPTER, "fold_lora": 6}, EXTENDED, autocast=True
+        lambda: lora(FP32),
+        {**ADAPTER, "fold_lora": 6},
+        EXTENDED,
+        autocast=True,
+        # PEFT asks for the autocast of CUDA before it casts the input to float32 and, so, back.
+        on_gpu={"fold_lora": 4},
     ),
     "bf16 adapter, strict": Case(
         lora,
@@ -312,7 +318,7 @@ def test_match_counts(name: str, device: str) -> None:
     module, x = Between(case.build()).to(device), x_MK(device=device)
     expected = eager(module, x, case.context(device))
     result = compiled(module, x, options=case.options, context=case.context(device))
-    assert result.applied == case.applied
+    assert result.applied == {**case.applied, **(case.on_gpu if device == "cuda" else {})}
     assert result.reasons == case.reasons
     assert {op: result.ops[op] for op in case.ops} == case.ops
     assert not [op for op in result.ops if op.startswith("bitsandbytes")]
