@@ -298,7 +298,7 @@ def _count(entry: Callable[..., Enter], ids: torch.Tensor) -> dict[str, Any]:
     return {
         "nodes": nodes,
         "breaks": len(trace.breaks),
-        "break_reasons": sorted({reason[:400] for reason in trace.breaks}),
+        "break_reasons": sorted({harness.portable(reason)[:400] for reason in trace.breaks}),
     }
 
 

@@ -278,7 +278,8 @@ def _count_graphs(
                 call(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad(set_to_none=True)
         extra[peer] |= {"breaks": len(trace.breaks), "graphs": trace.graphs}
-        extra[peer]["break_reasons"] = sorted({reason[:400] for reason in trace.breaks})
+        reasons = {harness.portable(reason)[:400] for reason in trace.breaks}
+        extra[peer]["break_reasons"] = sorted(reasons)
     suite.settings["graph_lengths"] = lengths
 
 

@@ -23,7 +23,7 @@ from benchmarks.measure import (
     time_steps,
 )
 from benchmarks.peers import PEERS, available, compile_as
-from benchmarks.place import ROOT, commit, device_slug, load, machine, versions
+from benchmarks.place import ROOT, commit, device_slug, load, machine, portable, versions
 from benchmarks.suite import SCHEMA, Row, Suite, console, duration, size
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -119,6 +119,7 @@ __all__ = [
     "measure_ceilings",
     "parser",
     "peak_bytes",
+    "portable",
     "rotations",
     "size",
     "start",

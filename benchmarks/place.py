@@ -35,6 +35,11 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def portable(text: str) -> str:
+    """Without the folder that this machine has its packages in."""
+    return re.sub(r"\S*/site-packages/", "", text)
+
+
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
