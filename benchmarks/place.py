@@ -36,8 +36,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def portable(text: str) -> str:
-    """Without the folder that this machine has its packages in."""
-    return re.sub(r"\S*/site-packages/", "", text)
+    """Without the folder that this machine has its packages in, and without addresses."""
+    return re.sub(r"\S*/site-packages/| at 0x[0-9a-f]+", "", text)
 
 
 def _cpu_name() -> str:

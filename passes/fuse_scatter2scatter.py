@@ -70,10 +70,13 @@ class _Shared:
     def once(self, emit: Callable[..., _Nodes], *key: Any) -> _Once:
         return self.emitted.setdefault((emit, *key), _Once(functools.partial(emit, *key)))
 
-    def groups(self, offs: fx.Node, x: fx.Node) -> _Once:
-        """Of all products with the ends `offs` of groups and as many rows as `x`."""
+    def groups(self, offs: fx.Node, x: fx.Node, rows: fx.Node) -> _Once:
+        """Of all products with the ends `offs` of groups and as many rows as `x`.
+
+        How many is asked of `rows`, which is as long: `x` may not be made any more.
+        """
         key = (_emit_groups, offs, str(tensor(x).shape[0]))
-        return self.emitted.setdefault(key, _Once(functools.partial(_emit_groups, offs, x)))
+        return self.emitted.setdefault(key, _Once(functools.partial(_emit_groups, offs, rows)))
 
 
 @dataclass(frozen=True)
@@ -172,29 +175,32 @@ def _grouped_sites(
     x, old = product.x, node
     if product.part is not None:
         old = next(user for user in node.users if user.args[1] == product.part)
-    order, groups = shared.once(_emit_sorted, x), shared.groups(product.offs, x)
-    plan = _Plan(product, x, old, (order, groups), shared, grouped_in=True, grouped_out=True)
     gathered, gradient = match_gathered(product), None
     slots = gathered
     if gathered is None:
         slots, gradient = match_summed(old, product)
-    if isinstance(slots, str):
-        yield Site(node, slots, by_choice=True)
-    elif slots is not None:
-        order = shared.once(_emit_slots, slots.order)
-        plan = replace(plan, routing=(order, groups), top_k=slots.top_k)
-        if gathered is not None:
-            plan = replace(
-                plan,
-                x=slots.tokens,
-                grouped_in=False,
-                column=slots.column,
-                gates_gradient=shared.gates_gradients.get(node),
-            )
-        else:
-            plan = replace(plan, old=slots.tokens, grouped_out=False, gates=slots.gates)
-        if gradient is not None:
-            shared.gates_gradients[gradient.back] = (gradient.sums, x)
+    if slots is None or isinstance(slots, str):
+        if slots is not None:
+            yield Site(node, slots, by_choice=True)
+        routing = shared.once(_emit_sorted, x), shared.groups(product.offs, x, x)
+        plan = _Plan(product, x, old, routing, shared, grouped_in=True, grouped_out=True)
+        yield _site(node, plan, context)
+        return
+    order = slots.order
+    routing = shared.once(_emit_slots, order), shared.groups(product.offs, x, order)
+    plan = _Plan(product, x, old, routing, shared, slots.top_k)
+    if gathered is not None:
+        plan = replace(
+            plan,
+            x=slots.tokens,
+            grouped_out=True,
+            column=slots.column,
+            gates_gradient=shared.gates_gradients.get(node),
+        )
+    else:
+        plan = replace(plan, old=slots.tokens, grouped_in=True, gates=slots.gates)
+    if gradient is not None:
+        shared.gates_gradients[gradient.back] = (gradient.sums, x)
     yield _site(node, plan, context)
 
 
@@ -227,10 +233,10 @@ def _emit_slots(order: fx.Node, graph: fx.Graph, like: fx.Node) -> _Nodes:
     return order, _emit_inverse(graph, order, like)
 
 
-def _emit_groups(offs: fx.Node, x: fx.Node, graph: fx.Graph, like: fx.Node) -> _Nodes:
+def _emit_groups(offs: fx.Node, rows: fx.Node, graph: fx.Graph, like: fx.Node) -> _Nodes:
     """Offsets and tiles of groups that end at `offs`."""
     offsets = emit(graph, aten.constant_pad_nd.default, (offs, [1, 0]), like)
-    return offsets, _emit_tiles(graph, offsets, x, like)
+    return offsets, _emit_tiles(graph, offsets, rows, like)
 
 
 def _emit_route(ids: fx.Node, num_experts: int, graph: fx.Graph, like: fx.Node) -> _Nodes:

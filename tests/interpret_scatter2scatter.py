@@ -22,8 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from inductor_q import kernels
-from inductor_q.kernels import scatter2scatter_triton, tiles
+from inductor_q.experts.routing import route
+from inductor_q.kernels import (
+    expert_rows_triton,
+    scatter2scatter_triton,
+    tile_map_triton,
+    tiles,
+)
 from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
+from inductor_q.ops.tile_map import WIDTH_STEP, height, reference
 from tests import ptx
 from tests.moe import Layer, Sizes, layer, results
 
@@ -85,11 +92,38 @@ def loop(n):  # type: ignore[no-untyped-def]
         pass
 
 
+def check_tile_maps() -> None:
+    """Up to the last part as the reference's; never behind the map, whatever the offsets say."""
+    for tokens, experts in ((0, 3), (1, 1), (9, 5), (300, 5), (700, 3), (40, 200)):
+        offsets = route(torch.randint(-1, experts, (tokens, 2)), experts).offsets
+        compare_tile_maps(offsets, 2 * tokens)
+    compare_tile_maps(torch.tensor([0, 4000], dtype=torch.int32), 4)
+    compare_tile_maps(torch.tensor([0, 900, 2000], dtype=torch.int32), 64)
+
+
+def compare_tile_maps(offsets: Tensor, rows: int) -> None:
+    expected, experts = reference(offsets, rows), len(offsets) - 1
+    memory = offsets.new_full((64 + len(expected), 4), -7)
+    sizes = {
+        "HEIGHT": height(rows, experts, offsets.device),
+        "STEP": WIDTH_STEP,
+        "EXPERTS": triton.next_power_of_2(experts),
+    }
+    expert_rows_triton.tile_map[(experts,)](offsets, memory, experts, len(expected) - 1, **sizes)
+    parts = 1 + int(expected[0, 0])
+    assert parts <= len(expected), (offsets, rows)
+    for got in (memory, tile_map_triton.KERNEL.launch(offsets, rows)):
+        assert int(got[0, 0]) == parts - 1, (offsets, rows)
+        assert torch.equal(got[1:parts], expected[1:parts]), (offsets, rows)
+    assert (memory[len(expected) :] == -7).all(), (offsets, rows)
+
+
 def main() -> int:
     try:
         loop[(1,)](2)
     except triton.runtime.errors.InterpreterError as failed:
         sys.exit(f"{CANNOT_LOOP}: {failed}")
+    check_tile_maps()
     tl.inline_asm_elementwise = ptx.elementwise
     kernels.SCATTER2SCATTER["cpu"] = (Interpreted(),)
     ours: dict[str, float] = defaultdict(float)

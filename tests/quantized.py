@@ -184,4 +184,5 @@ def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     module = sys.modules["inductor_q.ops.dequantize"]  # a function hides it in the package
     monkeypatch.setattr(module, "_told", set())
     monkeypatch.setattr(module, "_launches", launches)
+    monkeypatch.setattr(module, "_checked", set())
     return launches

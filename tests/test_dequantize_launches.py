@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import inductor_q
-from inductor_q import ops
+from inductor_q import exc, ops
 from inductor_q.csrc import driver
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.codec import Codebook
@@ -96,14 +97,15 @@ def test_a_prepared_launch_serves_only_what_is_like_its_call(
     """A plan keeps the kernel that was compiled for its first call: for float32 scales, say."""
     fmt, launches = FORMATS["nf4_b64"], forget_kernels(monkeypatch)
     jit, cuda = served_by_triton(monkeypatch, fmt)
-    packed, absmax = (torch.cat([t, t[:8]]) for t in sample(fmt, (4, 64))[0])
+    packed, absmax = (torch.cat([t, t, t]) for t in sample(fmt, (4, 64))[0])
     numels = (128, 4)
     memory = torch.empty(8 * 72)
 
     def call(*, start: int = 0, at: int = 0, dtype: torch.dtype = torch.float32, **to: Any) -> None:
-        operands = [packed[start:][: numels[0]], absmax.to(dtype)[at:][: numels[1]]]
+        scales = absmax.to(dtype)[at :: to.get("step", 1)][: numels[1]]
+        operands = [packed[start:][: numels[0]], scales]
         out = memory.view(to.get("as_dtype", torch.float32))[to.get("offset", 0) :]
-        out = out.as_strided((4, 64), (to.get("stride", 64), 1))
+        out = out.as_strided(to.get("shape", (4, 64)), (to.get("stride", 64), 1))
         write(operands, fmt, out, to.get("provider", "auto"))
 
     others: list[dict[str, Any]] = [
@@ -114,6 +116,7 @@ def test_a_prepared_launch_serves_only_what_is_like_its_call(
         {"at": 1},
         {"offset": 1},
         {"stride": 72},
+        {"stride": 72, "shape": (8, 32)},
         {"as_dtype": torch.bfloat16},
         {"provider": "triton"},
     ]
@@ -121,6 +124,31 @@ def test_a_prepared_launch_serves_only_what_is_like_its_call(
         for other in others:
             call(**other)
     assert len(jit.calls) == len(cuda.launched) == len(launches) == len(others)
+    call(step=2)  # scales that are not contiguous are the reference's
+    assert len(jit.calls) == len(cuda.launched) == len(launches) - 1 == len(others)
+
+
+def test_no_more_kinds_of_calls_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, fmt = forget_kernels(monkeypatch), FORMATS["nf4_b64"]
+    monkeypatch.setattr(sys.modules["inductor_q.ops.dequantize"], "KEPT", 3)
+    for rows in (*range(1, 9), *range(1, 9)):
+        operands, values = sample(fmt, (rows, 64))
+        out = ops.dequantize(operands, "nf4_b64", (rows, 64), torch.float32)
+        assert_same_bits(out, values)
+        assert 1 <= len(launches) <= 3
+
+
+def test_operands_of_another_dtype_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passed once says nothing of a state that was corrupted since."""
+    forget_kernels(monkeypatch)
+    operands, _ = sample(FORMATS["nf4_b64_nested"], (48, 256))
+    for _ in range(2):
+        ops.dequantize(operands, "nf4_b64_nested", (48, 256), torch.bfloat16)
+        for i in range(1, len(operands)):
+            wrong = list(operands)
+            wrong[i] = wrong[i].to(torch.int16)
+            with pytest.raises((exc.WrongDtype, exc.CorruptQuantState)):
+                ops.dequantize(wrong, "nf4_b64_nested", (48, 256), torch.bfloat16)
 
 
 def test_a_format_of_the_same_name_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,19 @@ def test_any_number_of_tokens(implementation: str) -> None:
         assert result.reasons[PASS] == {"rows stay sorted: top_k is no number": 4}
 
 
+def test_any_number_of_tokens_by_a_fixed_number_of_choices() -> None:
+    """How many rows there are is asked of their order: the tokens' copies are not made any more."""
+    args = inputs(torch.float32, 9)
+    for one in args:
+        torch._dynamo.mark_dynamic(one, 0)
+    result = compiled(Experts("qwen3_moe", "grouped_mm", torch.float32), torch.float32, args)
+    assert products(result)[0] == TO_ROWS
+    nodes = [n for graph in result.joint for n in graph.nodes]
+    (tiles,) = (n for n in nodes if n.target is torch.ops.qfuse.tile_map.default)
+    (asked,) = tiles.args[1].all_input_nodes
+    assert asked.meta["val"].dim() == 1
+
+
 def test_rows_of_sentinels_are_nobodys() -> None:
     """Under expert parallelism transformers masks them around each product; 5.17 always does."""
     layer = Experts("qwen3_moe", "grouped_mm", torch.float32)

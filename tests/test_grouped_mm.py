@@ -339,7 +339,7 @@ def test_rows_in_the_interpreter() -> None:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) == 18
+    assert int(run.stdout) == 12
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from inductor_q.diagnostics import coverage, recompiles
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observe import observe
 from inductor_q.diagnostics.report import Report, SiteRecord
+from inductor_q.passes.causal_attention import CausalAttention
 from tests.compiling import skip_unless_regions_chain
 from tests.processes import environment
 
@@ -272,6 +273,22 @@ def graphs(gm: Any, example_inputs: Any) -> Any:
 
     with config.patch(enable_autograd_cache=False):
         return compile_fx(gm, example_inputs, inner_compile=run)
+
+
+def test_what_cannot_be_told_of_attention_hides_no_quantized_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such mask")
+
+    monkeypatch.setattr(CausalAttention, "match", fail)
+    model, x = Model(), torch.randn(8, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        run = observed(lambda: torch.compile(model, backend="inductor")(x))
+    (seen,) = (layer for layer in run.layers if layer.module == "seen")
+    assert (seen.status, seen.would) == ("fused", True)
+    (told,) = run.warnings
+    assert "no such mask" in told
 
 
 def test_what_became_of_attention_is_no_quantized_layer() -> None:

@@ -96,6 +96,11 @@ def test_opcheck_tile_map(experts: int) -> None:
     opcheck(torch.ops.qfuse.tile_map.default, (offsets, 30))
 
 
+def test_offsets_beyond_the_rows_make_no_more_parts_than_there_is_room_for() -> None:
+    tiles = tile_map(torch.tensor([0, 4000], dtype=torch.int32), 4)
+    assert tiles.shape == (2, 4) and len(parts_of(tiles)) == 1
+
+
 def test_tile_map_of_something_else() -> None:
     with pytest.raises(exc.WrongDtype, match=r"offsets of a routing is torch\.int64"):
         tile_map(torch.tensor([0, 3]), 3)

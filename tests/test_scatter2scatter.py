@@ -441,6 +441,9 @@ def test_wrong_arguments() -> None:
         replace(case, operands=[case.operands[0][:-1], *case.operands[1:]])()
     with pytest.raises(exc.WrongShape, match="tile map"):
         replace(case, routing=case.routing._replace(tiles=case.routing.tiles[1:]))()
+    wide = torch.cat([case.routing.tiles, case.routing.tiles], 1)[:, :4]
+    with pytest.raises(exc.WrongShape, match="strides of the tile map"):
+        replace(case, routing=case.routing._replace(tiles=wide))()
     narrow = case.routing._replace(order=case.routing.order.int())
     with pytest.raises(exc.WrongDtype, match=r"order of a routing is torch\.int32, expected"):
         replace(case, routing=narrow)()

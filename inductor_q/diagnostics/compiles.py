@@ -69,7 +69,11 @@ class Compiles:
                 if is_quantized(gm):
                     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
                     one.dry = dry_run(gm, device_of(example_inputs), dynamic, sources)
-                    one.dry.captured(gm.graph)
+
+        if dry := one.dry:
+            with self._noted(one):
+                dry.captured(gm.graph)
+            one.dry = dry  # it only looked: where that failed, the other stages find what they do
 
     def compiled(self) -> None:
         one = self._open.pop()

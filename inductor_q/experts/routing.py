@@ -23,7 +23,8 @@ class Routing(NamedTuple):
     inverse: [R] int64, the grouped row of each slot.
     offsets: [E + 1] int32; expert e has the grouped rows offsets[e] to offsets[e + 1]. Rows from
         offsets[E] on are nobody's: they are skipped, and zero in every result.
-    tiles: [1 + E + R // 32, 4] int32, each expert's rows in parts (`ops.tile_map`).
+    tiles: [1 + E + R // 32, 4] int32, each expert's rows in parts (`ops.tile_map`), for the kind of
+        device that it was made on: elsewhere, route again.
     top_k: choices a token.
     """
 

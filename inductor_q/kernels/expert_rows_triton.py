@@ -79,17 +79,21 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
 
 @triton.jit
 def tile_map(
-    offsets, tiles, experts, HEIGHT: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr
+    offsets, tiles, experts, most, HEIGHT: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """`ops.tile_map`; a program has one expert, and EXPERTS is a power of two from there on."""
+    """`ops.tile_map`; a program has one expert, and EXPERTS is a power of two from there on.
+
+    There is room for `most` parts, which offsets beyond the last row would exceed.
+    """
     expert = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     begin = tl.load(offsets + e, mask=e < experts, other=0)
     end = tl.load(offsets + e + 1, mask=e < experts, other=0)
     parts = (end - begin + (HEIGHT - 1)) // HEIGHT
     if expert == 0:
-        tl.store(tiles, tl.sum(parts))
-    to = tiles + (1 + tl.sum(tl.where(e < expert, parts, 0))) * 4
+        tl.store(tiles, tl.minimum(tl.sum(parts), most))
+    before = tl.sum(tl.where(e < expert, parts, 0))
+    to = tiles + (1 + before) * 4
     first = tl.load(offsets + expert)
     rows = tl.load(offsets + expert + 1) - first
     mine = (rows + (HEIGHT - 1)) // HEIGHT
@@ -98,7 +102,7 @@ def tile_map(
         part = start + tl.arange(0, 64)
         at = to + part * 4
         done = part * height
-        real = part < mine
+        real = (part < mine) & (before + part < most)
         tl.store(at, tl.full((64,), 0, tl.int32) + expert, mask=real)
         tl.store(at + 1, first + done, mask=real)
         tl.store(at + 2, tl.minimum(rows - done, height), mask=real)

@@ -26,6 +26,7 @@ class Triton:
                 offsets.contiguous(),
                 tiles,
                 experts,
+                tiles.shape[0] - 1,
                 HEIGHT=height(rows, experts, offsets.device),
                 STEP=WIDTH_STEP,
                 EXPERTS=1 << (experts - 1).bit_length(),

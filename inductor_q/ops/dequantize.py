@@ -110,9 +110,14 @@ def _check_once(
     key = (fmt, tuple(shape), dtype, *found)
     if key not in _checked:
         check_operands(operands, fmt, shape, dtype)
+        if len(_checked) >= KEPT:
+            _checked.clear()
         _checked.add(key)
 
 
+#: Kinds of calls that are remembered: many models' weights. With more all are forgotten, and come
+#: back.
+KEPT = 4096
 _checked: set[tuple[Any, ...]] = set()
 
 
@@ -176,6 +181,8 @@ def write(
     )
     launch = _launches.get(key)
     if launch is None:
+        if len(_launches) >= KEPT:
+            _launches.clear()
         launch = _launches[key] = _prepare(operands, fmt, out, provider)
     launch(operands, out)
 

@@ -30,7 +30,8 @@ def tile_map(offsets: Tensor, rows: int) -> Tensor:
 
     Returns:
         [1 + E + R // 32, 4] int32: the number of parts comes first, [0, 0]; then for each its
-        expert, first row, number of rows, and a 0. What is behind them is not specified.
+        expert, first row, number of rows, and a 0. What is behind them is not specified. It is for
+        the kind of device that `offsets` is on.
     """
     result: Tensor = torch.ops.qfuse.tile_map(offsets, rows)
     return result
@@ -54,6 +55,9 @@ def check_tiles(tiles: Tensor, rows: int, num_experts: int) -> None:
     """Raise unless `tiles` is a map for that many rows and experts."""
     if tiles.dtype is not torch.int32:
         raise WrongDtype(what="tile map of a routing", expected=torch.int32, got=tiles.dtype)
+    if not tiles.is_contiguous():
+        what = "strides of the tile map of a routing"
+        raise WrongShape(what=what, expected=(4, 1), got=tuple(tiles.stride()))
     expected = (length(rows, num_experts), 4)
     if tuple(tiles.shape) != expected:
         raise WrongShape(what="tile map of a routing", expected=expected, got=tuple(tiles.shape))
@@ -68,6 +72,7 @@ def reference(offsets: Tensor, rows: int) -> Tensor:
     width = (owned + parts - 1).div(parts.clamp(min=1), rounding_mode="floor")
     width = (width + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
     until = parts.cumsum(0, dtype=torch.int32)
+    count = until[-1:].clamp(max=length(rows, num_experts) - 1)  # of more rows than there are
     index = torch.arange(length(rows, num_experts) - 1, dtype=torch.int32, device=offsets.device)
     expert = torch.searchsorted(until, index, right=True).clamp(max=num_experts - 1)
     done = (index - until[expert] + parts[expert]) * width[expert]
@@ -80,8 +85,8 @@ def reference(offsets: Tensor, rows: int) -> Tensor:
         ],
         1,
     )
-    tiles = torch.where((index < until[-1]).unsqueeze(1), tiles, 0)
-    return torch.cat([torch.nn.functional.pad(until[-1:], (0, 3)).unsqueeze(0), tiles])
+    tiles = torch.where((index < count).unsqueeze(1), tiles, 0)
+    return torch.cat([torch.nn.functional.pad(count, (0, 3)).unsqueeze(0), tiles])
 
 
 def run(offsets: Tensor, rows: int) -> Tensor:
