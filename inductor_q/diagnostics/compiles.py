@@ -70,10 +70,9 @@ class Compiles:
                     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
                     one.dry = dry_run(gm, device_of(example_inputs), dynamic, sources)
 
-        if dry := one.dry:
-            with self._noted(one):
-                dry.captured(gm.graph)
-            one.dry = dry  # it only looked: where that failed, the other stages find what they do
+        if one.dry is not None:
+            with self._noted(one, ends=False):  # it only looks
+                one.dry.captured(gm.graph)
 
     def compiled(self) -> None:
         one = self._open.pop()
@@ -103,16 +102,20 @@ class Compiles:
                 static = options.get("static_lifetime_input_indices") or ()
                 one.dry.partition(gm.graph, static)
 
-    def _noted(self, one: Compiled) -> _Noted:
-        return _Noted(self, one)
+    def _noted(self, one: Compiled, *, ends: bool = True) -> _Noted:
+        return _Noted(self, one, ends)
 
 
 @dataclass
 class _Noted:
-    """An error of ours must not become one of the target's: it is told in the report instead."""
+    """An error of ours must not become one of the target's: it is told in the report instead.
+
+    It `ends` the dry run that it leaves half done.
+    """
 
     compiles: Compiles
     one: Compiled
+    ends: bool
 
     def __enter__(self) -> None:
         return None
@@ -120,7 +123,8 @@ class _Noted:
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
         if kind is None or not issubclass(kind, Exception):
             return False
-        self.one.dry = None
+        if self.ends:
+            self.one.dry = None
         self.compiles.problems.append(
             f"what qfuse would do with compile {self.one.compile_id} is not known: "
             f"{kind.__name__}: {error}"
