@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     suite = harness.start("bench_tiles", arguments)
     if suite.device.type == "cpu":
         parser.error("tiles are those of a GPU")
+    suite.settings |= {"tokens": arguments.tokens, "tiles": arguments.tiles, "rank": RANK}
     cases = list(itertools.product(arguments.models, arguments.tokens, PRODUCTS))
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
         device = str(suite.device)
