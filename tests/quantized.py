@@ -30,6 +30,7 @@ needs_0_50 = pytest.mark.skipif(
     not AT_LEAST_0_50,
     reason="bitsandbytes < 0.50 on a CPU: no odd sizes, tables rounded before the product",
 )
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,15 @@ from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import BLOCKSIZES
 from inductor_q.kernels import DEQUANTIZE, DequantizeKernel, dequantize_reference, dequantize_triton
 from tests.dequantize_kernels import LAYOUTS, SCALES, check
-from tests.quantized import DTYPES, QUANT_TYPES, assert_same_bits, bnb, forget_kernels, quantize
+from tests.quantized import (
+    DTYPES,
+    QUANT_TYPES,
+    assert_same_bits,
+    bnb,
+    forget_kernels,
+    quantize,
+    two_devices,
+)
 
 _FMT = FORMATS["nf4_b64"]
 
@@ -135,9 +143,8 @@ def test_gpu_graph_capture() -> None:
 
 
 @pytest.mark.gpu
+@two_devices
 def test_gpu_second_device() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs a second CUDA device")
     w = quantize((64, 128))
     operands, name, shape = w.operands
     expected = ops.dequantize(operands, name, shape, torch.bfloat16)

@@ -23,7 +23,7 @@ from inductor_q.lowerings.calls import qfuse_dequantize
 from inductor_q.ops.dequantize import write
 from tests.compile_triton import compiled
 from tests.fake_driver import FakeDriver
-from tests.quantized import assert_same_bits, forget_kernels, sample
+from tests.quantized import assert_same_bits, forget_kernels, sample, two_devices
 
 _FMT = FORMATS["nf4_b64"]
 needs_triton = pytest.mark.skipif(
@@ -241,10 +241,9 @@ def test_gpu_later_launches_go_through_the_driver(
 
 
 @pytest.mark.gpu
+@two_devices
 def test_gpu_launch_on_a_device_that_is_not_current() -> None:
     """Also the later launches, which go past Triton."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs a second CUDA device")
     operands, values = sample(FORMATS["nf4_b64_nested"], (64, 256))
     for _ in range(3):
         for index in (1, 0):

@@ -26,7 +26,7 @@ from inductor_q.kernels import (
     dequantize_reference,
 )
 from inductor_q.ops.quantize_kbit import pack, reference
-from tests.quantized import DTYPES, assert_same_bits, forget_kernels, sample
+from tests.quantized import DTYPES, assert_same_bits, forget_kernels, sample, two_devices
 from tests.test_kbit import ABSMAX, CASES, KBITS, KINDS, SIZES, codebook, weight
 
 CUDA = dequantize_cuda.KERNEL
@@ -334,9 +334,8 @@ def test_gpu_threads() -> None:
 
 
 @pytest.mark.gpu
+@two_devices
 def test_gpu_second_device() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs a second CUDA device")
     x, operands = quantized(4, (64, 128))
     expected = ops.dequantize(operands, "kbit4_e4m4", x.shape, x.dtype).cpu()
     with torch.cuda.device(0):
