@@ -89,15 +89,15 @@ def expert_gemm(
 ):
     """out[i] = W_e x[i's row] + factor_e projected[i] + bias_e, in grouped order.
 
-    A program has one of PARTS parts, of ROWS rows, of a part of `tiles` (`ops.tile_map`), and
+    A program has ROWS rows of one of `tiles` (`ops.tile_map`), which is cut into PARTS of them, and
     FEATURES of the output. The weight is the left operand, so few rows are a narrow tile and not
-    one of padding. Stored [E, out, in], and
-    transposed [E, in, out]. RANK 0: no adapter. EVEN: DEPTH and FEATURES divide what they cut.
+    one of padding. Stored [E, out, in], and transposed [E, in, out]. RANK 0: no adapter. EVEN:
+    DEPTH and FEATURES divide what they cut.
     """
     blocks = tl.cdiv(out_features, FEATURES)
-    part_of = tl.program_id(0) // blocks
-    tile = 1 + part_of // PARTS
-    first = part_of % PARTS * ROWS
+    cut = tl.program_id(0) // blocks
+    tile = 1 + cut // PARTS
+    first = cut % PARTS * ROWS
     if tile <= tl.load(tiles) and first < tl.load(tiles + tile * 4 + 2):
         dtype: tl.constexpr = x.dtype.element_ty
         expert = tl.load(tiles + tile * 4).to(tl.int64)

@@ -17,6 +17,8 @@ class Triton:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
     def launch(self, offsets: Tensor, rows: int) -> Tensor:
+        import triton
+
         from inductor_q.kernels.expert_rows_triton import tile_map
 
         experts = offsets.shape[0] - 1
@@ -29,7 +31,7 @@ class Triton:
                 tiles.shape[0] - 1,
                 HEIGHT=height(rows, experts, offsets.device),
                 STEP=WIDTH_STEP,
-                EXPERTS=1 << (experts - 1).bit_length(),
+                EXPERTS=triton.next_power_of_2(experts),
             )
         return tiles
 

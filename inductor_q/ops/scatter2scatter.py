@@ -152,9 +152,9 @@ class Scatter2Scatter:
     def rows(self) -> int:
         return self.order.shape[0]
 
-    @property
+    @functools.cached_property
     def tile_rows(self) -> int:
-        """Of a part of `tiles` at most."""
+        """Of a part of `tiles` at most. Kernels ask several times; it asks CUDA for the device."""
         return height(self.rows, self.num_experts, self.x.device)
 
     @property
