@@ -30,7 +30,7 @@ from inductor_q.kernels import (
     tiles,
 )
 from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
-from inductor_q.ops.tile_map import WIDTH_STEP, height, reference
+from inductor_q.ops.tile_map import WIDTH_STEP, reference
 from tests import ptx
 from tests.moe import Layer, Sizes, layer, results
 
@@ -105,7 +105,7 @@ def compare_tile_maps(offsets: Tensor, rows: int) -> None:
     expected, experts = reference(offsets, rows), len(offsets) - 1
     memory = offsets.new_full((64 + len(expected), 4), -7)
     sizes = {
-        "HEIGHT": height(rows, experts, offsets.device),
+        "HEIGHT": tiles.height(rows, experts, offsets.device),
         "STEP": WIDTH_STEP,
         "EXPERTS": triton.next_power_of_2(experts),
     }

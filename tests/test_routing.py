@@ -12,7 +12,8 @@ from torch.library import opcheck
 
 from inductor_q import exc
 from inductor_q.experts.routing import Routing, route
-from inductor_q.ops.tile_map import height, reference, tile_map
+from inductor_q.kernels.tiles import height
+from inductor_q.ops.tile_map import reference, tile_map
 
 CASES = {
     "usual": (7, 2, 5),

@@ -15,6 +15,14 @@ from typing import Any
 
 import torch
 
+from inductor_q.ops.tile_map import LOWEST
+
+#: Of a tile map's parts: (from rows an expert on average, rows of a part at most). The steps are
+#: those of the kernel for Hopper, whose highest tile no other GPU has the shared memory for.
+HEIGHTS = ((96, 256), (48, 128), (16, 64), (0, LOWEST))
+HIGHEST = {(9, 0): 256}
+HIGHEST_ELSEWHERE = 128
+
 ROWS = (16, 32, 64, 128)
 FEATURES = (32, 64, 128, 256)
 DEPTHS = (32, 64, 128)
@@ -64,8 +72,8 @@ class Work:
     rank: int
 
 
-def _nf4(rows: int, in_features: int, out_features: int, *, transposed: bool = False) -> Work:
-    """With a scale for every 64 and adapters of rank 16."""
+def _packed(rows: int, in_features: int, out_features: int, *, transposed: bool = False) -> Work:
+    """4 bits, a scale for every 64, adapters of rank 16."""
     return Work(
         rows=rows,
         in_features=in_features,
@@ -82,18 +90,18 @@ def _nf4(rows: int, in_features: int, out_features: int, *, transposed: bool = F
 #: time (benchmarks.bench_tiles, benchmarks/results/tiles-h200.json). Elsewhere: START, pruned.
 COMMITTED: Mapping[tuple[int, int], Mapping[Work, Tile]] = {
     (9, 0): {
-        _nf4(128, 2048, 1536): Tile(128, 64, 64, 4, 3),
-        _nf4(128, 768, 2048): Tile(128, 64, 64, 4, 3),
-        _nf4(128, 1536, 2048, transposed=True): Tile(128, 128, 64, 4, 3),
-        _nf4(128, 2048, 768, transposed=True): Tile(128, 128, 64, 4, 3),
-        _nf4(32, 2048, 1536): Tile(32, 128, 64, 4, 3),
-        _nf4(32, 768, 2048): Tile(32, 128, 32, 4, 4),
-        _nf4(32, 1536, 2048, transposed=True): Tile(32, 128, 64, 4, 3),
-        _nf4(32, 2048, 768, transposed=True): Tile(32, 128, 64, 4, 3),
-        _nf4(4, 2048, 1536): Tile(16, 128, 64, 4, 4),
-        _nf4(4, 768, 2048): Tile(16, 64, 128, 4, 5),
-        _nf4(4, 1536, 2048, transposed=True): Tile(16, 128, 64, 4, 5),
-        _nf4(4, 2048, 768, transposed=True): Tile(16, 64, 64, 4, 4),
+        _packed(128, 2048, 1536): Tile(128, 64, 64, 4, 3),
+        _packed(128, 768, 2048): Tile(128, 64, 64, 4, 3),
+        _packed(128, 1536, 2048, transposed=True): Tile(128, 128, 64, 4, 3),
+        _packed(128, 2048, 768, transposed=True): Tile(128, 128, 64, 4, 3),
+        _packed(32, 2048, 1536): Tile(32, 128, 64, 4, 3),
+        _packed(32, 768, 2048): Tile(32, 128, 32, 4, 4),
+        _packed(32, 1536, 2048, transposed=True): Tile(32, 128, 64, 4, 3),
+        _packed(32, 2048, 768, transposed=True): Tile(32, 128, 64, 4, 3),
+        _packed(4, 2048, 1536): Tile(16, 128, 64, 4, 4),
+        _packed(4, 768, 2048): Tile(16, 64, 128, 4, 5),
+        _packed(4, 1536, 2048, transposed=True): Tile(16, 128, 64, 4, 5),
+        _packed(4, 2048, 768, transposed=True): Tile(16, 64, 64, 4, 4),
     },
 }
 
@@ -109,6 +117,15 @@ START = (
 
 #: Where Triton has no matrix instructions, below 8.0, sums and operands stay in registers.
 START_SCALAR = Tile(32, 64, 32, 4, 3)
+
+
+def height(rows: int, num_experts: int, device: torch.device) -> int:
+    """Rows of a part of `ops.tile_map` at most."""
+    average = rows / max(1, num_experts)
+    wanted = next(most for least, most in HEIGHTS if average >= least)
+    if device.type != "cuda":
+        return min(wanted, HIGHEST_ELSEWHERE)
+    return min(wanted, HIGHEST.get(torch.cuda.get_device_capability(device), HIGHEST_ELSEWHERE))
 
 
 def limits(device: torch.device) -> Limits:

@@ -24,7 +24,7 @@ from inductor_q.formats import QuantFormat, get_format
 from inductor_q.ops.dequantize import check_operands
 from inductor_q.ops.library import define, define_autograd
 from inductor_q.ops.linear import check_device
-from inductor_q.ops.tile_map import check_tiles, height
+from inductor_q.ops.tile_map import check_tiles
 
 if TYPE_CHECKING:
     from inductor_q.experts.routing import Routing
@@ -155,6 +155,8 @@ class Scatter2Scatter:
     @functools.cached_property
     def tile_rows(self) -> int:
         """Of a part of `tiles` at most. Kernels ask several times; it asks CUDA for the device."""
+        from inductor_q.kernels.tiles import height  # kernels sit above ops
+
         return height(self.rows, self.num_experts, self.x.device)
 
     @property

@@ -2,7 +2,7 @@
 
 Made once for a layer's routing and read by all its products, forward and backward, so a program
 finds its expert with one load. How high a part is depends on how many rows there are and on the
-device alone; a kernel with lower tiles cuts each part again.
+device alone (`kernels.tiles.height`); a kernel with lower tiles cuts each part again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from torch import Tensor
 from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.ops.library import define
 
-#: (from rows an expert on average, rows of a part at most). The steps are those of the kernel for
-#: Hopper, whose highest tile no other GPU has the shared memory for.
-HEIGHTS = ((96, 256), (48, 128), (16, 64), (0, 32))
-HIGHEST = {(9, 0): 256}
-HIGHEST_ELSEWHERE = 128
+LOWEST = 32  # rows that a part may have at least, on every device: the map's length goes by it
 WIDTH_STEP = 16  # rows that a matrix instruction takes
 
 
@@ -37,18 +33,9 @@ def tile_map(offsets: Tensor, rows: int) -> Tensor:
     return result
 
 
-def height(rows: int, num_experts: int, device: torch.device) -> int:
-    """Rows of a part at most."""
-    average = rows / max(1, num_experts)
-    wanted = next(most for least, most in HEIGHTS if average >= least)
-    if device.type != "cuda":
-        return min(wanted, HIGHEST_ELSEWHERE)
-    return min(wanted, HIGHEST.get(torch.cuda.get_device_capability(device), HIGHEST_ELSEWHERE))
-
-
 def length(rows: int, num_experts: int) -> int:
     """Of a map: enough for every choice of experts, and one number of rows has one."""
-    return 1 + num_experts + rows // HEIGHTS[-1][1]
+    return 1 + num_experts + rows // LOWEST
 
 
 def check_tiles(tiles: Tensor, rows: int, num_experts: int) -> None:
@@ -65,6 +52,8 @@ def check_tiles(tiles: Tensor, rows: int, num_experts: int) -> None:
 
 def reference(offsets: Tensor, rows: int) -> Tensor:
     """The op in plain torch, zeros behind the parts."""
+    from inductor_q.kernels.tiles import height  # kernels sit above ops
+
     num_experts = offsets.shape[0] - 1
     most = height(rows, num_experts, offsets.device)
     owned = offsets.diff()
