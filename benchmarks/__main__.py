@@ -9,6 +9,7 @@ import sys
 NAMES = (
     "bench_attention",
     "bench_dequantize",
+    "bench_experts",
     "bench_explain",
     "bench_kbit",
     "bench_launch",

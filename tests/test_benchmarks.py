@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -17,6 +18,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
 from benchmarks import (  # noqa: E402
     bench_attention,
     bench_dequantize,
+    bench_experts,
     bench_kbit,
     bench_kbit_quality,
     bench_launch,
@@ -34,6 +36,7 @@ from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.ops.scatter2scatter import run  # noqa: E402
 
 CPU = torch.device("cpu")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FIELDS = {
     "schema",
     "benchmark",
@@ -220,6 +223,42 @@ def test_bench_moe_model(tmp_path: Path) -> None:
     rows = check_file(out, "bench_moe_model", {"eager", "packed"})
     assert [row["extra"]["breaks"] for row in rows] == [0, 0]
     assert rows[1]["extra"]["loss_deviation"] < 0.01
+
+
+@pytest.mark.parametrize("adapted", bench_experts.ADAPT)
+@pytest.mark.parametrize("device", DEVICES)
+def test_bench_experts(tmp_path: Path, device: str, adapted: str) -> None:
+    out = tmp_path / "experts.json"
+    command = ["--device", device, "--quick", "--rounds", "1", "--out", str(out)]
+    bench_experts.main([*command, "--models", "tiny", "--tokens", "64", "--adapt", adapted])
+    rows = check_file(out, "bench_experts", set(bench_experts.PEERS))
+    static = {row["peer"]: row["extra"]["static_bytes"] for row in rows}
+    assert static["packed"] == static["qfuse"] < static["eager"] == static["grouped_mm"]
+    for row in rows:
+        assert row["extra"]["breaks"] == 0
+        assert row["extra"]["error_to_eager"] < 1.5
+        assert row["extra"]["grad_error_to_eager"] < 1.5
+        assert device == "cpu" or row["extra"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("adapted", bench_experts.ADAPT)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("peer", ["eager", "packed"])
+def test_exact_experts_are_those_of_the_module(
+    monkeypatch: pytest.MonkeyPatch, family: str, adapted: str, peer: str
+) -> None:
+    """Adapters included, in either layout: far from what other adapters give."""
+    monkeypatch.setitem(bench_experts.MODELS, "small", (family, 4, 64, 96, 2))
+    inputs = bench_experts._inputs("small", 32, adapted, CPU, 0)
+    module = bench_experts._module("small", peer, inputs)
+    got = bench_experts._step(module, module, inputs)[:2]
+    for one, exact in zip(got, bench_experts._exact(module, inputs), strict=True):
+        assert (one - exact).norm() < 0.02 * exact.norm()
+    if inputs.adapters:
+        other = bench_experts._inputs("small", 32, adapted, CPU, 1)
+        mixed = dataclasses.replace(inputs, adapters=other.adapters)
+        for one, exact in zip(got, bench_experts._exact(module, mixed), strict=True):
+            assert (one - exact).norm() > 0.1 * exact.norm()
 
 
 def test_bench_attention(tmp_path: Path) -> None:
