@@ -28,7 +28,7 @@ from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.scatter2scatter import DENSE
 from tests.gpu_experts import assert_as_near_as_the_loop
-from tests.moe import Layer, Sizes, layer, results
+from tests.moe import Layer, Sizes, choices, layer, results
 from tests.quantized import assert_same_bits, quantize
 
 QFUSE = torch.ops.qfuse
@@ -178,6 +178,33 @@ def test_sentinels_are_skipped(sentinel: int, grouped: tuple[bool, bool]) -> Non
             case.x[-len(nobody) :] = float("nan")
         for name, value in results(case, case()).items():
             assert not value.isnan().any() or name == "x", name
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 9e-3)], ids=str)
+@pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_sentinels_are_the_masked_path(
+    devices: int, lora: bool, dtype: torch.dtype, limit: float, device: str
+) -> None:
+    """One of `devices` that share 8 experts: skipping what is not here gives what computing it with
+    some expert of one's own and a gate of zero does, by the same kernels or by a loop."""
+    sizes = Sizes(experts=8 // devices, tokens=40)
+    ids = choices(replace(sizes, experts=8)).to(device)
+    here = ids < sizes.experts
+    case = layer(sizes, dtype=dtype, lora=lora, gates=True, device=device)
+    assert case.gates is not None and here.any() and not here.all()
+    skipping = replace(case, routing=route(torch.where(here, ids, -1), sizes.experts))
+    masked = replace(
+        case,
+        routing=route(ids.clamp(max=sizes.experts - 1), sizes.experts),
+        gates=(case.gates.detach() * here).requires_grad_(),
+    )
+    got = results(skipping, skipping())
+    for y in (masked(), masked.loop()):
+        expected = results(masked, y)
+        expected["gates"] *= here  # a masked slot's is not zero, and the mask then stops it
+        for name, value in expected.items():
+            assert testing.relative_error(got[name], value) < limit, name
 
 
 def test_experts_without_rows_have_gradients_of_exactly_zero() -> None:
