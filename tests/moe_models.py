@@ -30,6 +30,18 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+#: The text model: a delta net, then attention, each with a shared expert beside the others.
+QWEN3_5: dict[str, Any] = _COMMON | {
+    "num_experts": EXPERTS,
+    "moe_intermediate_size": INTERMEDIATE,
+    "shared_expert_intermediate_size": INTERMEDIATE,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_COMMON,
@@ -44,6 +56,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: transformers.OlmoeConfig(
         **_COMMON, num_experts=EXPERTS, intermediate_size=INTERMEDIATE
     ),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**QWEN3_5),
     # Transposed, interleaved, biased, a clamped gated unit.
     "gpt_oss": lambda: transformers.GptOssConfig(
         **_COMMON,
@@ -66,6 +79,19 @@ def model(family: str, implementation: str = "eager", **config: Any) -> Any:
             if "norm" not in name:
                 parameter.normal_(0, 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     built.set_experts_implementation(implementation)
+    return built
+
+
+def model_of_images_and_text() -> Any:
+    """Qwen3.5-MoE: the experts are a text model's inside of it, and its configuration is nested."""
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=QWEN3_5, vision_config={**vision, "out_hidden_size": HIDDEN}
+    )
+    auto = transformers.AutoModelForImageTextToText
+    built = auto.from_config(config, dtype=torch.float32)
+    built.set_experts_implementation("eager")
     return built
 
 
