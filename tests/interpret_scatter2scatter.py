@@ -25,19 +25,29 @@ from inductor_q import kernels
 from inductor_q.experts.routing import route
 from inductor_q.kernels import (
     expert_rows_triton,
+    grouped_gram_triton,
     scatter2scatter_triton,
     tile_map_triton,
     tiles,
 )
 from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
 from inductor_q.ops.tile_map import WIDTH_STEP, reference
+from inductor_q.testing import relative_error
 from tests import ptx
-from tests.moe import Layer, Sizes, layer, results
+from tests.moe import (
+    Layer,
+    Sizes,
+    assert_experts_alone_have_the_same_gram,
+    gram,
+    layer,
+    results,
+)
 
 #: An A100, and a Turing card: what does not fit there is cut smaller.
 A100, TURING = tiles.Limits((8, 0), 166_912), tiles.Limits((7, 5), 65_536)
 CANNOT_LOOP = "this Triton's interpreter cannot loop with this NumPy"
 EPS = torch.finfo(torch.float16).eps
+GROUPED = ((False, False), (False, True), (True, False), (True, True))
 FIT = Sizes(experts=4, in_features=64, out_features=64, tokens=9, top_k=2, rank=4)
 SHAPES = {
     "small": FIT,
@@ -64,8 +74,7 @@ class Interpreted(scatter2scatter_triton.Triton):
 def cases() -> Iterator[Layer]:
     for i, (name, sizes) in enumerate(SHAPES.items()):
         yield make(sizes, lora=name != "no adapter", gates=i % 2 == 0, bias=i % 3 == 0)
-    grouped = itertools.product([False, True], repeat=2)
-    for form, transposed in itertools.product(grouped, [False, True]):
+    for form, transposed in itertools.product(GROUPED, [False, True]):
         yield make(grouped=form, transposed=transposed, gates=True, bias=True, sentinel=-1)
         yield make(grouped=form, transposed=transposed, quant=DENSE, sentinel=4)
     for quant, nested, blocksize in FORMATS:
@@ -118,14 +127,28 @@ def compare_tile_maps(offsets: Tensor, rows: int) -> None:
     assert (memory[len(expected) :] == -7).all(), (offsets, rows)
 
 
+def check_grams() -> None:
+    """Near the reference's, in float32, and bit by bit that of each expert alone."""
+    case = make(replace(FIT, tokens=100))
+    for columns, grouped in itertools.product(((160, 5), (48, 64)), GROUPED):
+        call = gram(case, *columns, grouped)
+        got = grouped_gram_triton.KERNEL.launch(replace(call, dtype=torch.float32))
+        wide = replace(call, left=call.left.double(), right=call.right.double())
+        truth = kernels.GROUPED_GRAM["cpu"][0].launch(replace(wide, dtype=torch.float64))
+        assert relative_error(got, truth) < 1e-6, (columns, grouped)
+        assert_experts_alone_have_the_same_gram(grouped_gram_triton.KERNEL, call)
+
+
 def main() -> int:
     try:
         loop[(1,)](2)
     except triton.runtime.errors.InterpreterError as failed:
         sys.exit(f"{CANNOT_LOOP}: {failed}")
     check_tile_maps()
+    check_grams()
     tl.inline_asm_elementwise = ptx.elementwise
     kernels.SCATTER2SCATTER["cpu"] = (Interpreted(),)
+    kernels.GROUPED_GRAM["cpu"] = (grouped_gram_triton.KERNEL, *kernels.GROUPED_GRAM["cpu"])
     ours: dict[str, float] = defaultdict(float)
     peer: dict[str, float] = defaultdict(float)
     count = 0

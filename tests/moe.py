@@ -12,6 +12,8 @@ from torch import Tensor
 from inductor_q import ops
 from inductor_q.experts.routing import Routing, route
 from inductor_q.formats import get_format
+from inductor_q.kernels.kernel import GroupedGramKernel
+from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
 from tests.quantized import quantize
 
@@ -210,3 +212,36 @@ def results(case: Layer, y: Tensor, grad: Tensor | None = None) -> dict[str, Ten
     grad = cotangent(y) if grad is None else grad
     grads = torch.autograd.grad(y, [*case.leaves.values()], grad)
     return {"y": y.detach(), **dict(zip(case.leaves, grads, strict=True))}
+
+
+def gram(case: Layer, left: int, right: int, grouped: tuple[bool, bool]) -> GroupedGram:
+    """Over the rows of `case`, from matrices of that many columns in its dtype, seeded."""
+    order, _, offsets, _, top_k = case.routing
+    generator = torch.Generator().manual_seed(0)
+
+    def side(columns: int, is_grouped: bool) -> Tensor:
+        rows = len(order) if is_grouped else len(order) // top_k
+        return torch.randn(rows, columns, generator=generator).to(case.x)
+
+    sides = side(left, grouped[0]), side(right, grouped[1])
+    return GroupedGram(*sides, order, offsets, top_k, *grouped, case.x.dtype)
+
+
+def alone(call: GroupedGram, expert: int) -> GroupedGram:
+    """One expert's rows, copied out of both sides, as if there were no others."""
+    rows = slice(*call.offsets[expert : expert + 2].tolist())
+    left, right = (
+        side[rows] if grouped else side[call.order[rows] // call.top_k]
+        for side, grouped in ((call.left, call.grouped_left), (call.right, call.grouped_right))
+    )
+    order = torch.arange(len(left), device=left.device)
+    offsets = call.offsets.new_tensor([0, len(left)])
+    return GroupedGram(left.clone(), right.clone(), order, offsets, 1, True, True, call.dtype)
+
+
+def assert_experts_alone_have_the_same_gram(kernel: GroupedGramKernel, call: GroupedGram) -> None:
+    """Bit by bit: grouping adds no term and changes no order; without rows, zeros."""
+    together = kernel.launch(call)
+    assert (call.offsets.diff() == 0).any() and together.any()
+    for expert, own in enumerate(together):
+        assert torch.equal(kernel.launch(alone(call, expert))[0], own), expert

@@ -17,13 +17,19 @@ from inductor_q import kernels
 from inductor_q.csrc import generate_wgmma
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import grouped_gram_triton, scatter2scatter_cuda
-from inductor_q.ops.grouped_gram import GroupedGram
 from tests.gpu_experts import (
     assert_as_near_as_the_loop,
     assert_never_synchronizes_and_is_captured,
     assert_zero_where_nobody_is,
 )
-from tests.moe import Layer, Sizes, layer, results
+from tests.moe import (
+    Layer,
+    Sizes,
+    assert_experts_alone_have_the_same_gram,
+    gram,
+    layer,
+    results,
+)
 
 BF16 = torch.bfloat16
 GROUPED = list(itertools.product([False, True], repeat=2))
@@ -120,24 +126,7 @@ def test_gpu_never_synchronizes_and_runs_in_a_captured_graph() -> None:
 @pytest.mark.parametrize("narrow", [1, 5, 16, 64])
 @pytest.mark.parametrize("grouped", GROUPED)
 def test_gpu_gram_is_as_near_as_the_reference(narrow: int, grouped: tuple[bool, bool]) -> None:
-    case = on_gpu(replace(FIT, in_features=192))
-    routing = case.routing
-    rows, tokens = routing.order.shape[0], routing.order.shape[0] // routing.top_k
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def side(columns: int, is_grouped: bool) -> Tensor:
-        shape = (rows if is_grouped else tokens, columns)
-        return torch.randn(shape, device="cuda", generator=generator).to(BF16)
-
-    call = GroupedGram(
-        side(192, grouped[0]),
-        side(narrow, grouped[1]),
-        routing.order,
-        routing.offsets,
-        routing.top_k,
-        *grouped,
-        BF16,
-    )
+    call = gram(on_gpu(FIT), 192, narrow, grouped)
     reference = kernels.GROUPED_GRAM["cpu"][0]
     double = replace(call, left=call.left.double(), right=call.right.double(), dtype=torch.float64)
     truth = reference.launch(double)
@@ -148,3 +137,11 @@ def test_gpu_gram_is_as_near_as_the_reference(narrow: int, grouped: tuple[bool, 
         return float((value.double() - truth).norm() / truth.norm())
 
     assert error(got) <= 1.25 * error(peer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("narrow", [5, 16, 64])
+@pytest.mark.parametrize("grouped", GROUPED)
+def test_gpu_gram_is_that_of_each_expert_alone(narrow: int, grouped: tuple[bool, bool]) -> None:
+    call = gram(on_gpu(FIT), 192, narrow, grouped)
+    assert_experts_alone_have_the_same_gram(grouped_gram_triton.KERNEL, call)

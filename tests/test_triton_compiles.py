@@ -5,14 +5,21 @@ The interpreter runs a kernel's Python as it stands; only the compiler knows Tri
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import dequantize_triton, expert_rows_triton, quantize_kbit_triton
+from inductor_q.kernels import (
+    dequantize_triton,
+    expert_rows_triton,
+    grouped_gram_triton,
+    quantize_kbit_triton,
+)
 from tests.compile_triton import compiled
 from tests.test_kbit import CASES
+from tests.tile_cases import DEVICES
 
 pytest.importorskip("triton")
 
@@ -58,3 +65,21 @@ def test_dequantize_nf4(codes: int) -> None:
 def test_collect(top_k: int) -> None:
     constants = {"TOP_K": top_k, "ROWS": 8, "WIDTH": 256}
     ptx(expert_rows_triton.collect, constants, {"order": "*i64"})
+
+
+@pytest.mark.parametrize(("rank", "top_k"), [(16, (0, 8)), (64, (8, 0)), (16, (0, 0))], ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_gram(arch: int, rank: int, top_k: tuple[int, int]) -> None:
+    constants = {
+        "ROWS": grouped_gram_triton.ROWS,
+        "RANK": rank,
+        "WIDTH": grouped_gram_triton.WIDTH,
+        "NARROW_TOP_K": top_k[0],
+        "WIDE_TOP_K": top_k[1],
+    }
+    pointers = {**dict.fromkeys(("narrow", "wide", "out"), "*bf16"), "order": "*i64"}
+    pointers["offsets"] = "*i32"
+    options = {"num_warps": 4, "num_stages": 4}
+    result = compiled(expert_rows_triton.gram, constants, pointers, arch=arch, **options)
+    assert result.metadata.shared <= DEVICES[arch]
+    assert re.search(r"mma\.sync|wgmma", result.asm["ptx"])
