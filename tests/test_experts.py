@@ -32,7 +32,7 @@ from tests.moe_models import (
     tokens,
     unpacked,
 )
-from tests.quantized import assert_same_bits
+from tests.quantized import assert_same_bits, two_devices
 
 peft: Any = peft_package  # as shipped, it is typed in parts
 
@@ -411,6 +411,30 @@ def test_a_checkpoint_of_which_a_part_is_packed(tmp_path: Path) -> None:
     experts.quantize(whole, targets=["gate_up_proj"])
     logits, _ = step(whole, tokens())
     torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda:1", marks=[pytest.mark.gpu, two_devices])]
+)
+def test_everything_lies_on_the_device_asked_for(device: str, tmp_path: Path) -> None:
+    """Another than the current one, as a rank may: a step there is what it is here."""
+    model("qwen3_moe").save_pretrained(tmp_path)
+    with meta_parameters():
+        net = model("qwen3_moe")
+    experts.quantize(net, checkpoint=tmp_path, device=device)
+    awaken(experts.add_lora(net.requires_grad_(False), r=4))
+    assert {p.device for p in net.parameters()} == {torch.device(device)}
+    packed = {t.device for _, stack in stacks(net) for t in (*stack.operands, *stack.parameters())}
+    assert packed == {torch.device(device)}
+    net.to(device, torch.bfloat16)  # rotary frequencies are in no checkpoint
+    logits, grads = step(net, tokens().to(device))
+    assert {t.device for t in (logits, *grads.values())} == {torch.device(device)}
+    here = torch.device(device).type
+    expected, expected_grads = step(net.to(here), tokens().to(here))
+    assert relative_error(logits, expected) < 1e-2
+    assert len(grads) == 8
+    for name, grad in grads.items():
+        assert grad.any() and relative_error(grad, expected_grads[name]) < 1e-2, name
 
 
 def test_another_models_checkpoint(tmp_path: Path) -> None:
