@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -24,17 +25,31 @@ def test_tiles_fit_the_device_and_the_problem(arch: int, rows: int) -> None:
         assert tiles.start(work, device(arch)) in fit
 
 
-def test_candidates_are_the_published_ones() -> None:
-    """And 16 rows, for experts that have fewer than 32."""
-    found = [t for rows in (16, 32, 128) for t in tiles.candidates(replace(WORK, rows=rows))]
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "input gradient"])
+def test_candidates_are_the_published_ones(transposed: bool) -> None:
+    """And 16 rows, for experts that have fewer than 32; without the input gradient's 256 deep."""
+    work = replace(WORK, transposed=transposed)
+    found = [t for rows in (16, 32, 128) for t in tiles.candidates(replace(work, rows=rows))]
     assert {t.rows for t in found} == {16, 32, 64, 128}
     assert {t.features for t in found} == {32, 64, 128, 256}
     assert {t.depth for t in found} == {32, 64, 128}
     assert {t.warps for t in found} == {4, 8} and {t.stages for t in found} == {3, 4, 5}
-    small = replace(WORK, in_features=64, out_features=48)
+    small = replace(work, in_features=64, out_features=48)
     assert {(t.features, t.depth) for t in tiles.candidates(small)} == {
         (features, depth) for features in (32, 64) for depth in (32, 64)
     }
+
+
+def test_what_is_256_deep_fits_only_where_it_is_small() -> None:
+    """Why it is no candidate: with 64 rows and 64 features at most, weights are decoded, or rows
+    read, more often. What fits has not been timed."""
+    for arch, bits in itertools.product(DEVICES, (4, 16)):
+        work = replace(WORK, transposed=True, weight_bits=bits, group=64 if bits == 4 else 0)
+        deep = {
+            replace(t, rows=rows, depth=256) for t in tiles.candidates(work) for rows in tiles.ROWS
+        }
+        fit = tiles.pruned([*deep], work, DEVICES[arch])
+        assert max(max(t.rows, t.features) for t in fit) <= 64, arch
 
 
 def test_bytes_are_those_of_the_operands() -> None:
