@@ -12,8 +12,14 @@ few steps; printed are the loss, the time of a step, tokens a second and the pea
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
+import importlib.metadata
 import json
 import math
+import os
+import platform
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +32,8 @@ from torch import Tensor, nn
 from inductor_q import experts
 from inductor_q.kbit import meta_parameters
 
-TEXT = Path(__file__).parent / "data" / "harbour.txt"
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = ROOT / "examples" / "data" / "harbour.txt"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -124,6 +131,51 @@ def train(model: Any, data: Tensor, steps: int, backend: str) -> dict[str, Any]:
     }
 
 
+def place(device: torch.device) -> dict[str, Any]:
+    """Where figures come from, in the words of benchmarks/place.py."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    else:
+        machine = {
+            "name": platform.processor() or platform.machine(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        }
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for name in ("triton", "bitsandbytes", "peft", "transformers", "numpy"):
+        versions[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {"machine": machine, "versions": versions, "commit": commit()}
+
+
+def commit() -> dict[str, Any]:
+    """The commit of this checkout, if it is one, and whether the tree had changes on top."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(ROOT), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    status = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+    # A copy without its history is told which commit it is.
+    found = git("rev-parse", "HEAD") or os.environ.get("BENCHMARK_COMMIT")
+    return {"id": found, "dirty": None if status is None else bool(status)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", choices=["toy", "qwen3-30b-a3b", "gpt-oss-20b"], default="toy")
@@ -135,21 +187,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="qfuse", help='"eager" compiles nothing')
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save", type=Path, help="folder for the adapter, in PEFT's format")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures, and where they come from")
     args = parser.parse_args(argv)
     toy, device = args.size == "toy", torch.device(args.device)
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model: Any = build(args.size, args.format, args.rank or (4 if toy else 16), device, dtype)
+    rank = args.rank or (4 if toy else 16)
+    model: Any = build(args.size, args.format, rank, device, dtype)
     length = args.length or (32 if toy else 1024)
     data = batches(model.config.vocab_size, args.batch, length, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    result = {"size": args.size, "format": args.format, "backend": args.backend}
+    result: dict[str, Any] = {
+        "example": "examples.moe_qlora",
+        "size": args.size,
+        "format": args.format,
+        "rank": rank,
+        "batch": args.batch,
+        "length": length,
+        "backend": args.backend,
+        **place(device),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
     result |= train(model, data, args.steps, args.backend)
     if device.type == "cuda":
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        result["device"] = torch.cuda.get_device_name()
     print(f"loss {result['loss'][0]:.3f} -> {result['loss'][-1]:.3f}")
     print(f"{result['step_ms']:.1f} ms a step, {result['tokens_per_s']:.0f} tokens/s")
     if "peak_gb" in result:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import place
 from examples import moe_qlora
 
 
@@ -20,6 +22,11 @@ def test_it_learns_and_saves(backend: str, tmp_path: Path) -> None:
     result = json.loads(figures.read_text())
     assert len(result["loss"]) == 8
     assert result["loss"][-1] < result["loss"][0]
+    assert {result[name] for name in ("size", "rank", "batch", "length")} == {"toy", 4, 2, 32}
+    machine = place.machine(torch.device("cpu"))
+    assert result["machine"].keys() == machine.keys() and all(result["machine"].values())
+    assert result["versions"] == place.versions()
+    assert result["commit"] == place.commit()
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
     assert (tmp_path / "adapter_model.safetensors").stat().st_size > 4 * result[
