@@ -88,3 +88,18 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {  // barrier 0 is
   else
     asm volatile("bar.sync 2, 128;" ::: "memory");
 }
+
+// One of two warpgroups waits until the other gives it the turn.
+__device__ __forceinline__ void turn_wait(int warpgroup) {
+  if (warpgroup == 0)
+    asm volatile("bar.sync 3, 256;" ::: "memory");
+  else
+    asm volatile("bar.sync 4, 256;" ::: "memory");
+}
+
+__device__ __forceinline__ void turn_give(int warpgroup) {
+  if (warpgroup == 0)
+    asm volatile("bar.arrive 3, 256;" ::: "memory");
+  else
+    asm volatile("bar.arrive 4, 256;" ::: "memory");
+}

@@ -97,6 +97,30 @@ struct Codebook {
   }
 };
 
+// A load that stays where it is written, ahead of its use.
+__device__ __forceinline__ uint32 load_low_word(const int64* from) {
+  uint32 d;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(d) : "l"(from));
+  return d;
+}
+
+// Tile t's expert, first row, rows, which `blocks` tiles of features share; past the end no rows.
+__device__ __forceinline__ int4 load_tile(const Problem& p, int t, int total, int blocks) {
+  int4 d{0, 0, 0, 0};
+  if (t < total)
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+                 : "l"(p.tiles + 1 + t / blocks));
+  return d;
+}
+
+// The same number, though the compiler does not know it: what is computed from it is computed here, not
+// ahead of a loop that has no register left for it.
+__device__ __forceinline__ int here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // --- the producer: 128 threads that copy -------------------------------------------------------------
 
 template <bool kTransposed, int kMaxRows, int kStages>
@@ -107,20 +131,35 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
   const int depth = kTransposed ? p.n : p.k;
   const int steps = depth / kDepth, scale_blocks = p.k / kDepth;
   const int64 pitch = p.k / 2;
-  // slot / top_k, exact below 2^32 / top_k: sixteen divisions a tile would hold up the copies.
+  // slot / top_k, exact below 2^32 / top_k.
   const uint32 reciprocal = p.top_k > 1 ? 0xffffffffu / p.top_k + 1 : 0;
-  const auto token_of = [&](uint32 slot) { return static_cast<int>(reciprocal ? __umulhi(slot, reciprocal) : slot); };
+  // Rows of a tile as a warp needs them, 4 of every 16: one or two for each of its threads.
+  constexpr int kOwn = (kMaxRows + 127) / 128;
+  const int own0 = (thread >> 5) * 4 + (thread & 3) + (thread & 28) * 4;
+  const auto slots_of = [&](const int4& tile, uint32(&slots)[kOwn]) {
+#pragma unroll
+    for (int h = 0; h < kOwn; h++) {
+      const int row = tile.y + min(own0 + 128 * h, tile.z - 1);  // past the end: the last row again
+      slots[h] = p.top_k && tile.z ? load_low_word(p.order + row) : row;
+    }
+  };
+  // A tile is known two tiles before it is copied, its slots one: nothing waits for either.
+  int4 tile = load_tile(p, blockIdx.x, total, blocks);
+  int4 next = load_tile(p, blockIdx.x + gridDim.x, total, blocks);
+  uint32 slots[kOwn];
+  slots_of(tile, slots);
   Ring ring;
   for (int t = blockIdx.x; t < total; t += gridDim.x) {
-    const int4 tile = p.tiles[1 + t / blocks];
     const int feature0 = t % blocks * kFeatures;
     const int passes = (tile.z + 15) / 16;
     int source[kMaxRows / 16];
 #pragma unroll
-    for (int j = 0; j < kMaxRows / 16; j++) {
-      const int row = tile.y + min(row0 + 16 * j, tile.z - 1);  // past the end: the last row again
-      source[j] = p.top_k ? token_of(static_cast<uint32>(__ldg(p.order + row))) : row;
-    }
+    for (int h = 0; h < kOwn; h++) slots[h] = reciprocal ? __umulhi(slots[h], reciprocal) : slots[h];
+#pragma unroll
+    for (int j = 0; j < kMaxRows / 16; j++)
+      source[j] = __shfl_sync(0xffffffffu, slots[j / 8], j % 8 * 4 + (thread >> 3 & 3));
+    slots_of(next, slots);
+    const int4 later = load_tile(p, t + 2 * gridDim.x, total, blocks);
     const uint8* weight[2];
     const uint32* scales;
     if (!kTransposed) {  // half a row of 32 bytes, twice; the scale of one row
@@ -165,10 +204,18 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
       copies_arrive(full + ring.stage * 8);
       ring.next<kStages>();
     }
+    tile = next;
+    next = later;
   }
 }
 
 // --- the consumers: two warpgroups that decode and multiply ------------------------------------------
+
+// Two warpgroups take turns to issue their products: a warp that multiplies registers is held up until the
+// tensor cores have taken them, so both would decode at once too, and leave the tensor cores idle. Narrow
+// tiles wait for weights, not for tensor cores.
+template <int kMaxRows>
+constexpr bool kTurns = kMaxRows > 64;
 
 // Rows g and g + 8 of a warp's 16 rows of the left operand are neighbouring features, 2g and 2g + 1:
 // what one byte of a transposed weight holds, and one word of the output.
@@ -249,10 +296,11 @@ __device__ __forceinline__ void load_adapter(const Problem& p, int expert, int f
 
 template <bool kTransposed, int kMaxRows, int kStages, int kRows>
 __device__ void consume(const Problem& p, const Codebook& codebook, const uint8* memory, uint32 shared, Ring& ring,
-                        int4 tile, int feature0, int thread) {
+                        int4& tile, int t, int tiles, int blocks, int thread) {
   using S = Shared<kTransposed, kMaxRows, kStages>;
   const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
   const Place at(thread);
+  const int feature0 = t % blocks * kFeatures;
   const int features = kTransposed ? p.k : p.n;
   const int steps = (kTransposed ? p.n : p.k) / kDepth;
   const int total = steps + (p.xa != nullptr);
@@ -267,15 +315,17 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
     if (step < steps)
       decode<kTransposed>(codebook, weight, reinterpret_cast<const uint32*>(weight + S::kWeight), at, a);
     else
-      load_adapter<kTransposed>(p, tile.x, feature0, at, a);
+      load_adapter<kTransposed>(p, tile.x, feature0, Place(here(thread)), a);
   };
   // One stage's products run while the next stage is decoded.
   const auto advance = [&](int step, const uint32(&now)[16], uint32(&later)[16]) {
     const uint64 x = swizzled_operand(shared + ring.stage * S::kStage);
+    if (kTurns<kMaxRows>) turn_wait(at.warpgroup);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma<kRows>(sum, now + 4 * i, x + 2 * i);  // no condition: it would serialize them
     wgmma_commit();
+    if (kTurns<kMaxRows>) turn_give(1 - at.warpgroup);
     Ring ahead = ring;
     ahead.next<kStages>();
     if (step + 1 < total) load(step + 1, ahead, later);
@@ -290,24 +340,27 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
     if (step + 1 < total) advance(step + 1, odd, even);
   }
 
+  const int4 next = load_tile(p, t + gridDim.x, tiles, blocks);
+  thread = here(thread);
+  const Place late(thread);
   // Through shared memory, so that 64 features of a row are stored as 128 consecutive bytes.
-  const uint32 out = shared + S::kOut + at.warpgroup * kMaxRows * kRowBytes;
+  const uint32 out = shared + S::kOut + late.warpgroup * kMaxRows * kRowBytes;
   float bias[2] = {0.f, 0.f};
   if (p.bias)
     for (int h = 0; h < 2; h++)
-      bias[h] = unpack(p.bias[static_cast<int64>(tile.x) * features + min(feature0 + at.feature() + h, features - 1)]);
-  warpgroup_sync(at.warpgroup);  // the previous tile has been read
+      bias[h] = unpack(p.bias[static_cast<int64>(tile.x) * features + min(feature0 + late.feature() + h, features - 1)]);
+  warpgroup_sync(late.warpgroup);  // the previous tile has been read
 #pragma unroll
   for (int j = 0; j < kRows / 8; j++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int row = j * 8 + 2 * at.q + h, byte = at.warp * 32 + at.g * 4;
+      const int row = j * 8 + 2 * late.q + h, byte = late.warp * 32 + late.g * 4;
       const uint32 word = pack(sum[4 * j + h] + bias[0], sum[4 * j + 2 + h] + bias[1]);
       const uint32 to = out + row * kRowBytes + (((byte >> 4) ^ (row & 7)) << 4) + (byte & 15);
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
     }
-  warpgroup_sync(at.warpgroup);
-  const int chunk = thread & 7, column = feature0 + at.warpgroup * 64 + chunk * 8;
+  warpgroup_sync(late.warpgroup);
+  const int chunk = thread & 7, column = feature0 + late.warpgroup * 64 + chunk * 8;
   for (int row = (thread & 127) >> 3; row < tile.z; row += 16) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -317,6 +370,7 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
     const int64 to = tile.y + row;
     if (column < features) *reinterpret_cast<uint4*>(p.out + (to * features + column) * 2) = v;
   }
+  tile = next;
 }
 
 // kCtas programs of 384 threads share a multiprocessor: one for wide tiles, two for narrow ones.
@@ -352,17 +406,20 @@ __global__ void __launch_bounds__(384, kCtas)
   }
   take_registers<kCtas == 1 ? 216 : 96>();
   Codebook codebook;
-  for (int i = 0; i < 8; i++) codebook.planes[i] = codebook_planes[i];
+  // From a lane that the compiler cannot know to be the same for all: it would keep half of them in uniform
+  // registers, of which prmt takes none, and copy them at each look-up.
+  const uint32 own = codebook_planes[threadIdx.x & 7];
+  for (int i = 0; i < 8; i++) codebook.planes[i] = __shfl_sync(0xffffffffu, own, i + (threadIdx.x & 96));
   const uint8* memory = raw + (shared - shared_address(raw));
+  if (kTurns<kMaxRows> && threadIdx.x >= 128) turn_give(0);  // the first
   Ring ring;
+  int4 tile = load_tile(p, blockIdx.x, total, blocks);
   for (int t = blockIdx.x; t < total; t += gridDim.x) {
-    const int4 tile = tiles[1 + t / blocks];
-    const int feature0 = t % blocks * kFeatures;
 #define QFUSE_WIDTH(kRows)                                                                                \
   if constexpr (kRows <= kMaxRows)                                                                        \
     if (tile.z <= kRows) {                                                                                \
-      consume<kTransposed, kMaxRows, kStages, kRows>(p, codebook, memory, shared, ring, tile, feature0,   \
-                                                     threadIdx.x);                                        \
+      consume<kTransposed, kMaxRows, kStages, kRows>(p, codebook, memory, shared, ring, tile, t, total,   \
+                                                     blocks, threadIdx.x);                                \
       continue;                                                                                           \
     }
     QFUSE_WIDTH(16)
