@@ -19,8 +19,9 @@ from torch._logging._internal import trace_structured
 
 from inductor_q import kernels, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
+from inductor_q.capture.bnb_graph import CPU_PACKED, packed_in_forward
 from inductor_q.diagnostics.context import Context, counterparts
-from inductor_q.diagnostics.report import SCHEMA_VERSION, Report
+from inductor_q.diagnostics.report import SCHEMA_VERSION, PassRecord, Report
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
 from inductor_q.manager import JointPasses, Partitioner, run_stage
@@ -85,6 +86,14 @@ def qfuse(
         return compiled
     sources = input_sources(gm)
     context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
+    if packing := packed_in_forward(gm.graph):
+        # Runs once, for the next call finds packed weights: as traced, since Inductor would take
+        # these inputs for what they are afterwards and refuse them as they are.
+        sites = [context.describe("canonicalize", n, rejected=CPU_PACKED) for n in packing]
+        report.add(PassRecord("canonicalize", 0, 0.0), sites)
+        _last = report
+        _tell(report, resolved)
+        return gm.forward
     run_stage(CAPTURED, gm.graph, context)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):

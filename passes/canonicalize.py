@@ -74,7 +74,7 @@ class Canonicalize:
             if found is None:
                 continue
             if isinstance(found, str):
-                yield Site(node, rejected=found)
+                yield Site(node, found, bnb_graph.weight_of(node))
                 continue
             reason = _too_few_rows(node, found, context)
             weight = found.weight.operands[0]

@@ -30,6 +30,10 @@ needs_0_50 = pytest.mark.skipif(
     not AT_LEAST_0_50,
     reason="bitsandbytes < 0.50 on a CPU: no odd sizes, tables rounded before the product",
 )
+packs_on_cpu = pytest.mark.skipif(
+    not getattr(bnb, "has_avx512bf16", lambda: False)(),
+    reason="bitsandbytes packs weights anew only on a CPU with AVX512-BF16",
+)
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
 
 

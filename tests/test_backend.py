@@ -26,10 +26,12 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
+from inductor_q.capture.bnb_graph import CPU_PACKED
 from inductor_q.diagnostics.report import Report
 from inductor_q.exc import NotFused, UnwritableOutput
 from tests.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
 from tests.processes import ROOT, environment
+from tests.quantized import packs_on_cpu
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -277,6 +279,55 @@ def test_a_list_of_passes() -> None:
         compiled: Any = torch.compile(lora(), backend=qfuse, options=SMALL)
         compiled(x_MK())
     assert [len(r.graphs) for r in recorders] == [1, 1]
+
+
+@packs_on_cpu
+@pytest.mark.parametrize("nested", [True, False])
+def test_weights_that_bitsandbytes_packs_in_the_first_inference_call(
+    nested: bool, tmp_path: Path
+) -> None:
+    """The flag that a user finds on: packed in the first call, then in a second graph. Stock
+    Inductor fails; once it does not, the branch of the backend for this is not needed."""
+
+    def layer(packing: bool) -> Any:
+        torch.manual_seed(0)
+        weight = (torch.randn(N, K) * K**-0.5).to(BF16)
+        return testing.quantized_linear(weight, nested=nested, cpu_packing=packing).eval()
+
+    x = x_MK().detach()
+    torch._dynamo.reset()
+    stock: Any = torch.compile(layer(True), backend="inductor")
+    with pytest.raises(AssertionError, match="expected size"), torch.no_grad():
+        stock(x)
+    path = tmp_path / "report.json"
+    with torch.no_grad():
+        packed = layer(True)(x)  # absmax rounded to bf16
+        torch._dynamo.reset()
+        options = {**SMALL, "qfuse.report": str(path)}
+        compiled: Any = torch.compile(layer(True), backend=qfuse, options=options)
+        with testing.CompileTrace() as trace:
+            for _ in range(3):
+                assert torch.equal(compiled(x), packed)
+    assert (trace.graphs, trace.breaks) == (2, [])
+    told = [compile_["sites"] for compile_ in json.loads(path.read_text())["compiles"]]
+    assert [[site["rejected"] for site in sites] for sites in told] == [[CPU_PACKED], [CPU_PACKED]]
+    with torch.no_grad():
+        unpacked = compile_step(layer(False), x)
+    assert unpacked.applied == {"canonicalize": 1} and unpacked.reasons == {}
+    assert testing.relative_error(unpacked.output, packed) < 0.01
+
+
+@packs_on_cpu
+def test_weights_packed_on_a_cpu_are_an_error_under_strict() -> None:
+    module = testing.lora_linear(N, K, adapter_dtype=BF16, cpu_packing=True).eval()
+    for _ in ("packed in the graph", "packed before"):
+        with pytest.raises(Exception) as raised, torch.no_grad():
+            compile_step(module, x_MK().detach(), options={"qfuse.strict": True})
+        inner = getattr(raised.value, "inner_exception", raised.value)
+        assert isinstance(inner, NotFused)
+        assert inner.sites == (("proj", CPU_PACKED),)
+        with torch.no_grad():
+            module(x_MK().detach())
 
 
 # --- what it tells ------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch._dynamo import config
 import inductor_q.experts
 from inductor_q import testing
 from inductor_q.diagnostics import Finding, check_model
+from tests.quantized import packs_on_cpu
 
 EXPERTS = ("gate_up_proj", "down_proj")
 IDS = torch.arange(32).reshape(2, 16)
@@ -89,6 +90,43 @@ def test_compute_dtype_left_float32() -> None:
     assert "bnb_4bit_compute_dtype=torch.bfloat16" in found.remedy
     layer.compute_dtype = torch.bfloat16
     assert finding(layer, "compute_dtype").status == "ok"
+
+
+@packs_on_cpu
+def test_weights_that_inference_packs_lose_gradients() -> None:
+    """In eager mode: bitsandbytes' own fault, on wherever the CPU has its kernel."""
+
+    def build() -> nn.Sequential:
+        layers = (testing.lora_linear(64, 64, cpu_packing=True, seed=seed) for seed in (0, 1))
+        return nn.Sequential(*layers)
+
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+
+    def gradient(model: nn.Sequential) -> torch.Tensor:
+        """Of the first layer's adapter, in eager mode."""
+        model(x).float().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model[0].parameters() if p.grad is not None])
+
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    model, expected = build(), gradient(build())
+    found = finding(model, "cpu_packing")
+    assert found.status == "warn"
+    assert "the first inference call will pack 2 4-bit layers (0.proj, ...)" in found.found
+    evaluate(model)
+    assert testing.relative_error(gradient(model), expected) > 0.1
+    broken = finding(model, "cpu_packing")
+    assert broken.status == "fail"
+    assert "2 4-bit layers (0.proj, ...) packed for inference: no gradient" in broken.found
+    assert broken.remedy == f"build the model again; {found.remedy}"
+    assert finding(model.eval(), "cpu_packing").status == "warn"
+    model = build()
+    exec(found.remedy, {"model": model})
+    assert finding(model, "cpu_packing").status == "ok"
+    evaluate(model)
+    assert torch.equal(gradient(model), expected)
 
 
 def int8(threshold: float) -> nn.Sequential:

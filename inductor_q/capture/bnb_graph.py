@@ -17,6 +17,12 @@ from inductor_q.formats.bnb import BLOCKSIZES, NESTED_BLOCKSIZE
 
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten.reshape.default})
 
+CPU_PACKED = (
+    "bitsandbytes packed this weight again for its inference kernel on CPUs with AVX512-BF16, a "
+    "layout that only that kernel reads and no gradient goes through; to have the layer fused, set "
+    "support_avx512bf16_for_cpu = False on it before its first inference call"
+)
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -78,9 +84,33 @@ def match_gemv(node: fx.Node) -> str | None:
     """The reason why a `gemv_4bit` call is left alone; None when it is no such call."""
     if node.op != "call_function" or node.target is not overload("gemv_4bit"):
         return None
+    if node.meta["val"].device.type == "cpu":  # matmul_4bit calls it for packed weights alone
+        return CPU_PACKED
     return (
         "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
     )
+
+
+def weight_of(node: fx.Node) -> fx.Node:
+    """The packed weight that a call of one of these ops reads."""
+    named = _named(node, "A B")
+    return _packed(named["A" if node.target is overload("dequantize_4bit") else "B"])
+
+
+def packed_in_forward(graph: fx.Graph) -> list[fx.Node]:
+    """The `gemv_4bit` calls of Dynamo's graph whose weight the same graph packs for the CPU.
+
+    Linear4bit does that in its first inference call, by giving the parameter other memory of
+    another shape: `set_` on an input.
+    """
+    gemv = overload("gemv_4bit")
+    return [
+        user
+        for node in graph.find_nodes(op="placeholder")
+        if any(user.target is torch.Tensor.set_ for user in node.users)
+        for user in node.users
+        if user.target is gemv
+    ]
 
 
 def _format(quant_type: str, blocksize: int, nested: bool) -> str:

@@ -125,7 +125,8 @@ _REMEDIES = (
         r"_parameters\['.* size mismatch",
         "modules of one class but of different sizes, compiled one by one, share the compiled "
         "versions of its forward: compile the model as a whole, or raise "
-        "torch._dynamo.config.recompile_limit to the number of sizes",
+        "torch._dynamo.config.recompile_limit to the number of sizes; a weight that bitsandbytes "
+        "packs on a CPU changes its size once: qfuse doctor, cpu_packing",
     ),
     (
         r"^2 <= |!= 1$|size mismatch .* actual 1$",

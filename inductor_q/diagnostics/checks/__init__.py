@@ -15,6 +15,7 @@ from inductor_q.diagnostics.checks import (
     compiled_regions,
     compiler,
     compute_dtype,
+    cpu_packing,
     device,
     experts,
     int8_outliers,
@@ -40,6 +41,7 @@ ENVIRONMENT: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 MODEL: tuple[Callable[[nn.Module], Iterator[Finding]], ...] = (
     compute_dtype.check,
+    cpu_packing.check,
     int8_outliers.check,
     experts.check,
     target_parameters.check,

@@ -1,0 +1,50 @@
+"""bitsandbytes 4-bit layers on a CPU with AVX512-BF16: their first inference call repacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from inductor_q.diagnostics.checks.finding import Finding
+from inductor_q.diagnostics.checks.modules import instances, is_training, several
+
+NAME = "cpu_packing"
+REMEDY = (
+    "for layer in model.modules(): layer.support_avx512bf16_for_cpu = False"
+    "  # before the first inference call"
+)
+
+
+def check(model: nn.Module) -> Iterator[Finding]:
+    """Packed for bitsandbytes' inference kernel, a weight is out of reach of passes and gradients.
+
+    The kernel has no backward, and a packed layer keeps to it in training mode: after an evaluation
+    what lies before the layer gets no gradient through it, and torch only warns.
+    """
+    found = instances(model, "bitsandbytes.nn", "Linear4bit")
+    layers = [(path, layer) for path, layer in found if layer.weight.device.type == "cpu"]
+    packed = [path for path, layer in layers if _is_packed(layer)]
+    to_come = [path for path, layer in layers if getattr(layer, "support_avx512bf16_for_cpu", 0)]
+    if not layers:
+        yield Finding(NAME, "ok", "no 4-bit layer of bitsandbytes on a CPU")
+    elif packed and is_training(model):
+        what = f"{several(packed, '4-bit layer')} packed for inference: no gradient goes through"
+        yield Finding(NAME, "fail", what, f"build the model again; {REMEDY}")
+    elif packed:
+        what = f"{several(packed, '4-bit layer')} packed for inference: left to bitsandbytes"
+        yield Finding(NAME, "warn", what, f"build the model again; {REMEDY}")
+    elif to_come:
+        what = (
+            f"the first inference call will pack {several(to_come, '4-bit layer')}: "
+            "after that no gradient goes through, and nothing is fused"
+        )
+        yield Finding(NAME, "warn", what, REMEDY)
+    else:
+        yield Finding(NAME, "ok", "the 4-bit layers stay as they are")
+
+
+def _is_packed(layer: Any) -> bool:
+    state = getattr(layer.weight, "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
