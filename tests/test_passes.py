@@ -223,6 +223,9 @@ CASES: dict[str, Case] = {
     "fp4, one level of scales": Case(
         lambda: lora(quant_type="fp4", nested=False, blocksize=32), ADAPTER, EXTENDED
     ),
+    "stored as bf16": Case(lambda: lora(quant_storage=BF16), ADAPTER, EXTENDED),
+    "stored as fp16": Case(lambda: lora(quant_storage=torch.float16), ADAPTER, EXTENDED),
+    "stored as fp32": Case(lambda: lora(quant_storage=FP32), ADAPTER, EXTENDED),
     "by hand": Case(ByHand, {"canonicalize": 2, "extend_k": 2, "keep_packed": 1}, EXTENDED),
     "by hand, scaled": Case(lambda: ByHand(0.5), {**ADAPTER, "fold_lora": 3}, EXTENDED),
     "no adapter": Case(linear, {"canonicalize": 2, "keep_packed": 1}, BASE_ONLY),
@@ -274,6 +277,7 @@ ON_GPU = (
     "two adapters",
     "bias",
     "fp4, one level of scales",
+    "stored as bf16",
     "three adapters over one input",
     "two plain layers over one input, few rows",
 )
@@ -323,6 +327,19 @@ def test_match_counts(name: str, device: str) -> None:
     assert {op: result.ops[op] for op in case.ops} == case.ops
     assert not [op for op in result.ops if op.startswith("bitsandbytes")]
     assert_same(result, expected)
+
+
+@pytest.mark.parametrize("storage", [BF16, torch.float16, FP32])
+def test_the_storage_dtype_changes_no_value(storage: torch.dtype) -> None:
+    """The same bytes, seen as another dtype: bitwise what uint8 gives, forward and backward."""
+    plain, stored = (
+        compiled(Between(lora(quant_storage=s)), x_MK()) for s in (torch.uint8, storage)
+    )
+    assert torch.equal(stored.output, plain.output)
+    assert stored.gradients.keys() == plain.gradients.keys()
+    for name, grad in plain.gradients.items():
+        assert torch.equal(stored.gradients[name], grad), name
+    assert stored.report.bytes_saved == plain.report.bytes_saved == N * K * 2
 
 
 @pytest.mark.skipif(
