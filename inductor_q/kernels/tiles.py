@@ -1,8 +1,9 @@
 """Which tiles a grouped GEMM that decodes in its loop is cut into, by what a device has.
 
 Pure functions of a problem (`Work`) and of a device (`Limits`). The candidates are those of
-ScatterMoE's LoRA kernels, and 16 rows for experts that have few; what does not fit in shared memory
-or registers is taken out before anything is compiled.
+ScatterMoE's LoRA kernels, without the input gradient's steps of 256, which fit with small tiles
+only, and with 16 rows for experts that have few; what does not fit in shared memory or registers is
+taken out before anything is compiled.
 """
 
 from __future__ import annotations
