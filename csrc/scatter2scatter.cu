@@ -116,7 +116,7 @@ __device__ __forceinline__ int4 load_tile(const Problem& p, int t, int total, in
 
 // The same number, though the compiler does not know it: what is computed from it is computed here, not
 // ahead of a loop that has no register left for it.
-__device__ __forceinline__ int here(int x) {
+__device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
@@ -315,7 +315,7 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
     if (step < steps)
       decode<kTransposed>(codebook, weight, reinterpret_cast<const uint32*>(weight + S::kWeight), at, a);
     else
-      load_adapter<kTransposed>(p, tile.x, feature0, Place(here(thread)), a);
+      load_adapter<kTransposed>(p, tile.x, feature0, Place(opaque(thread)), a);
   };
   // One stage's products run while the next stage is decoded.
   const auto advance = [&](int step, const uint32(&now)[16], uint32(&later)[16]) {
@@ -341,8 +341,8 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
   }
 
   const int4 next = load_tile(p, t + gridDim.x, tiles, blocks);
-  thread = here(thread);
-  const Place late(thread);
+  thread = opaque(thread);
+  const Place late(thread);  // anew: nothing that only storing needs has a register in the loop
   // Through shared memory, so that 64 features of a row are stored as 128 consecutive bytes.
   const uint32 out = shared + S::kOut + late.warpgroup * kMaxRows * kRowBytes;
   float bias[2] = {0.f, 0.f};

@@ -12,14 +12,9 @@ few steps; printed are the loss, the time of a step, tokens a second and the pea
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import importlib.metadata
 import json
 import math
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -29,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import place
 from inductor_q import experts
 from inductor_q.kbit import meta_parameters
 
-ROOT = Path(__file__).resolve().parent.parent
-TEXT = ROOT / "examples" / "data" / "harbour.txt"
+TEXT = Path(__file__).parent / "data" / "harbour.txt"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -131,51 +126,6 @@ def train(model: Any, data: Tensor, steps: int, backend: str) -> dict[str, Any]:
     }
 
 
-def place(device: torch.device) -> dict[str, Any]:
-    """Where figures come from, in the words of benchmarks/place.py."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        machine = {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-        }
-    else:
-        machine = {
-            "name": platform.processor() or platform.machine(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        }
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for name in ("triton", "bitsandbytes", "peft", "transformers", "numpy"):
-        versions[name] = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {"machine": machine, "versions": versions, "commit": commit()}
-
-
-def commit() -> dict[str, Any]:
-    """The commit of this checkout, if it is one, and whether the tree had changes on top."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(ROOT), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    status = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
-    # A copy without its history is told which commit it is.
-    found = git("rev-parse", "HEAD") or os.environ.get("BENCHMARK_COMMIT")
-    return {"id": found, "dirty": None if status is None else bool(status)}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", choices=["toy", "qwen3-30b-a3b", "gpt-oss-20b"], default="toy")
@@ -206,7 +156,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch": args.batch,
         "length": length,
         "backend": args.backend,
-        **place(device),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     result |= train(model, data, args.steps, args.backend)
@@ -219,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.save:
         experts.save_adapter(model, args.save)
     if args.json:
+        result |= {"machine": place.machine(device), "versions": place.versions()}
+        result["commit"] = place.commit()
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -26,7 +26,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
-from inductor_q.capture.bnb_graph import CPU_PACKED
+from inductor_q.capture.bnb_graph import CPU_PACKED, overload, packed_in_forward
+from inductor_q.diagnostics.observe import observe
 from inductor_q.diagnostics.report import Report
 from inductor_q.exc import NotFused, UnwritableOutput
 from tests.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
@@ -305,16 +306,30 @@ def test_weights_that_bitsandbytes_packs_in_the_first_inference_call(
         torch._dynamo.reset()
         options = {**SMALL, "qfuse.report": str(path)}
         compiled: Any = torch.compile(layer(True), backend=qfuse, options=options)
-        with testing.CompileTrace() as trace:
+        with testing.CompileTrace() as trace, observe() as observation:
             for _ in range(3):
                 assert torch.equal(compiled(x), packed)
     assert (trace.graphs, trace.breaks) == (2, [])
+    assert not any("cannot be seen" in told for told in observation.explanation().warnings)
     told = [compile_["sites"] for compile_ in json.loads(path.read_text())["compiles"]]
     assert [[site["rejected"] for site in sites] for sites in told] == [[CPU_PACKED], [CPU_PACKED]]
     with torch.no_grad():
         unpacked = compile_step(layer(False), x)
     assert unpacked.applied == {"canonicalize": 1} and unpacked.reasons == {}
     assert testing.relative_error(unpacked.output, packed) < 0.01
+
+
+@pytest.mark.parametrize("sets", [True, False])
+def test_packing_in_the_graph_is_an_input_that_is_given_other_memory(sets: bool) -> None:
+    """On any CPU: what Dynamo traces of bitsandbytes' repacking, by hand."""
+    graph = torch.fx.Graph()
+    weight, x = graph.placeholder("weight"), graph.placeholder("x")
+    if sets:
+        graph.call_function(torch.Tensor.set_, (weight, graph.placeholder("packed")))
+    gemv = graph.call_function(overload("gemv_4bit"), (x, weight))
+    graph.call_function(overload("gemv_4bit"), (x, graph.placeholder("another")))
+    graph.output(gemv)
+    assert packed_in_forward(graph) == ([gemv] if sets else [])
 
 
 @packs_on_cpu

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inductor_q import kernels
 from inductor_q.csrc import generate_wgmma
+from inductor_q.experts.routing import route
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import grouped_gram_triton, scatter2scatter_cuda
 from tests.gpu_experts import (
@@ -42,6 +43,9 @@ SHAPES = {
     "one expert, one token": Sizes(1, 128, 64, 1, 1, 8),
     "every expert": Sizes(4, 64, 128, 40, 4, 64),
     "odd rank": replace(FIT, rank=5),
+    # More tiles than the 132 or 264 programs of an H200: some have a second and a third.
+    "several narrow tiles a program": Sizes(64, 1024, 1280, 300, 3, 16),
+    "several wide tiles a program": Sizes(16, 1024, 1280, 2000, 3, 16),
 }
 
 
@@ -115,6 +119,16 @@ def test_gpu_every_form(grouped: tuple[bool, bool], transposed: bool, gates: boo
 def test_gpu_nobodys_rows_and_empty_experts_are_exactly_zero() -> None:
     case = on_gpu(replace(FIT, experts=64, tokens=9), grouped=(False, True), sentinel=-1)
     assert_zero_where_nobody_is(case, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_no_row_of_any_expert(device: str, tokens: int) -> None:
+    case = layer(replace(FIT, tokens=tokens), dtype=BF16, device=device, grouped=(False, True))
+    nobody = torch.full((tokens, FIT.top_k), -1, device=device)
+    case = replace(case, routing=route(nobody, FIT.experts))
+    got = results(case, case(provider="reference" if device == "cpu" else "cuda"))
+    assert got["y"].shape == (tokens * FIT.top_k, FIT.out_features)
+    assert not any(value.any() for value in got.values())
 
 
 @pytest.mark.gpu

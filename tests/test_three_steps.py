@@ -60,9 +60,9 @@ class Run:
     def assert_learns_as_eager(self) -> None:
         """On a GPU eager attention adds up in any order; bf16 adapters round it into each step."""
         learned = self.eager[0] - self.eager[-1]
-        assert learned > 0.01  # else agreeing would be no feat
+        least, most = (0.03, 0.02) if self.device == "cpu" else (0.01, 0.1)
+        assert learned > least  # else agreeing would be no feat
         errors = [abs(a - b) for a, b in zip(self.compiled, self.eager, strict=True)]
-        most = 0.02 if self.device == "cpu" else 0.1
         assert max(errors) < most * learned, (self.eager, self.compiled)
 
 
@@ -156,13 +156,16 @@ def test_layers_stored_in_two_dtypes_compiled_one_by_one(device: str) -> None:
         for storage in (torch.uint8, BF16) * 5
     )
     x = torch.randn(4, 64, device=device, dtype=BF16, requires_grad=True)
+    expected = [layer(x) for layer in layers]
     torch._dynamo.reset()
     counters.clear()
     for layer in layers:
         layer.compile(backend=qfuse, options=SMALL)
     with testing.CompileTrace() as trace:
         for _ in range(STEPS):
-            for layer in layers:
-                layer(x).sum().backward()
+            for layer, right in zip(layers, expected, strict=True):
+                y = layer(x)
+                assert testing.relative_error(y, right) < 0.01
+                y.sum().backward()
     assert (trace.graphs, trace.breaks, len(trace.recompiles)) == (2, [], 1)
     assert not [reason for reason in counters["unimplemented"] if "recompile limit" in reason]

@@ -15,6 +15,10 @@ REMEDY = (
     "for layer in model.modules(): layer.support_avx512bf16_for_cpu = False"
     "  # before the first inference call"
 )
+REPAIR = (
+    "model.state_dict() unpacks them in place (absmax stay rounded to bfloat16), or build the "
+    f"model again; then {REMEDY}"
+)
 
 
 def check(model: nn.Module) -> Iterator[Finding]:
@@ -26,15 +30,17 @@ def check(model: nn.Module) -> Iterator[Finding]:
     found = instances(model, "bitsandbytes.nn", "Linear4bit")
     layers = [(path, layer) for path, layer in found if layer.weight.device.type == "cpu"]
     packed = [path for path, layer in layers if _is_packed(layer)]
-    to_come = [path for path, layer in layers if getattr(layer, "support_avx512bf16_for_cpu", 0)]
+    to_come = [
+        path for path, layer in layers if getattr(layer, "support_avx512bf16_for_cpu", False)
+    ]
     if not layers:
         yield Finding(NAME, "ok", "no 4-bit layer of bitsandbytes on a CPU")
     elif packed and is_training(model):
         what = f"{several(packed, '4-bit layer')} packed for inference: no gradient goes through"
-        yield Finding(NAME, "fail", what, f"build the model again; {REMEDY}")
+        yield Finding(NAME, "fail", what, REPAIR)
     elif packed:
         what = f"{several(packed, '4-bit layer')} packed for inference: left to bitsandbytes"
-        yield Finding(NAME, "warn", what, f"build the model again; {REMEDY}")
+        yield Finding(NAME, "warn", what, REPAIR)
     elif to_come:
         what = (
             f"the first inference call will pack {several(to_come, '4-bit layer')}: "
