@@ -35,6 +35,7 @@ from inductor_q.ops.tile_map import WIDTH_STEP, reference
 from inductor_q.testing import relative_error
 from tests import ptx
 from tests.moe import (
+    GROUPED,
     Layer,
     Sizes,
     assert_experts_alone_have_the_same_gram,
@@ -47,7 +48,6 @@ from tests.moe import (
 A100, TURING = tiles.Limits((8, 0), 166_912), tiles.Limits((7, 5), 65_536)
 CANNOT_LOOP = "this Triton's interpreter cannot loop with this NumPy"
 EPS = torch.finfo(torch.float16).eps
-GROUPED = ((False, False), (False, True), (True, False), (True, True))
 FIT = Sizes(experts=4, in_features=64, out_features=64, tokens=9, top_k=2, rank=4)
 SHAPES = {
     "small": FIT,

@@ -20,6 +20,9 @@ from tests.quantized import quantize
 #: Names of what takes a gradient, in the order of `Layer.leaves`.
 LEAVES = ("x", "lora_a", "lora_b", "bias", "gates", "weight")
 
+#: Whether rows come in grouped, and go out so.
+GROUPED = ((False, False), (False, True), (True, False), (True, True))
+
 
 @dataclass(frozen=True)
 class Sizes:

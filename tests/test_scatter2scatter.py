@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from dataclasses import replace
@@ -28,11 +27,10 @@ from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.ops.grouped_gram import GroupedGram
 from inductor_q.ops.scatter2scatter import DENSE
 from tests.gpu_experts import assert_as_near_as_the_loop
-from tests.moe import Layer, Sizes, choices, layer, results
+from tests.moe import GROUPED, Layer, Sizes, choices, layer, results
 from tests.quantized import assert_same_bits, quantize
 
 QFUSE = torch.ops.qfuse
-GROUPED = list(itertools.product([False, True], repeat=2))
 
 #: (E, K, N, T, top_k, r) of ScatterMoE LoRA's own tests and of models; the last ones odd.
 SHAPES = {

@@ -5,7 +5,6 @@ That csrc/scatter2scatter.cu compiles is tested without one, in test_nvrtc.py.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.gpu_experts import (
     assert_zero_where_nobody_is,
 )
 from tests.moe import (
+    GROUPED,
     Layer,
     Sizes,
     assert_experts_alone_have_the_same_gram,
@@ -33,7 +33,6 @@ from tests.moe import (
 )
 
 BF16 = torch.bfloat16
-GROUPED = list(itertools.product([False, True], repeat=2))
 FIT = Sizes(experts=8, in_features=256, out_features=384, tokens=300, top_k=2, rank=16)
 SHAPES = {
     "few rows": replace(FIT, tokens=5),
