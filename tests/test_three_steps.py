@@ -58,7 +58,8 @@ class Run:
         return [reason for reason in counters["unimplemented"] if "recompile limit" in reason]
 
     def assert_learns_as_eager(self) -> None:
-        """On a GPU eager attention adds up in any order; bf16 adapters round it into each step."""
+        """On a GPU these models sit where the loss bends: by the third step eager with another
+        attention kernel is up to 4 % off a training in float32, stock Inductor 1 %, this 4 %."""
         learned = self.eager[0] - self.eager[-1]
         least, most = (0.03, 0.02) if self.device == "cpu" else (0.01, 0.1)
         assert learned > least  # else agreeing would be no feat
