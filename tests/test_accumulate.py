@@ -5,6 +5,7 @@ On x of two dimensions, where Inductor alone makes an `addmm` that copies its fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,16 @@ pytest.importorskip("peft")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 N, K = 128, 64
-SEPARATE = {"qfuse.thresholds": {"extend_k.min_rows": 1 << 20}, "fx_graph_cache": False}
+SEPARATE: dict[str, Any] = {
+    "qfuse.thresholds": {"extend_k.min_rows": 1 << 20},
+    "fx_graph_cache": False,
+}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def matrix(*shape: int, dtype: torch.dtype = BF16, seed: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+    return (torch.randn(shape, generator=generator) / math.sqrt(shape[-1])).to(dtype)
 
 
 def lora(dtype: torch.dtype = BF16, **settings: Any) -> nn.Module:
@@ -176,7 +180,9 @@ def test_opcheck() -> None:
     assert torch.autograd.gradcheck(torch.ops.qfuse.accumulate, double)
 
 
-accumulate: Any = torch.ops.qfuse.accumulate
+def accumulate(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    result: Tensor = torch.ops.qfuse.accumulate(out, a, b)
+    return result
 
 
 def in_place(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
