@@ -1,6 +1,6 @@
 """`qfuse::accumulate` in Inductor: the product is added into the buffer that the matrix lies in.
 
-Only into memory that nobody else reads: the result of a product in a buffer of its own, used once.
+Only into memory that nobody else reads: the result of a kernel in a buffer of its own, used once.
 Everything else becomes `addmm`.
 """
 
@@ -31,5 +31,9 @@ def lower(out: ir.TensorBox, a: Any, b: Any) -> Any:
 
 def _is_ours(out: ir.TensorBox) -> bool:
     box, node = out.data, V.graph.current_node
-    fresh = isinstance(box, ir.StorageBox) and type(box.data) is ir.ExternKernelOut
-    return fresh and len(cast(fx.Node, node.args[0]).users) == 1
+    if not isinstance(box, ir.StorageBox) or len(cast(fx.Node, node.args[0]).users) != 1:
+        return False
+    kernel = box.data
+    if isinstance(kernel, ir.MultiOutput):  # of an op that allocates its result
+        return not kernel.get_inputs_that_alias_output()
+    return type(kernel) is ir.ExternKernelOut

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from inductor_q.capture import bnb_graph
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import ADD, emit, is_tensor, tensor
@@ -26,10 +27,11 @@ ACCUMULATE = torch.ops.qfuse.accumulate.default
 
 @dataclass(frozen=True)
 class _Sum:
-    """`node` = base product + other products + rest."""
+    """`node` = `base`, a product with the packed `weight`, + `others` + `rest`."""
 
     node: fx.Node
-    base: Product
+    base: fx.Node
+    weight: fx.Node | None
     others: tuple[Product, ...]
     rest: tuple[fx.Node, ...]
 
@@ -41,13 +43,12 @@ class Accumulate:
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         rejected = STRICT if context.numerics == "strict" else ""
         for found in _sums(graph):
-            weight = packed_weight(found.base.weight)
-            yield Site(found.node, rejected, weight, found, by_choice=True)
+            yield Site(found.node, rejected, found.weight, found, by_choice=True)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         found: _Sum = site.plan
         with graph.inserting_before(found.node):
-            result = found.base.node
+            result = found.base
             for product in found.others:
                 result = emit(graph, ACCUMULATE, (result, product.lhs, product.rhs), product.node)
             for term in found.rest:
@@ -61,24 +62,28 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
     for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
         if node in inside or not is_tensor(node) or node.kwargs:  # alpha
             continue
-        products: list[Product] = []
-        rest: list[fx.Node] = []
-        for term in terms(node, inside):
-            product = _product(term, of=node)
-            if product is None:
-                rest.append(term)
-            else:
-                products.append(product)
-        base = next((product for product in products if product.weight is not None), None)
-        if base is not None and len(products) > 1:
-            others = tuple(product for product in products if product is not base)
-            yield _Sum(node, base, others, tuple(rest))
+        whole = terms(node, inside)
+        mine = [term for term in whole if _is_read_here_alone(term, node)]
+        base = next((term for term in mine if _weight(term) is not None), None)
+        products = [as_product(term) for term in mine if term is not base]
+        others = tuple(product for product in products if product is not None)
+        if base is not None and others:
+            used = {base, *(product.node for product in others)}
+            rest = tuple(term for term in whole if term not in used)
+            yield _Sum(node, base, _weight(base), others, rest)
 
 
-def _product(term: fx.Node, of: fx.Node) -> Product | None:
-    """A term that nothing else reads, neither broadcast nor cast by the sum."""
+def _weight(term: fx.Node) -> fx.Node | None:
+    """The packed weight that a term multiplies with, decoded before or, for few rows, inside."""
+    if term.target is bnb_graph.overload("gemm_4bit"):
+        return bnb_graph.weight_of(term)
     product = as_product(term)
-    if product is None or len(term.users) != 1:
-        return None
+    return packed_weight(product.weight) if product is not None else None
+
+
+def _is_read_here_alone(term: fx.Node, of: fx.Node) -> bool:
+    """Nothing else reads it, and the sum neither broadcasts nor casts it."""
+    if not is_tensor(term) or len(term.users) != 1:
+        return False
     found, wanted = tensor(term), tensor(of)
-    return product if (found.shape, found.dtype) == (wanted.shape, wanted.dtype) else None
+    return (found.shape, found.dtype) == (wanted.shape, wanted.dtype)

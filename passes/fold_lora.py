@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from inductor_q.capture import bnb_graph
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.graph import (
     ADD,
@@ -154,7 +155,7 @@ def _is_product(node: object) -> bool:
     """A matrix product seen through views and the addition of a bias."""
     while isinstance(node, fx.Node) and (node.target in VIEWS or node.target is ADD):
         node = node.args[0]
-    return isinstance(node, fx.Node) and node.target is MM
+    return isinstance(node, fx.Node) and node.target in (MM, bnb_graph.overload("gemm_4bit"))
 
 
 def _is_returned(node: fx.Node) -> bool:

@@ -134,6 +134,18 @@ def test_a_product_that_is_read_again_is_left_alone() -> None:
     assert testing.relative_error(result.output, expected) < 0.01
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_onto_what_bitsandbytes_multiplies(device: str) -> None:
+    """Of few rows its `gemm_4bit` stays, and the adapter adds to its result."""
+    module, x = lora().to(device), matrix(2, K).to(device)
+    few: dict[str, Any] = {"qfuse.thresholds": {"canonicalize.min_rows": 4}}
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=qfuse, options=SEPARATE | few)
+    result, (code,) = run_and_get_code(compiled, x)
+    assert testing.relative_error(result.detach(), module(x).detach()) < 0.01
+    assert "bitsandbytes.gemm_4bit.default(" in code and "aten.addmm_.default(" in code
+
+
 def test_extended_sums_are_one_product_already() -> None:
     result = compile_step(lora(), matrix(96, K).requires_grad_())
     assert result.applied["extend_k"] == 1  # forward; its output's gradient comes from outside
