@@ -18,8 +18,8 @@ from torch import fx
 from inductor_q.capture import bnb_graph
 from inductor_q.diagnostics.context import Context
 from inductor_q.passes.fold_lora import STRICT
-from inductor_q.passes.graph import ADD, emit, is_tensor, tensor
-from inductor_q.passes.products import Product, as_product, packed_weight, terms
+from inductor_q.passes.graph import ADD, emit, is_tensor, same_shape, tensor
+from inductor_q.passes.products import Product, as_product, packed_weight, sums
 from inductor_q.passes.runner import Site
 
 ACCUMULATE = torch.ops.qfuse.accumulate.default
@@ -58,18 +58,14 @@ class Accumulate:
 
 def _sums(graph: fx.Graph) -> Iterator[_Sum]:
     """Every maximal sum of matrices with a quantized product and another among its terms."""
-    inside: set[fx.Node] = set()
-    for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
-        if node in inside or not is_tensor(node) or node.kwargs:  # alpha
-            continue
-        whole = terms(node, inside)
-        mine = [term for term in whole if _is_read_here_alone(term, node)]
+    for node, terms in sums(graph):
+        mine = [term for term in terms if _is_read_here_alone(term, node)]
         base = next((term for term in mine if _weight(term) is not None), None)
         products = [as_product(term) for term in mine if term is not base]
         others = tuple(product for product in products if product is not None)
         if base is not None and others:
             used = {base, *(product.node for product in others)}
-            rest = tuple(term for term in whole if term not in used)
+            rest = tuple(term for term in terms if term not in used)
             yield _Sum(node, base, _weight(base), others, rest)
 
 
@@ -85,5 +81,4 @@ def _is_read_here_alone(term: fx.Node, of: fx.Node) -> bool:
     """Nothing else reads it, and the sum neither broadcasts nor casts it."""
     if not is_tensor(term) or len(term.users) != 1:
         return False
-    found, wanted = tensor(term), tensor(of)
-    return (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    return tensor(term).dtype == tensor(of).dtype and same_shape(term, of)

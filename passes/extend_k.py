@@ -51,6 +51,7 @@ from inductor_q.passes.graph import (
     peel_transposes,
     positions,
     rows,
+    same_shape,
     tensor,
     written_inputs,
 )
@@ -61,7 +62,7 @@ from inductor_q.passes.products import (
     as_scaled,
     is_rank,
     packed_weight,
-    terms,
+    sums,
 )
 from inductor_q.passes.runner import Site
 
@@ -153,11 +154,7 @@ class ExtendK:
 
 def _sums(graph: fx.Graph) -> Iterator[_Sum]:
     """Every maximal sum with a quantized product and an adapter's product among its terms."""
-    inside: set[fx.Node] = set()
-    for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
-        if node in inside or not is_tensor(node) or node.kwargs:  # alpha
-            continue
-        leaves = terms(node, inside)
+    for node, leaves in sums(graph):
         bases: list[Product] = []
         lows: list[_Low] = []
         rest: list[fx.Node] = []
@@ -182,7 +179,7 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
 def _term(leaf: fx.Node, of: fx.Node) -> Product | None:
     """The product that a term of the sum `of` is: through views, with no other user, and not
     broadcast by the addition."""
-    if not is_tensor(leaf) or tensor(leaf).shape != tensor(of).shape:
+    if not is_tensor(leaf) or not same_shape(leaf, of):
         return None
     node: object = leaf
     while isinstance(node, fx.Node):

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -79,6 +80,13 @@ def replay(graph: fx.Graph, view: fx.Node, source: fx.Node, like: fx.Node) -> fx
     layout."""
     copies = view.target in VIEWS and not tensor(source).is_contiguous()
     return emit(graph, RESHAPE if copies else view.target, (source, *view.args[1:]), like)
+
+
+def same_shape(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors have the same shape; a comparison of symbols adds no guard."""
+    one, other = tensor(a).shape, tensor(b).shape
+    sizes = zip(one, other, strict=False)
+    return len(one) == len(other) and all(statically_known_true(x == y) for x, y in sizes)
 
 
 def hint(size: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from inductor_q.passes.graph import (
     is_tensor,
     peel_rows,
     peel_transposes,
+    same_shape,
     tensor,
 )
 
@@ -96,7 +98,15 @@ def is_projection(product: Product) -> bool:
     )
 
 
-def terms(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+def sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Every maximal tree of additions without a factor: its root and its terms, left to right."""
+    inside: set[fx.Node] = set()
+    for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
+        if node not in inside and is_tensor(node) and not node.kwargs:  # alpha
+            yield node, _terms(node, inside)
+
+
+def _terms(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     """The terms of a tree of additions, left to right; inner additions join `inside`."""
     if len(node.all_input_nodes) != 2:
         return [node]  # a number, or twice the same
@@ -108,10 +118,10 @@ def terms(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
             and term.target is ADD
             and not term.kwargs
             and len(term.users) == 1
-            and tensor(term).shape == tensor(node).shape
+            and same_shape(term, node)
             and tensor(term).dtype == tensor(node).dtype
         ):
-            found += terms(term, inside)
+            found += _terms(term, inside)
         else:
             found.append(term)
     return found
