@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # Named by content, not by time: a fresh clone or a branch switch does not reinstall for nothing.
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' ' '-')
 # bitsandbytes traces to other graphs since 0.50: the tests run the passes on both, the older one
-# from a folder of its own (tests/test_passes.py; INDUCTOR_Q_BNB049 names another folder).
+# from a folder of its own (tests/passes/test_passes.py; INDUCTOR_Q_BNB049 names another folder).
 OLD_BNB := 0.49.2
 OLD_BNB_STAMP := $(VENV)/bnb049/bitsandbytes-$(OLD_BNB).dist-info/METADATA
 

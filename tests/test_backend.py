@@ -30,9 +30,9 @@ from inductor_q.capture.bnb_graph import CPU_PACKED, overload, packed_in_forward
 from inductor_q.diagnostics.observe import observe
 from inductor_q.diagnostics.report import Report
 from inductor_q.exc import NotFused, UnwritableOutput
-from tests.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
-from tests.processes import ROOT, environment
-from tests.quantized import packs_on_cpu
+from tests.support.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
+from tests.support.processes import ROOT, environment
+from tests.support.quantized import packs_on_cpu
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")

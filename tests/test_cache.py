@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import ROOT, environment
+from tests.support.processes import ROOT, environment
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)

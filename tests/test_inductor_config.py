@@ -10,7 +10,7 @@ import torch
 from inductor_q import inductor_config, own_options
 from inductor_q.exc import InvalidOptionValue, ModeConflict, UnknownMode, UnknownOption
 from inductor_q.options import list_options
-from tests.resolving import WELL_KNOWN, on_cpu
+from tests.support.resolving import WELL_KNOWN, on_cpu
 
 pytestmark = pytest.mark.usefixtures("default_options")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from inductor_q import testing
 from inductor_q.backend import qfuse
-from tests.compiling import SMALL
+from tests.support.compiling import SMALL
 
 bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")

@@ -18,7 +18,7 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.presets import select
-from tests.compiling import SMALL, Between, compile_step, gradients, step
+from tests.support.compiling import SMALL, Between, compile_step, gradients, step
 
 bnb = pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inductor_q.options import resolve
-from tests.resolving import CPU, on_cpu
+from tests.support.resolving import CPU, on_cpu
 
 pytestmark = pytest.mark.usefixtures("default_options")
 

@@ -17,8 +17,8 @@ import torch
 from inductor_q import inductor_config, own_options
 from inductor_q.exc import QfuseError
 from inductor_q.options import list_options
-from tests.processes import environment
-from tests.resolving import WELL_KNOWN, on_cpu
+from tests.support.processes import environment
+from tests.support.resolving import WELL_KNOWN, on_cpu
 
 pytestmark = pytest.mark.usefixtures("default_options")
 

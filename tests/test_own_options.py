@@ -16,7 +16,7 @@ from inductor_q.exc import (
     UnknownPreset,
     UnknownProvider,
 )
-from tests.resolving import on_cpu
+from tests.support.resolving import on_cpu
 
 pytestmark = pytest.mark.usefixtures("default_options")
 

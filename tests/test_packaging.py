@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, environment_without_checkout
+from tests.support.processes import ROOT, environment_without_checkout
 
 if sys.version_info >= (3, 11):
     import tomllib

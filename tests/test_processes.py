@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, environment, environment_without_checkout
+from tests.support.processes import ROOT, environment, environment_without_checkout
 
 
 def imported(env: dict[str, str], cwd: Path) -> str:

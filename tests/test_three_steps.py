@@ -18,7 +18,7 @@ from inductor_q.backend import qfuse
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observe import observe
 from inductor_q.passes.canonicalize import LEAVES
-from tests.compiling import SMALL
+from tests.support.compiling import SMALL
 
 transformers: Any = pytest.importorskip("transformers")
 for extra in ("bitsandbytes", "peft"):

@@ -11,7 +11,7 @@ import torch
 
 import inductor_q
 from inductor_q import testing
-from tests.compiling import SMALL
+from tests.support.compiling import SMALL
 
 accelerate = pytest.importorskip("accelerate")
 for extra in ("bitsandbytes", "peft", "transformers", "safetensors"):

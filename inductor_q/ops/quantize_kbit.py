@@ -59,7 +59,7 @@ def encode_e4m4(absmax: Tensor) -> Tensor:
     """The uint8 E4M4 codes nearest to the float32 numbers `absmax` >= 0, ties to even; 255 above.
 
     Nearest, not up: over normal weights and a normal-float codebook, rounding up loses 0.15 to
-    0.2 dB at every k, to nearest less than 0.06 dB (tests/test_kbit.py).
+    0.2 dB at every k, to nearest less than 0.06 dB (tests/kbit/test_kbit.py).
     """
     bits = absmax.contiguous().view(torch.int32)
     half_less_one, odd = (1 << (_SHIFT - 1)) - 1, (bits >> _SHIFT) & 1

@@ -1,0 +1,73 @@
+"""The Triton kernel: interpreted here, and the source that is printed for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import dequantize_triton
+from tests.kbit.test_kbit import CASES as KBIT_CASES
+from tests.kbit.test_kbit import KINDS
+from tests.support.dequantize_kernels import decoded_by
+from tests.support.quantized import needs_0_50
+
+ROOT = Path(__file__).parents[2]
+
+
+@needs_0_50
+def test_triton_in_the_interpreter() -> None:
+    """Real kernel, CPU tensors; a process of its own, since Triton reads the variable once."""
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.interpret_triton"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    decoded, encoded = map(int, run.stdout.split())
+    assert decoded == 8 * len(decoded_by(dequantize_triton.KERNEL))
+    assert encoded == 3 * len(KBIT_CASES) * len(KINDS)
+
+
+def test_printed_source() -> None:
+    """What the device functions of a nested format look like: each operation once, no format
+    name, scales found once for all the codes of a lane."""
+    from inductor_q.decode.triton import device_functions
+
+    printed = device_functions(FORMATS["nf4_b64_nested"])
+    assert printed.scale_operands == (
+        "absmax",
+        "nested_codebook",
+        "nested_absmax",
+        "nested_offset",
+    )
+    assert printed.codebook == FORMATS["nf4_b64"].codec.values  # type: ignore[attr-defined]
+    assert printed.source == (
+        "@triton.jit\n"
+        "def scale_fn(i, mask, absmax, nested_codebook, nested_absmax, nested_offset):\n"
+        "    t0 = i // 64\n"
+        "    t1 = tl.load(absmax + t0, mask=mask, other=0)\n"
+        "    t2 = tl.load(nested_codebook + t1.to(tl.int32), mask=mask, other=0)\n"
+        "    t3 = t0 // 256\n"
+        "    t4 = tl.load(nested_absmax + t3, mask=mask, other=0)\n"
+        "    t5 = t4.to(tl.float32)\n"
+        "    t6 = t2 * t5\n"
+        "    t7 = t0 * 0\n"
+        "    t8 = tl.load(nested_offset + t7, mask=mask, other=0)\n"
+        "    t9 = t6 + t8\n"
+        "    return t9\n"
+        "\n\n"
+        "@triton.jit\n"
+        "def value_fn(code, scale, codebook):\n"
+        "    t0 = tl.load(codebook + code)\n"
+        "    t1 = t0 * scale\n"
+        "    return t1\n"
+    )

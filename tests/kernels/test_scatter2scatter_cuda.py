@@ -1,0 +1,160 @@
+"""The Hopper kernels of scatter2scatter and grouped_gram: on a GPU, against float64 and the peer.
+
+That csrc/scatter2scatter.cu compiles is tested without one, in test_nvrtc.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inductor_q import kernels
+from inductor_q.csrc import generate_wgmma
+from inductor_q.experts.routing import route
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import grouped_gram_triton, scatter2scatter_cuda
+from tests.support.gpu_experts import (
+    assert_as_near_as_the_loop,
+    assert_never_synchronizes_and_is_captured,
+    assert_zero_where_nobody_is,
+)
+from tests.support.moe import (
+    GROUPED,
+    Layer,
+    Sizes,
+    assert_experts_alone_have_the_same_gram,
+    gram,
+    layer,
+    results,
+)
+
+BF16 = torch.bfloat16
+FIT = Sizes(experts=8, in_features=256, out_features=384, tokens=300, top_k=2, rank=16)
+SHAPES = {
+    "few rows": replace(FIT, tokens=5),
+    "some rows": FIT,
+    "many rows": replace(FIT, experts=3, tokens=900),
+    "features no multiple of a tile": replace(FIT, in_features=320, out_features=192),
+    "one expert, one token": Sizes(1, 128, 64, 1, 1, 8),
+    "every expert": Sizes(4, 64, 128, 40, 4, 64),
+    "odd rank": replace(FIT, rank=5),
+    # More tiles than the 132 or 264 programs of an H200: some have a second and a third.
+    "several narrow tiles a program": Sizes(64, 1024, 1280, 300, 3, 16),
+    "several wide tiles a program": Sizes(16, 1024, 1280, 2000, 3, 16),
+}
+
+
+def on_gpu(sizes: Sizes, **kwargs: Any) -> Layer:
+    return layer(sizes, dtype=BF16, device="cuda", **kwargs)
+
+
+def check(sizes: Sizes, **kwargs: Any) -> None:
+    cases = [on_gpu(sizes, seed=seed, **kwargs) for seed in range(4)]
+    assert all(not refusal(case) for case in cases)
+    assert_as_near_as_the_loop(cases, "cuda")
+
+
+def refusal(case: Layer, **changes: Any) -> str:
+    """Why the CUDA kernel would not serve `case`."""
+    return scatter2scatter_cuda.KERNEL.supports(case.call(**changes))
+
+
+def test_header_is_what_its_generator_writes() -> None:
+    from pathlib import Path
+
+    written = Path(generate_wgmma.__file__).with_name("wgmma.cuh").read_text()
+    assert written == generate_wgmma.header()
+
+
+def test_stretched_codebooks_are_close() -> None:
+    for name, most in (("nf4_b64", 1.2e-3), ("fp4_b64", 1e-6)):
+        codec = FORMATS[name].codec
+        values = torch.tensor(codec.values, dtype=torch.float64)  # type: ignore[attr-defined]
+        rounded, stretch = scatter2scatter_cuda.fit(codec.values, BF16)  # type: ignore[attr-defined]
+        assert 1 <= stretch < 2
+        off = (rounded.double() / stretch - values).norm() / values.norm()
+        assert off < most
+        assert ((rounded == 0) == (values == 0)).all()
+
+
+@pytest.mark.skipif(
+    bool(scatter2scatter_cuda.KERNEL.available()), reason="NVRTC and Triton are not installed"
+)
+def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
+    case = layer(FIT, dtype=BF16)
+    assert "Hopper" in refusal(case)
+    assert "bfloat16" in refusal(layer(FIT))
+    assert "dense" in refusal(case, fmt=None)
+    assert "every 64" in refusal(layer(FIT, dtype=BF16, blocksize=128))
+    assert "multiples" in refusal(layer(replace(FIT, in_features=96), dtype=BF16))
+    assert "rank 65" in refusal(layer(replace(FIT, rank=65), dtype=BF16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("quant, nested", [("nf4", True), ("nf4", False), ("fp4", True)])
+def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, quant: str, nested: bool) -> None:
+    check(sizes, quant=quant, nested=nested, grouped=(False, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grouped", GROUPED)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gates", [False, True])
+def test_gpu_every_form(grouped: tuple[bool, bool], transposed: bool, gates: bool) -> None:
+    sizes = replace(FIT, out_features=320)
+    form: dict[str, Any] = {"transposed": transposed, "grouped": grouped, "gates": gates}
+    check(sizes, bias=True, sentinel=-1, **form)
+    case = on_gpu(sizes, bias=True, sentinel=-1, **form)
+    first, second = (results(case, case(provider="cuda")) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.gpu
+def test_gpu_nobodys_rows_and_empty_experts_are_exactly_zero() -> None:
+    case = on_gpu(replace(FIT, experts=64, tokens=9), grouped=(False, True), sentinel=-1)
+    assert_zero_where_nobody_is(case, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_no_row_of_any_expert(device: str, tokens: int) -> None:
+    case = layer(replace(FIT, tokens=tokens), dtype=BF16, device=device, grouped=(False, True))
+    nobody = torch.full((tokens, FIT.top_k), -1, device=device)
+    case = replace(case, routing=route(nobody, FIT.experts))
+    got = results(case, case(provider="reference" if device == "cpu" else "cuda"))
+    assert got["y"].shape == (tokens * FIT.top_k, FIT.out_features)
+    assert not any(value.any() for value in got.values())
+
+
+@pytest.mark.gpu
+def test_gpu_never_synchronizes_and_runs_in_a_captured_graph() -> None:
+    assert_never_synchronizes_and_is_captured(on_gpu(FIT, grouped=(False, True)), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("narrow", [1, 5, 16, 64])
+@pytest.mark.parametrize("grouped", GROUPED)
+def test_gpu_gram_is_as_near_as_the_reference(narrow: int, grouped: tuple[bool, bool]) -> None:
+    call = gram(on_gpu(FIT), 192, narrow, grouped)
+    reference = kernels.GROUPED_GRAM["cpu"][0]
+    double = replace(call, left=call.left.double(), right=call.right.double(), dtype=torch.float64)
+    truth = reference.launch(double)
+    assert not grouped_gram_triton.KERNEL.supports(call)
+    got, peer = grouped_gram_triton.KERNEL.launch(call), reference.launch(call)
+
+    def error(value: Tensor) -> float:
+        return float((value.double() - truth).norm() / truth.norm())
+
+    assert error(got) <= 1.25 * error(peer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("narrow", [5, 16, 64])
+@pytest.mark.parametrize("grouped", GROUPED)
+def test_gpu_gram_is_that_of_each_expert_alone(narrow: int, grouped: tuple[bool, bool]) -> None:
+    call = gram(on_gpu(FIT), 192, narrow, grouped)
+    assert_experts_alone_have_the_same_gram(grouped_gram_triton.KERNEL, call)

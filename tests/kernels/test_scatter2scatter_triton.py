@@ -1,0 +1,235 @@
+"""The Triton kernels of scatter2scatter: interpreted and compiled here, and run on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import scatter2scatter_triton, tiles
+from inductor_q.kernels.scatter2scatter_triton import KERNEL
+from inductor_q.ops.scatter2scatter import DENSE
+from tests.support.compile_triton import compiled
+from tests.support.gpu_experts import (
+    assert_as_near_as_the_loop,
+    assert_never_synchronizes_and_is_captured,
+    assert_zero_where_nobody_is,
+)
+from tests.support.moe import Sizes, layer, results
+from tests.support.tile_cases import BF16, DEVICES, FIT, FP16, WORK, device, on_gpu
+
+triton = pytest.importorskip("triton")
+
+GROUPED = list(itertools.product([False, True], repeat=2))
+SHAPES = {
+    "few rows": replace(FIT, tokens=5),
+    "some rows": FIT,
+    "many rows": replace(FIT, experts=3, tokens=900),
+    "features no multiple of a tile": replace(FIT, in_features=320, out_features=200),
+    "one expert, one token": Sizes(1, 128, 64, 1, 1, 8),
+    "every expert": Sizes(4, 64, 128, 40, 4, 64),
+    "odd rank": replace(FIT, rank=5),
+    "wide rank": replace(FIT, rank=100),
+    "most experts empty": replace(FIT, experts=200, tokens=9),
+}
+
+
+# --- without a GPU --------------------------------------------------------------------------------
+
+
+def test_in_the_interpreter() -> None:
+    """Real kernels, CPU tensors; a process of its own, since Triton reads the variable once."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.interpret_scatter2scatter"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if "interpreter cannot loop" in run.stderr:
+        pytest.skip(run.stderr.splitlines()[-1])
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout) > 30
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", ["nf4_b64", "fp4_b64"])
+def test_printed_look_up_has_the_value_of_every_code(name: str, dtype: torch.dtype) -> None:
+    """All 256 bytes, through the PTX that a GPU is given."""
+    import numpy as np
+
+    from tests.support import ptx
+
+    values, _ = scatter2scatter_triton.fit(FORMATS[name].codec.values, dtype)  # type: ignore[attr-defined]
+    match = re.search(r'"""(.*?)"""', scatter2scatter_triton._printed_look_up(values), re.DOTALL)
+    assert match
+    registers = ptx.run(match[1], [np.arange(256, dtype=np.uint8).view(np.uint32)], 4)
+    even, odd = (
+        torch.from_numpy(np.stack(registers[i : i + 2], -1).view(np.int16).reshape(-1))
+        for i in (0, 2)
+    )
+    byte = torch.arange(256)
+    assert torch.equal(even, values.view(torch.int16)[byte >> 4])
+    assert torch.equal(odd, values.view(torch.int16)[byte & 15])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("group", [64, 0], ids=["packed", "dense"])
+@pytest.mark.parametrize(("arch", "even"), [(75, True), (80, True), (90, False), (120, True)])
+def test_compiles_and_takes_no_more_than_was_computed(
+    arch: int, even: bool, group: int, transposed: bool
+) -> None:
+    from inductor_q.kernels.expert_gemm_triton import expert_gemm
+
+    work = WORK if group else replace(WORK, weight_bits=16, group=0)
+    work = replace(work, transposed=transposed)
+    tile = tiles.start(work, device(arch))
+    dtype, name = (FP16, "*fp16") if arch == 75 else (BF16, "*bf16")
+    kernel = scatter2scatter_triton._kernel(FORMATS["nf4_b64"], dtype)
+    constants = {
+        "PARTS": 2,
+        "ROWS": tile.rows,
+        "FEATURES": tile.features,
+        "DEPTH": tile.depth,
+        "RANK": work.rank,
+        "GROUP": work.group,
+        "LOOK_UP": kernel.look_up if group else None,
+        "TRANSPOSED": transposed,
+        "TOP_K": 8 if transposed else 0,
+        "BIAS": not transposed,
+        "EVEN": even,
+    }
+    pointers = dict.fromkeys(("out", "x", "projected", "factor", "bias"), name) | {
+        "tiles": "*i32",
+        "order": "*i64",
+        "weight": "*u8" if group else name,
+        "scales": "*fp32",
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    result = compiled(expert_gemm, constants, pointers, arch=arch, **options)
+    assert result.metadata.shared <= tiles.shared_bytes(tile, work) + tiles.SLACK_BYTES
+    if arch > 75:  # the loop copies ahead, and multiplies matrices
+        assert re.search(r"cp\.async", result.asm["ptx"])
+        assert re.search(r"mma\.sync|wgmma", result.asm["ptx"])
+
+
+@pytest.mark.parametrize("name", ["nf4_b64", "nf4_b64_nested"])
+def test_what_surrounds_the_product_compiles(name: str) -> None:
+    from inductor_q.kernels import expert_rows_triton
+
+    kernel = scatter2scatter_triton._kernel(FORMATS[name], BF16)
+    pointers = {"out": "*fp32", "offsets": "*i32", "absmax": "*u8", "factor": "fp32"}
+    pointers |= dict.fromkeys(("nested_codebook", "nested_absmax", "nested_offset"), "*fp32")
+    compiled(kernel.expand_scales, {"GROUP": 64, "ROWS": 64, "GROUPS": 32}, pointers, arch=80)
+    pointers = dict.fromkeys(("offsets", "tiles"), "*i32")
+    for experts in (1, 128):
+        sizes = {"HEIGHT": 128, "STEP": 16, "EXPERTS": experts}
+        compiled(expert_rows_triton.tile_map, sizes, pointers, arch=80)
+    project: dict[str, Any] = {"PARTS": 1, "ROWS": 64, "RANK": 128, "DEPTH": 64, "TOP_K": 8}
+    pointers |= {**dict.fromkeys(("x", "out", "scaled"), "*bf16"), "a": "*fp32", "order": "*i64"}
+    result = compiled(expert_rows_triton.project, project, pointers | {"scaling": "fp32"}, arch=89)
+    assert result.metadata.shared <= DEVICES[89]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
+    case = layer(FIT, dtype=BF16)
+    assert "cpu tensors" in KERNEL.supports(case.call())
+    assert "float32" in KERNEL.supports(layer(FIT).call())
+    assert "nibbles" in KERNEL.supports(case.call(fmt=FORMATS["kbit4_e4m4"]))
+    assert "rows of 48" in KERNEL.supports(layer(replace(FIT, in_features=48), dtype=BF16).call())
+    assert "rank 129" in KERNEL.supports(layer(replace(FIT, rank=129), dtype=BF16).call())
+    operands = [case.operands[0].expand(2, -1, -1)[:, ::2], *case.operands[1:]]
+    assert "qweight is not contiguous" in KERNEL.supports(case.call(operands=operands))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def check(sizes: Sizes, **kwargs: Any) -> None:
+    cases = [on_gpu(sizes, seed=seed, **kwargs) for seed in range(4)]
+    assert all(not KERNEL.supports(case.call()) for case in cases)
+    assert_as_near_as_the_loop(cases, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, dtype: torch.dtype) -> None:
+    check(sizes, dtype=dtype, grouped=(False, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 900], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("quant, nested, blocksize", [
+    (quant, nested, blocksize)
+    for quant, nested in (("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True))
+    for blocksize in (32, 64, 128, 4096)
+] + [(DENSE, False, 64)])  # fmt: skip
+def test_gpu_every_format(quant: str, nested: bool, blocksize: int, rows: int) -> None:
+    sizes = replace(FIT, tokens=rows)
+    form: dict[str, Any] = {"quant": quant, "nested": nested, "blocksize": blocksize}
+    check(sizes, lora=blocksize != 128, adapter=torch.float32, **form)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grouped", GROUPED)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("quant", ["nf4", DENSE])
+def test_gpu_every_form(
+    quant: str, gates: bool, transposed: bool, grouped: tuple[bool, bool]
+) -> None:
+    sizes = replace(FIT, out_features=320)
+    form: dict[str, Any] = {"transposed": transposed, "grouped": grouped, "gates": gates}
+    check(sizes, quant=quant, bias=True, sentinel=-1, **form)
+    case = on_gpu(sizes, quant=quant, bias=True, sentinel=-1, **form)
+    first, second = (results(case, case(provider="triton")) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_gpu_codes_stored_as_floats(storage: torch.dtype) -> None:
+    case = on_gpu(FIT, grouped=(False, True))
+    wide = replace(case, operands=[case.operands[0].flatten().view(storage), *case.operands[1:]])
+    assert torch.equal(case(provider="triton"), wide(provider="triton"))
+
+
+@pytest.mark.gpu
+def test_gpu_every_candidate_gives_the_result() -> None:
+    """Whatever the tuner takes: all tiles that fit, forward and transposed."""
+    for transposed, tokens in itertools.product([False, True], [9, 300]):
+        case = on_gpu(replace(FIT, tokens=tokens), grouped=(False, True), transposed=transposed)
+        call = case.call()
+        work, limits = scatter2scatter_triton.work(call), tiles.limits(case.x.device)
+        fit = tiles.pruned(tiles.candidates(work), work, limits.shared_bytes)
+        with torch.no_grad():
+            exact = case.double().loop()
+            peer = float((case.loop().double() - exact).norm())
+            for tile in fit[::5]:
+                y, _ = KERNEL.launch(call, tile)
+                assert float((y.double() - exact).norm()) <= 1.25 * peer, tile
+
+
+@pytest.mark.gpu
+def test_gpu_nobodys_rows_and_empty_experts_are_exactly_zero() -> None:
+    case = on_gpu(replace(FIT, experts=64, tokens=9), grouped=(False, True), sentinel=-1)
+    assert_zero_where_nobody_is(case, "triton")
+
+
+@pytest.mark.gpu
+def test_gpu_never_synchronizes_and_runs_in_a_captured_graph() -> None:
+    assert_never_synchronizes_and_is_captured(on_gpu(FIT, grouped=(False, True)), "triton")

@@ -1,0 +1,85 @@
+"""Every Triton kernel compiles for GPUs that this machine does not have.
+
+The interpreter runs a kernel's Python as it stands; only the compiler knows Triton's own rules.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import (
+    dequantize_triton,
+    expert_rows_triton,
+    grouped_gram_triton,
+    quantize_kbit_triton,
+)
+from tests.kbit.test_kbit import CASES
+from tests.support.compile_triton import compiled
+from tests.support.tile_cases import DEVICES
+
+pytest.importorskip("triton")
+
+POINTERS = {
+    "out": "*bf16",
+    "qweight": "*i32",
+    "codebook": "*fp32",
+    "x": "*bf16",
+    "thresholds": "*fp32",
+}
+
+
+def ptx(kernel: Any, constants: dict[str, int | bool], pointers: dict[str, str]) -> str:
+    """`kernel` for sm_90; what is neither a constant nor a pointer is an int32."""
+    text: str = compiled(kernel, constants, POINTERS | pointers, num_warps=4).asm["ptx"]
+    return text
+
+
+@pytest.mark.parametrize(("k", "absmax"), CASES)
+def test_quantize_kbit(k: int, absmax: str) -> None:
+    constants = {"K": k, "E4M4": absmax == "e4m4", "BLOCKS": 32, "WIDE": False}
+    scale = "*u8" if absmax == "e4m4" else "*fp16"
+    text = ptx(quantize_kbit_triton._kernel(), constants, {"absmax": scale})
+    assert "div.rn.f32" in text
+    assert "fma" not in text
+
+
+@pytest.mark.parametrize(("k", "absmax"), CASES)
+def test_dequantize_kbit(k: int, absmax: str) -> None:
+    kernel = dequantize_triton._kernel(FORMATS[f"kbit{k}_{absmax}"], 8)
+    constants = {"BLOCK": 128, "FLAT": False, "WHOLE": True, "WIDE": True}
+    ptx(kernel.function, constants, {"absmax": "*u8" if absmax == "e4m4" else "*fp16"})
+
+
+@pytest.mark.parametrize("codes", [2, 8])
+def test_dequantize_nf4(codes: int) -> None:
+    kernel = dequantize_triton._kernel(FORMATS["nf4_b64"], codes)
+    constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
+    ptx(kernel.function, constants, dict.fromkeys(kernel.scale_operands, "*fp32"))
+
+
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_collect(top_k: int) -> None:
+    constants = {"TOP_K": top_k, "ROWS": 8, "WIDTH": 256}
+    ptx(expert_rows_triton.collect, constants, {"order": "*i64"})
+
+
+@pytest.mark.parametrize(("rank", "top_k"), [(16, (0, 8)), (64, (8, 0)), (16, (0, 0))], ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_gram(arch: int, rank: int, top_k: tuple[int, int]) -> None:
+    constants = {
+        "ROWS": grouped_gram_triton.ROWS,
+        "RANK": rank,
+        "WIDTH": grouped_gram_triton.WIDTH,
+        "NARROW_TOP_K": top_k[0],
+        "WIDE_TOP_K": top_k[1],
+    }
+    pointers = {**dict.fromkeys(("narrow", "wide", "out"), "*bf16"), "order": "*i64"}
+    pointers["offsets"] = "*i32"
+    options = {"num_warps": 4, "num_stages": 4}
+    result = compiled(expert_rows_triton.gram, constants, pointers, arch=arch, **options)
+    assert result.metadata.shared <= DEVICES[arch]
+    assert re.search(r"mma\.sync|wgmma", result.asm["ptx"])

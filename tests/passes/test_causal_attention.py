@@ -1,0 +1,179 @@
+"""causal_attention in whole models: a causal mask is left out, any other is kept and said."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+transformers: Any = pytest.importorskip("transformers")
+
+from inductor_q import testing  # noqa: E402
+from tests.support.attention import GROUPED, positions  # noqa: E402
+
+LAYERS = 2
+PASS = "causal_attention"
+
+
+def sites(path: Path) -> list[dict[str, Any]]:
+    compiles = json.loads(path.read_text())["compiles"]
+    return [s for c in compiles for s in c["sites"] if s["pass_name"] == PASS]
+
+
+def step(call: Any, model: Any, ids: Tensor, **inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    loss = call(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
+    loss.backward()
+    gradients = [p.grad.clone() for p in testing.adapter_parameters(model) if p.grad is not None]
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+def qlora(config: Callable[..., Any] = testing.tiny_llama_config) -> Any:
+    sizes = config(num_hidden_layers=LAYERS)
+    return testing.qlora_model(sizes, compute_dtype=torch.float32, randomize_adapters=True)
+
+
+QWEN3_5 = functools.partial(testing.tiny_qwen3_5_config, layer_types=["full_attention"] * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("config", "checkpointed"),
+    [
+        (testing.tiny_llama_config, False),
+        (testing.tiny_qwen3_config, True),
+        (QWEN3_5, False),
+    ],
+    ids=["llama", "qwen3-checkpointed", "qwen3.5"],
+)
+def test_attention_of_a_model_is_causal(
+    config: Callable[..., Any], checkpointed: bool, tmp_path: Path
+) -> None:
+    torch.compiler.reset()
+    model = qlora(config)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = step(model, model, ids)
+    report = tmp_path / "report.json"
+    options: Any = {"qfuse.report": str(report), "fx_graph_cache": False}
+    got = step(torch.compile(model, backend="qfuse", options=options), model, ids)
+    found = sites(report)
+    assert [(s["rejected"], s["provider"]) for s in found] == [("", GROUPED)] * LAYERS
+    assert all(s["module"].endswith(f"layers.{i}.self_attn") for i, s in enumerate(found))
+    torch.testing.assert_close(got[0], expected[0])
+    for one, other in zip(got[1], expected[1], strict=True):
+        assert testing.relative_error(one, other.double()) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_grouped_keys_on_a_gpu(
+    checkpointed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is eager's, by a fused kernel, and takes no more memory than with repeated keys."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = testing.tiny_qwen3_config(num_hidden_layers=LAYERS, hidden_size=512, **heads)
+    model = testing.qlora_model(sizes, randomize_adapters=True, device="cuda")
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    length = 2048
+    ids = torch.randint(0, 200, (2, length), device="cuda")
+
+    def measured(call: Any) -> tuple[tuple[Tensor, list[Tensor]], int]:
+        step(call, model, ids)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = step(call, model, ids)
+        return result, torch.cuda.max_memory_allocated() - before
+
+    def compiled(name: str) -> tuple[tuple[Tensor, list[Tensor]], int, list[dict[str, Any]]]:
+        torch.compiler.reset()
+        report = tmp_path / name
+        options: Any = {"qfuse.report": str(report), "fx_graph_cache": False}
+        return *measured(torch.compile(model, backend="qfuse", options=options)), sites(report)
+
+    expected, _ = measured(model)
+    got, grouped, found = compiled("grouped")
+    assert [(s["rejected"], s["provider"]) for s in found] == [("", GROUPED)] * LAYERS
+    monkeypatch.setattr("inductor_q.passes.grouped_keys.no_kernel", lambda *_: "not asked for")
+    same, whole, found = compiled("whole")
+    assert [s["provider"] for s in found] == ["sdpa, repeated keys: not asked for"] * LAYERS
+    assert grouped <= whole
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-2, atol=1e-2)
+    for one, other, exact in zip(got[1], same[1], expected[1], strict=True):
+        error = testing.relative_error(one, exact.double())
+        assert error < max(3e-2, 1.5 * testing.relative_error(other, exact.double()))
+
+
+def test_a_mask_of_the_users_is_kept(tmp_path: Path) -> None:
+    """Padding that nothing but the mask tells: attention must not see it."""
+    torch.compiler.reset()
+    model = qlora()
+    ids = torch.randint(1, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    expected = step(model, model, ids, attention_mask=mask)
+    report = tmp_path / "report.json"
+    options: Any = {"qfuse.report": str(report), "fx_graph_cache": False}
+    compiled = torch.compile(model, backend="qfuse", options=options)
+    got = step(compiled, model, ids, attention_mask=mask)
+    found = sites(report)
+    assert len(found) == LAYERS
+    assert all("attention_mask: it may hold padding" in s["rejected"] for s in found)
+    assert all(s["by_choice"] for s in found)  # nothing that "qfuse.strict" should refuse
+    torch.testing.assert_close(got[0], expected[0])
+
+
+def test_what_the_captured_graph_mutates_stays() -> None:
+    """Dead code of Dynamo's graph is not ours to tell: a mutation has no users either."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = testing.quantized_linear(torch.randn(64, 64))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)  # type: ignore[operator]
+            q, k = positions(x[:, :, 0])
+            x = self.linear(x).unsqueeze(1)
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return attend(x, x, x, attn_mask=(k <= q).expand(2, 1, -1, -1))
+
+    torch.compiler.reset()
+    module = Counting()
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = module(x)
+        compiled = torch.compile(module, backend="qfuse", options={"fx_graph_cache": False})
+        got = compiled(x)
+    from inductor_q import last_report
+
+    report = last_report()
+    assert report is not None
+    assert [(s.provider, s.rejected) for s in report.sites if s.pass_name == PASS] == [("sdpa", "")]
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    assert module.calls == 2
+
+
+def test_a_compile_with_no_other_pass_is_not_told_as_cached() -> None:
+    from inductor_q import last_report
+
+    torch.compiler.reset()
+    layer = testing.quantized_linear(torch.randn(64, 64))
+    options: Any = {"qfuse.passes": [PASS], "fx_graph_cache": False}
+    with torch.no_grad():
+        compiled: Any = torch.compile(layer, backend="qfuse", options=options)
+        compiled(torch.randn(4, 64, dtype=torch.bfloat16))
+    report = last_report()
+    assert report is not None
+    assert [p.name for p in report.passes] == [PASS] and not report.cached

@@ -1,0 +1,171 @@
+"""The Triton kernels of scatter2scatter on CPU tensors: run with TRITON_INTERPRET=1.
+
+A program of its own, because Triton decides at import whether it interprets. Each case is a layer
+whose output and gradients are held against a float64 loop over its experts: each within a rounding
+of float16, all together as near as the loop in float16. Prints how many cases there were. The
+interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype. Where it cannot
+loop, as Triton 3.6's with NumPy 2.4, says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inductor_q import kernels
+from inductor_q.experts.routing import route
+from inductor_q.kernels import (
+    expert_rows_triton,
+    grouped_gram_triton,
+    scatter2scatter_triton,
+    tile_map_triton,
+    tiles,
+)
+from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
+from inductor_q.ops.tile_map import WIDTH_STEP, reference
+from inductor_q.testing import relative_error
+from tests.support import ptx
+from tests.support.moe import (
+    GROUPED,
+    Layer,
+    Sizes,
+    assert_experts_alone_have_the_same_gram,
+    gram,
+    layer,
+    results,
+)
+
+#: An A100, and a Turing card: what does not fit there is cut smaller.
+A100, TURING = tiles.Limits((8, 0), 166_912), tiles.Limits((7, 5), 65_536)
+CANNOT_LOOP = "this Triton's interpreter cannot loop with this NumPy"
+EPS = torch.finfo(torch.float16).eps
+FIT = Sizes(experts=4, in_features=64, out_features=64, tokens=9, top_k=2, rank=4)
+SHAPES = {
+    "small": FIT,
+    "ends of tiles": replace(FIT, in_features=96, out_features=160),
+    "odd": replace(FIT, experts=3, in_features=32, out_features=33, tokens=7, rank=3),
+    "one expert": Sizes(1, 64, 32, 40, 1, 17),
+    "all experts": Sizes(4, 32, 64, 5, 4, 2),
+    "one token": Sizes(5, 64, 32, 1, 2, 8),
+    "empty experts": Sizes(40, 64, 32, 3, 2, 4),
+    "no adapter": FIT,
+    "many rows": Sizes(2, 64, 64, 150, 2, 4),
+}
+#: nf4 with a scale for every 64, nested, is what the other cases have.
+FORMATS = (("nf4", False, 64), ("nf4", True, 32), ("fp4", False, 128), ("fp4", True, 4096))
+
+
+class Interpreted(scatter2scatter_triton.Triton):
+    """The kernel without its question for a GPU."""
+
+    def supports(self, call: Scatter2Scatter) -> str:
+        return self.decodes(call.fmt) or scatter2scatter_triton.unfit(call)
+
+
+def cases() -> Iterator[Layer]:
+    for i, (name, sizes) in enumerate(SHAPES.items()):
+        yield make(sizes, lora=name != "no adapter", gates=i % 2 == 0, bias=i % 3 == 0)
+    for form, transposed in itertools.product(GROUPED, [False, True]):
+        yield make(grouped=form, transposed=transposed, gates=True, bias=True, sentinel=-1)
+        yield make(grouped=form, transposed=transposed, quant=DENSE, sentinel=4)
+    for quant, nested, blocksize in FORMATS:
+        yield make(quant=quant, nested=nested, blocksize=blocksize, adapter=torch.float32)
+
+
+def make(sizes: Sizes = FIT, **kwargs: Any) -> Layer:
+    kwargs = {"grouped": (False, True), **kwargs}
+    return layer(sizes, dtype=torch.float16, **kwargs)
+
+
+def errors(case: Layer, y: Tensor, truth: dict[str, Tensor]) -> dict[str, float]:
+    """Relative to the truth's norm, squared; of nothing but zeros, absolute."""
+    return {
+        name: float((value.double() - truth[name]).square().sum())
+        / (float(truth[name].square().sum()) or 1.0)
+        for name, value in results(case, y).items()
+    }
+
+
+@triton.jit
+def loop(n):  # type: ignore[no-untyped-def]
+    for _ in range(n):
+        pass
+
+
+def check_tile_maps() -> None:
+    """Up to the last part as the reference's; never behind the map, whatever the offsets say."""
+    for tokens, experts in ((0, 3), (1, 1), (9, 5), (300, 5), (700, 3), (40, 200)):
+        offsets = route(torch.randint(-1, experts, (tokens, 2)), experts).offsets
+        compare_tile_maps(offsets, 2 * tokens)
+    compare_tile_maps(torch.tensor([0, 4000], dtype=torch.int32), 4)
+    compare_tile_maps(torch.tensor([0, 900, 2000], dtype=torch.int32), 64)
+
+
+def compare_tile_maps(offsets: Tensor, rows: int) -> None:
+    expected, experts = reference(offsets, rows), len(offsets) - 1
+    memory = offsets.new_full((64 + len(expected), 4), -7)
+    sizes = {
+        "HEIGHT": tiles.height(rows, experts, offsets.device),
+        "STEP": WIDTH_STEP,
+        "EXPERTS": triton.next_power_of_2(experts),
+    }
+    expert_rows_triton.tile_map[(experts,)](offsets, memory, experts, len(expected) - 1, **sizes)
+    parts = 1 + int(expected[0, 0])
+    assert parts <= len(expected), (offsets, rows)
+    for got in (memory, tile_map_triton.KERNEL.launch(offsets, rows)):
+        assert int(got[0, 0]) == parts - 1, (offsets, rows)
+        assert torch.equal(got[1:parts], expected[1:parts]), (offsets, rows)
+    assert (memory[len(expected) :] == -7).all(), (offsets, rows)
+
+
+def check_grams() -> None:
+    """Near the reference's, in float32, and bit by bit that of each expert alone."""
+    case = make(replace(FIT, tokens=100))
+    for columns, grouped in itertools.product(((160, 5), (48, 64)), GROUPED):
+        call = gram(case, *columns, grouped)
+        got = grouped_gram_triton.KERNEL.launch(replace(call, dtype=torch.float32))
+        wide = replace(call, left=call.left.double(), right=call.right.double())
+        truth = kernels.GROUPED_GRAM["cpu"][0].launch(replace(wide, dtype=torch.float64))
+        assert relative_error(got, truth) < 1e-6, (columns, grouped)
+        assert_experts_alone_have_the_same_gram(grouped_gram_triton.KERNEL, call)
+
+
+def main() -> int:
+    try:
+        loop[(1,)](2)
+    except triton.runtime.errors.InterpreterError as failed:
+        sys.exit(f"{CANNOT_LOOP}: {failed}")
+    check_tile_maps()
+    check_grams()
+    tl.inline_asm_elementwise = ptx.elementwise
+    kernels.SCATTER2SCATTER["cpu"] = (Interpreted(),)
+    kernels.GROUPED_GRAM["cpu"] = (grouped_gram_triton.KERNEL, *kernels.GROUPED_GRAM["cpu"])
+    ours: dict[str, float] = defaultdict(float)
+    peer: dict[str, float] = defaultdict(float)
+    count = 0
+    for case, device in itertools.product(cases(), (A100, TURING)):
+        if device is TURING and count % 4:  # some of them
+            continue
+        tiles.limits = lambda _, device=device: device  # type: ignore[assignment, misc]
+        exact = case.double()
+        truth = results(exact, exact.loop())
+        for total, y in ((ours, case(provider="triton")), (peer, case.loop())):
+            for name, error in errors(case, y, truth).items():
+                assert error <= EPS**2, (case, name, error**0.5)
+                total[name] += error
+        count += 1
+    assert all(ours[name] <= 1.25**2 * peer[name] for name in peer), (ours, peer)
+    return count
+
+
+if __name__ == "__main__":
+    print(main())

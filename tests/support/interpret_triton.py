@@ -1,0 +1,73 @@
+"""The Triton kernels on CPU tensors, under Triton's interpreter: run with TRITON_INTERPRET=1.
+
+A program of its own, because Triton decides at import whether it interprets. Prints how many cases
+of dequantize and of quantize_kbit were equal to the reference bit for bit; the first that is not
+raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import dequantize_reference, dequantize_triton, quantize_kbit_triton
+from inductor_q.ops.quantize_kbit import reference
+from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
+from tests.support.quantized import assert_same_bits, sample
+
+#: The interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype too.
+DTYPES = (torch.float32, torch.float16)
+
+#: (rows, cols, extra columns of the output): words and bytes, in rows of any length.
+LAYOUTS = {
+    "words, flat": (4, 64, 0),
+    "words, strided": (4, 64, 8),
+    "bytes, flat": (3, 6, 0),
+    "bytes, whole units in strided rows": (4, 20, 3),
+    "bytes straddling strided rows": (5, 7, 2),
+    "words aligned, rows not": (4, 64, 3),
+    "one element": (1, 1, 0),
+    "several programs": (8, 160, 0),
+}
+
+
+def dequantize() -> int:
+    cases = 0
+    config = dequantize_triton.Config(block=16)
+    for name, (rows, cols, extra) in itertools.product(FORMATS, LAYOUTS.values()):
+        fmt = FORMATS[name]
+        if dequantize_triton.KERNEL.decodes(fmt):
+            continue
+        operands, _ = sample(fmt, (rows, cols))
+        dtype = DTYPES[(cases + cases // len(LAYOUTS)) % 2]  # each layout in both
+        wide = torch.full((rows, cols + extra), 7.0, dtype=dtype)
+        out = wide[:, :cols]
+        assert not dequantize_triton.KERNEL.supports(operands, fmt, out)
+        dequantize_triton.KERNEL.prepare(operands, fmt, out, config)(operands, out)
+        expected = torch.empty(rows, cols, dtype=dtype)
+        dequantize_reference.KERNEL.launch(operands, fmt, expected)
+        assert_same_bits(out, expected)
+        assert (wide[:, cols:] == 7.0).all(), "wrote beside its columns"
+        cases += 1
+    return cases
+
+
+def quantize() -> int:
+    cases = 0
+    config = quantize_kbit_triton.Config(blocks=8)
+    for (k, absmax), kind, numel in itertools.product(CASES, KINDS, (1, 33, 1000)):
+        x = weight(numel, DTYPES[cases % 2], seed=cases) * 10.0 ** (cases % 6 - 4)
+        x[: numel // 8] = 0
+        actual = quantize_kbit_triton.KERNEL.launch(x, codebook(k, kind), k, absmax, config)
+        expected = reference(x, codebook(k, kind), k, absmax)
+        for mine, right in zip(actual, expected, strict=True):
+            assert mine.dtype == right.dtype
+            assert torch.equal(mine, right), f"{k=} {absmax=} {kind=} {numel=} {x.dtype=}"
+        cases += 1
+    return cases
+
+
+if __name__ == "__main__":
+    print(dequantize(), quantize())

@@ -1,0 +1,32 @@
+"""Problems of scatter2scatter, and devices, that tiles are chosen for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inductor_q.kernels import tiles
+from tests.support.moe import Layer, Sizes, layer
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FIT = Sizes(experts=8, in_features=256, out_features=384, tokens=300, top_k=2, rank=16)
+WORK = tiles.Work(
+    rows=64,
+    in_features=2048,
+    out_features=1536,
+    transposed=False,
+    weight_bits=4,
+    group=64,
+    rank=16,
+)
+#: Capability: shared memory that a block can have.
+DEVICES = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+def device(arch: int) -> tiles.Limits:
+    return tiles.Limits((arch // 10, arch % 10), DEVICES[arch])
+
+
+def on_gpu(sizes: Sizes, **kwargs: Any) -> Layer:
+    return layer(sizes, device="cuda", **{"dtype": BF16, **kwargs})
