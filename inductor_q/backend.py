@@ -20,14 +20,15 @@ from torch._logging._internal import trace_structured
 from inductor_q import kernels, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
 from inductor_q.capture.bnb_graph import CPU_PACKED, packed_in_forward
-from inductor_q.diagnostics.context import Context, counterparts
-from inductor_q.diagnostics.report import SCHEMA_VERSION, PassRecord, Report
+from inductor_q.capture.dynamo import counterparts, device_of, input_sources, is_quantized
+from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
-from inductor_q.manager import JointPasses, Partitioner, run_stage
+from inductor_q.hooks import JointPasses, Partitioner, run_stage
 from inductor_q.options import Resolved, resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
+from inductor_q.report import SCHEMA_VERSION, PassRecord, Report
 
 log = logging.getLogger("inductor_q")
 
@@ -125,6 +126,17 @@ def qfuse(
     return compiled
 
 
+def qfuse_backend() -> Any:
+    """``"qfuse"`` where the package is installed, else the function itself: a bare checkout has
+    no entry points.
+    """
+    from torch._dynamo import list_backends
+
+    if "qfuse" in list_backends():
+        return "qfuse"
+    return qfuse
+
+
 def _reset() -> None:
     """Called by `torch.compiler.reset()`."""
     global _last
@@ -135,79 +147,6 @@ def _reset() -> None:
 
 
 qfuse.reset = _reset  # type: ignore[attr-defined]
-
-
-def is_quantized(gm: fx.GraphModule) -> bool:
-    """Whether anything in the graph could be ours: a packed weight, or a tensor subclass."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if _namespace(node.target) in ("bitsandbytes", "qfuse"):
-                return True
-            value = node.meta.get("example_value") if node.op == "placeholder" else None
-            if isinstance(value, torch.Tensor) and (
-                _is_subclass(value) or (value.dtype in _PACKED and _is_held(node))
-            ):
-                return True
-    return False
-
-
-def _namespace(target: Any) -> str:
-    """The namespace of an operator, given as an overload or, as Dynamo traces it, without one."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target._qualified_op_name.partition("::")[0]
-    return str(getattr(target, "namespace", ""))
-
-
-#: What packed weights are stored in; as an input of the model it may as well be an image.
-_PACKED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _is_subclass(value: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-
-def _is_held(node: fx.Node) -> bool:
-    """Whether a placeholder is a parameter or a buffer of a module."""
-    name = source_name(getattr(node, "_dynamo_source", None))
-    return "_parameters" in name or "_buffers" in name
-
-
-def device_of(example_inputs: Sequence[Any]) -> torch.device:
-    """Where the graph computes: an accelerator if any input lies on one."""
-    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-
-
-def input_sources(gm: fx.GraphModule) -> list[str]:
-    """Dynamo's name of each input: where module paths in the report come from."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [source_name(getattr(node, "_dynamo_source", None)) for node in placeholders]
-
-
-def source_name(source: Any) -> str:
-    """The text of one of Dynamo's sources; "" for none. torch 2.11 has it as a method."""
-    name = source.name if source is not None else ""
-    return name() if callable(name) else str(name)
-
-
-def new_report(resolved: Resolved, device: torch.device) -> Report:
-    """An empty report that says under which options a graph is compiled."""
-    values = {**resolved.inductor, "qfuse.numerics": resolved.numerics}
-    return Report(
-        preset=resolved.preset.name,
-        preset_reason=resolved.preset.reason,
-        torch=torch.__version__,
-        device=str(device),
-        numerics=resolved.numerics,
-        options={
-            key: {"value": str(values.get(key, "")), "source": source}
-            for key, source in resolved.sources.items()
-        },
-    )
 
 
 def _write(path: str) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_q.diagnostics.context import Context
-from inductor_q.diagnostics.report import Report
+from inductor_q.context import Context
 from inductor_q.files import write_whole
+from inductor_q.report import Report
 
 _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
 

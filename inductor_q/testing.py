@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inductor_q.backend import qfuse_backend
 from inductor_q.exc import MissingExtra
 
 __all__ = [
@@ -511,19 +512,6 @@ class _TraceHandler(logging.Handler):
             self.trace.breaks.append(payload)
         elif name == "recompile_reasons":
             self.trace.recompiles.append(payload)
-
-
-def qfuse_backend() -> Any:
-    """``"qfuse"`` where the package is installed, else the function itself: a bare checkout has
-    no entry points.
-    """
-    from torch._dynamo import list_backends
-
-    if "qfuse" in list_backends():
-        return "qfuse"
-    from inductor_q.backend import qfuse
-
-    return qfuse
 
 
 # --- text -----------------------------------------------------------------------------

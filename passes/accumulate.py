@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from inductor_q.capture import bnb_graph
-from inductor_q.diagnostics.context import Context
+from inductor_q.context import Context
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import ADD, emit, is_tensor, same_shape, tensor
 from inductor_q.passes.products import Product, as_product, packed_weight, sums

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from inductor_q.diagnostics.context import Context
+from inductor_q.context import Context
 from inductor_q.passes.causal_mask import CHECKPOINT, same_size, why_not_causal
 from inductor_q.passes.grouped_keys import before_repeat
 from inductor_q.passes.runner import CAPTURED, Site

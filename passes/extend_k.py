@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_q.diagnostics.context import Context
+from inductor_q.context import Context
 from inductor_q.passes.fold_lora import FLOAT32, STRICT
 from inductor_q.passes.graph import (
     ADD,

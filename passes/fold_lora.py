@@ -23,7 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture import bnb_graph
-from inductor_q.diagnostics.context import Context
+from inductor_q.context import Context
 from inductor_q.passes.graph import (
     ADD,
     CAST,

@@ -26,7 +26,7 @@ from torch import fx
 
 from inductor_q.capture.expert_slots import match_gathered, match_summed
 from inductor_q.capture.experts_graph import Batched, Grouped, match_batched, match_grouped
-from inductor_q.diagnostics.context import Context
+from inductor_q.context import Context
 from inductor_q.formats import get_format
 from inductor_q.kernels import scatter2scatter_kernels
 from inductor_q.ops.scatter2scatter import DENSE

@@ -25,7 +25,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_q.diagnostics.context import Context, input_index
+from inductor_q.capture.dynamo import input_index
+from inductor_q.context import Context
 from inductor_q.passes.graph import (
     PERMUTE,
     SLICE,

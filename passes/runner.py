@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from inductor_q.diagnostics.context import Context
-from inductor_q.diagnostics.report import PassRecord
+from inductor_q.context import Context
 from inductor_q.passes.graph import is_nested
+from inductor_q.report import PassRecord
 
 #: The stage of Dynamo's graph. It may mutate and switch modes: what is dead is left to AOTAutograd.
 CAPTURED = "captured"

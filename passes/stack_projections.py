@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from inductor_q.diagnostics.context import Context
+from inductor_q.context import Context
 from inductor_q.passes.graph import (
     CAT,
     CHAINED,

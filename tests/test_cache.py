@@ -179,9 +179,8 @@ def test_a_changed_source_misses(inferred: tuple[Path, Any], package: Path, tmp_
 
 
 def test_reports_are_kept_by_all_that_a_compile_depends_on() -> None:
-    from inductor_q.backend import new_report
     from inductor_q.cache import report_key
-    from inductor_q.diagnostics.context import Context
+    from inductor_q.context import Context, new_report
     from inductor_q.options import resolve
 
     gm = torch.fx.symbolic_trace(torch.nn.Tanh())

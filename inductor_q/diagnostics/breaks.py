@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from inductor_q.diagnostics.explanation import Frame, GraphBreak
 from inductor_q.diagnostics.fixes import fix_for
-from inductor_q.diagnostics.frames import library_of
+from inductor_q.frames import library_of
 
 OWN_CODE = "your code"
 

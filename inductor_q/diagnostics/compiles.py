@@ -14,12 +14,18 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from inductor_q.diagnostics.context import module_names, parameter_name
+from inductor_q.capture.dynamo import (
+    device_of,
+    is_quantized,
+    module_names,
+    parameter_name,
+    source_name,
+)
 from inductor_q.diagnostics.dry_run import DryRun, dry_run
 from inductor_q.diagnostics.explanation import SavedTensors
 from inductor_q.diagnostics.live import Quantized, module_path, quantized_layers
-from inductor_q.diagnostics.report import Report
 from inductor_q.diagnostics.saved import saved_tensors
+from inductor_q.report import Report
 
 
 @dataclass
@@ -64,8 +70,6 @@ class Compiles:
         one.read = tuple(dict.fromkeys(_layer_path(s) for s in sources))
         if self.dry_runs and one.backend != "qfuse":
             with self._noted(one):
-                from inductor_q.backend import device_of, is_quantized
-
                 if is_quantized(gm):
                     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
                     one.dry = dry_run(gm, device_of(example_inputs), dynamic, sources)
@@ -164,8 +168,6 @@ def _current_id() -> str:
 
 def _sources(gm: fx.GraphModule) -> list[str]:
     """Dynamo's name of each input; a graph that it has just finished has them in the metadata."""
-    from inductor_q.backend import source_name
-
     names = []
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)

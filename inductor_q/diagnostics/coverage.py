@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from inductor_q.diagnostics.explanation import ATTENTION, Layer, LayerStatus, Step
 from inductor_q.diagnostics.live import Quantized
-from inductor_q.diagnostics.report import Report, SiteRecord
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
+from inductor_q.report import Report, SiteRecord
 
 UNSEEN = "its forward ran uncompiled, or did not run"
 UNKNOWN = "compiled, but no pass knows this kind of quantized weight"

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_q.diagnostics.context import Context, counterparts
-from inductor_q.diagnostics.report import Report
+from inductor_q.capture.dynamo import counterparts
+from inductor_q.context import Context, new_report
+from inductor_q.hooks import run_stage
+from inductor_q.options import resolve
 from inductor_q.passes.runner import CAPTURED
+from inductor_q.report import Report
 
 
 @dataclass
@@ -52,8 +55,6 @@ class DryRun:
         self.copies.clear()
 
     def _run(self, stage: str, graph: fx.Graph, *, edit: bool = True) -> None:
-        from inductor_q.manager import run_stage
-
         with _no_guards(graph):
             run_stage(stage, graph, self.context, edit=edit)
 
@@ -62,9 +63,6 @@ def dry_run(
     gm: fx.GraphModule, device: torch.device, dynamic: bool, sources: Sequence[str]
 ) -> DryRun:
     """A run with the options that qfuse would have by default here (environment included)."""
-    from inductor_q.backend import new_report
-    from inductor_q.options import resolve
-
     resolved = resolve(None, None, device=device, dynamic=dynamic)
     report = new_report(resolved, device)
     return DryRun(Context(resolved, report, sources, counterparts=counterparts(gm, sources)))

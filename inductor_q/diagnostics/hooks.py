@@ -13,7 +13,7 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from inductor_q.manager import previous_uuids
+from inductor_q.hooks import previous_uuids
 
 
 class Observer(Protocol):

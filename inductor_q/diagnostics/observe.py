@@ -178,7 +178,7 @@ def _forced(backend: str) -> Iterator[None]:
     import torch
 
     if backend == "qfuse":
-        from inductor_q.testing import qfuse_backend
+        from inductor_q.backend import qfuse_backend
 
         chosen: Any = qfuse_backend()
     else:

@@ -24,7 +24,7 @@ from inductor_q.diagnostics.explanation import (
     SavedTensors,
     SuppressedError,
 )
-from inductor_q.diagnostics.report import Report
+from inductor_q.report import Report
 
 NO_GPU = (
     "asked for (mode='reduce-overhead' or triton.cudagraphs), and the graph runs on the CPU, which "

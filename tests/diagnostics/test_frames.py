@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 import inductor_q
-from inductor_q.diagnostics.frames import library_of, user_frame
+from inductor_q.frames import library_of, user_frame
 
 TARGET = ".site"  # no name that means anything: what counts is the dist-info inside
 

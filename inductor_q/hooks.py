@@ -15,7 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from inductor_q.cache import source_digest
-from inductor_q.diagnostics.context import Context
+from inductor_q.context import Context
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import run
 

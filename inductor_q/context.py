@@ -12,14 +12,12 @@ import torch
 from torch import fx
 
 from inductor_q import kernels
-from inductor_q.diagnostics.frames import user_frame
-from inductor_q.diagnostics.report import Report, SiteRecord
+from inductor_q.capture.dynamo import input_index, module_names, module_path
 from inductor_q.formats import QuantFormat
+from inductor_q.frames import user_frame
 from inductor_q.options import Resolved
+from inductor_q.report import Report, SiteRecord
 
-# `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
-_MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
-_PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 
@@ -93,7 +91,7 @@ class Context:
         index = input_index(weight)
         if index is None or index >= len(self.sources):
             return ""
-        return _path(self.sources[index])
+        return module_path(self.sources[index])
 
     def _from_stack(self, node: fx.Node) -> str:
         """The innermost module of the traced call, from where the inputs' names start: torch's own
@@ -107,49 +105,20 @@ class Context:
         return frozenset(names[0] for names in map(module_names, self.sources) if names)
 
 
-def counterparts(gm: fx.GraphModule, sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Of layers in nested compile regions: the path of each -> those of the layers that take its
-    place in other calls. Torch compiles calls that look alike once, by the parameters of the first.
-    """
-    inputs = gm.graph.find_nodes(op="placeholder")
-    paths = dict(zip(inputs, map(_path, sources), strict=False))
-    calls: dict[Any, list[Sequence[Any]]] = {}
-    for node in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.higher_order.invoke_subgraph
-    ):
-        calls.setdefault(node.args[1], []).append(node.args[2:])
-    found: dict[str, tuple[str, ...]] = {}
-    for alike in calls.values():
-        for operand in zip(*alike, strict=False):
-            names = dict.fromkeys(paths.get(given, "") for given in operand)
-            for name in filter(None, names):
-                found[name] = tuple(other for other in names if other not in ("", name))
-    return found
-
-
-def _path(source: str) -> str:
-    path = ".".join(n for n in module_names(source) if n != "base_layer")
-    return path or parameter_name(source)  # where the compiled module is the layer itself
-
-
-def module_names(source: str) -> list[str]:
-    """The submodule names on the way from the compiled module to what a source names."""
-    return _MODULE.findall(source)
-
-
-def input_index(node: fx.Node) -> int | None:
-    """Which of Dynamo's inputs a placeholder of the joint graph is (or was desugared from)."""
-    desc: Any = node.meta.get("desc")
-    while hasattr(desc, "base"):  # an inner tensor of a subclass
-        desc = desc.base
-    index = getattr(desc, "idx", None)
-    return index if isinstance(index, int) else None
-
-
-def parameter_name(source: str) -> str:
-    """The name of the parameter or buffer that a source names in its module; "" for neither."""
-    names: list[str] = _PARAMETER.findall(source)
-    return names[-1] if names else ""
+def new_report(resolved: Resolved, device: torch.device) -> Report:
+    """An empty report that says under which options a graph is compiled."""
+    values = {**resolved.inductor, "qfuse.numerics": resolved.numerics}
+    return Report(
+        preset=resolved.preset.name,
+        preset_reason=resolved.preset.reason,
+        torch=torch.__version__,
+        device=str(device),
+        numerics=resolved.numerics,
+        options={
+            key: {"value": str(values.get(key, "")), "source": source}
+            for key, source in resolved.sources.items()
+        },
+    )
 
 
 def _called(node: fx.Node) -> list[str]:

@@ -47,7 +47,7 @@ def user_frame(node: fx.Node) -> str:
 # Libraries by their place, for they may run from a checkout.
 _TREES = {
     os.path.dirname(os.path.abspath(torch.__file__)): "torch",
-    str(Path(os.path.abspath(__file__)).parents[1]): "inductor-q",
+    str(Path(os.path.abspath(__file__)).parent): "inductor-q",
 }
 
 

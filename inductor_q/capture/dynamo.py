@@ -1,0 +1,124 @@
+"""What Dynamo's graph says of its inputs: where they come from, which modules own them.
+
+Dynamo names each input by a source, the Python expression that reaches it from the compiled
+callable, as `L['self']._modules['layers']._parameters['weight']`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+# `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
+_MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
+_PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
+
+
+def is_quantized(gm: fx.GraphModule) -> bool:
+    """Whether anything in the graph could be ours: a packed weight, or a tensor subclass."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if _namespace(node.target) in ("bitsandbytes", "qfuse"):
+                return True
+            value = node.meta.get("example_value") if node.op == "placeholder" else None
+            if isinstance(value, torch.Tensor) and (
+                _is_subclass(value) or (value.dtype in _PACKED and _is_held(node))
+            ):
+                return True
+    return False
+
+
+def _namespace(target: Any) -> str:
+    """The namespace of an operator, given as an overload or, as Dynamo traces it, without one."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name.partition("::")[0]
+    return str(getattr(target, "namespace", ""))
+
+
+#: What packed weights are stored in; as an input of the model it may as well be an image.
+_PACKED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _is_subclass(value: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def _is_held(node: fx.Node) -> bool:
+    """Whether a placeholder is a parameter or a buffer of a module."""
+    name = source_name(getattr(node, "_dynamo_source", None))
+    return "_parameters" in name or "_buffers" in name
+
+
+def device_of(example_inputs: Sequence[Any]) -> torch.device:
+    """Where the graph computes: an accelerator if any input lies on one."""
+    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def input_sources(gm: fx.GraphModule) -> list[str]:
+    """Dynamo's name of each input: where module paths in the report come from."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [source_name(getattr(node, "_dynamo_source", None)) for node in placeholders]
+
+
+def source_name(source: Any) -> str:
+    """The text of one of Dynamo's sources; "" for none. torch 2.11 has it as a method."""
+    name = source.name if source is not None else ""
+    return name() if callable(name) else str(name)
+
+
+def counterparts(gm: fx.GraphModule, sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Of layers in nested compile regions: the path of each -> those of the layers that take its
+    place in other calls. Torch compiles calls that look alike once, by the parameters of the first.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    paths = dict(zip(inputs, map(module_path, sources), strict=False))
+    calls: dict[Any, list[Sequence[Any]]] = {}
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.invoke_subgraph
+    ):
+        calls.setdefault(node.args[1], []).append(node.args[2:])
+    found: dict[str, tuple[str, ...]] = {}
+    for alike in calls.values():
+        for operand in zip(*alike, strict=False):
+            names = dict.fromkeys(paths.get(given, "") for given in operand)
+            for name in filter(None, names):
+                found[name] = tuple(other for other in names if other not in ("", name))
+    return found
+
+
+def module_names(source: str) -> list[str]:
+    """The submodule names on the way from the compiled module to what a source names."""
+    return _MODULE.findall(source)
+
+
+def input_index(node: fx.Node) -> int | None:
+    """Which of Dynamo's inputs a placeholder of the joint graph is (or was desugared from)."""
+    desc: Any = node.meta.get("desc")
+    while hasattr(desc, "base"):  # an inner tensor of a subclass
+        desc = desc.base
+    index = getattr(desc, "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def parameter_name(source: str) -> str:
+    """The name of the parameter or buffer that a source names in its module; "" for neither."""
+    names: list[str] = _PARAMETER.findall(source)
+    return names[-1] if names else ""
+
+
+def module_path(source: str) -> str:
+    """The dotted path of the module that owns what a source names.
+
+    Where the compiled module is the layer itself there is no path: then it is the parameter's name.
+    """
+    path = ".".join(n for n in module_names(source) if n != "base_layer")
+    return path or parameter_name(source)
