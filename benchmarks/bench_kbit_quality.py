@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks import harness
+from benchmarks import harness, origin, plots
 from examples.finetune import TEXT, Size
 from inductor_q import kbit, testing
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS
@@ -48,13 +47,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     torch.manual_seed(arguments.seed)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    commit = origin.commit()
+    origin.require(commit, _path(arguments, device).name)
     result: dict[str, Any] = {
         "schema": harness.SCHEMA,
         "benchmark": NAME,
         "device": device.type,
         "machine": harness.machine(device),
         "versions": harness.versions(),
-        "commit": harness.commit(),
+        "commit": commit,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "numbers": numbers(arguments.numel, device),
         "scales": scales(arguments.numel, device),
@@ -64,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         harness.console.print(table)
     errors = ", ".join(f"{key} {value:.2%}" for key, value in result["scales"].items())
     harness.console.print(f"E4M4 scales, relative error: {errors}", highlight=False)
-    _write(result, arguments, device)
+    path = origin.write(result, _path(arguments, device))
+    harness.console.print(f"wrote {path}")
+    if picture := plots.draw(result, path.with_suffix(".png")):
+        harness.console.print(f"wrote {picture}")
     return result
 
 
@@ -88,7 +92,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def numbers(numel: int, device: torch.device) -> list[dict[str, Any]]:
-    """Bits an element and SQNR in dB of every format, over normal numbers of deviation 0.02."""
+    """Bits per element and SQNR in dB of every format, over normal numbers of deviation 0.02."""
     x = torch.randn(numel, device=device) * 0.02
     rows = []
     for k in KBITS:
@@ -315,58 +319,9 @@ def _model_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _write(result: Mapping[str, Any], arguments: argparse.Namespace, device: torch.device) -> None:
-    path = arguments.out
-    if path is None:
-        path = harness.RESULTS / f"kbit-quality-{harness.device_slug(device)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    harness.console.print(f"wrote {path}")
-    plotted = plot(result, path.with_suffix(".png"))
-    if plotted is not None:
-        harness.console.print(f"wrote {plotted}")
-
-
-def plot(result: Mapping[str, Any], path: Path) -> Path | None:
-    """Held-out loss over bits an element, before and after; None where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        harness.console.print("no plot: matplotlib is not installed")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = {row["format"]: row for row in result["model"]["rows"]}
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for key, color, label in (
-        ("before", "tab:red", "quantized"),
-        ("after", "tab:blue", "after LoRA fine-tuning"),
-    ):
-        for name, row in rows.items():
-            if name == "bf16":
-                axes.axhline(row[key], color=color, linestyle=":", label=f"bf16, {label}")
-            elif not name.startswith("kbit"):
-                axes.plot(row["bits_per_element"], row[key], "s", color=color, fillstyle="none")
-                axes.annotate(
-                    name,
-                    (row["bits_per_element"], row[key]),
-                    xytext=(0, 7),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=7,
-                )
-        curve = [row for name, row in rows.items() if name.startswith("kbit")]
-        bits = [row["bits_per_element"] for row in curve]
-        axes.plot(bits, [row[key] for row in curve], "o-", color=color, label=f"k-bit, {label}")
-    axes.set_xlabel("bits an element, scales included")
-    axes.set_ylabel("loss on held-out text")
-    axes.set_title(f"k-bit quality, {result['machine']['name']}", fontsize=10)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
+def _path(arguments: argparse.Namespace, device: torch.device) -> Path:
+    path: Path | None = arguments.out
+    return path or harness.RESULTS / f"kbit-quality-{harness.device_slug(device)}.json"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import origin, plots
 from benchmarks.measure import (
     Ceilings,
     Timing,
@@ -23,7 +24,7 @@ from benchmarks.measure import (
     time_steps,
 )
 from benchmarks.peers import PEERS, available, compile_as
-from benchmarks.place import ROOT, commit, device_slug, load, machine, portable, versions
+from benchmarks.place import ROOT, device_slug, load, machine, portable, versions
 from benchmarks.suite import SCHEMA, Row, Suite, console, duration, size
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -44,20 +45,29 @@ def parser(doc: str | None, *, peers: Sequence[str] = PEERS) -> argparse.Argumen
         default="median",
         help="what to show and compare; best is for a machine shared with others",
     )
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/)")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file or folder (default: benchmarks/results/)"
+    )
     parser.add_argument("--plot", type=Path, nargs="?", const=Path("auto"), help="write a PNG")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def start(name: str, arguments: argparse.Namespace) -> Suite:
-    """Check the device, seed, silence the libraries, measure the ceilings."""
+    """Check the device and where the result will come from, seed, measure the ceilings."""
     device = torch.device(arguments.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             sys.exit("--device cuda: torch sees no CUDA device")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
+    commit = origin.commit()
+    path = save_path(name, arguments, device)
+    if path is not None:
+        try:  # before anything is measured that could not be saved
+            origin.require(commit, path.name)
+        except origin.MissingOrigin as error:
+            sys.exit(f"{error}, or measure without saving: --quick")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
@@ -74,7 +84,16 @@ def start(name: str, arguments: argparse.Namespace) -> Suite:
         "backends": arguments.backends,
         "seed": arguments.seed,
     }
-    return Suite(name, device, ceilings, settings, arguments.statistic)
+    return Suite(name, device, ceilings, settings, arguments.statistic, commit=commit)
+
+
+def save_path(name: str, arguments: argparse.Namespace, device: torch.device) -> Path | None:
+    """Where the result goes: the file or folder asked for, or the results of this repository."""
+    file = f"{name.removeprefix('bench_')}-{device_slug(device)}.json"
+    out: Path | None = arguments.out
+    if out is None:
+        return None if arguments.quick else RESULTS / file
+    return out if out.suffix == ".json" else out / file
 
 
 def finish(suite: Suite, arguments: argparse.Namespace, *, extras: Sequence[str] = ()) -> None:
@@ -82,17 +101,15 @@ def finish(suite: Suite, arguments: argparse.Namespace, *, extras: Sequence[str]
     console.print(suite.table(extras=extras))
     for note in suite.notes:
         console.print(note, highlight=False)
-    name = f"{suite.name.removeprefix('bench_')}-{device_slug(suite.device)}"
-    path = arguments.out
-    if path is None and not arguments.quick:
-        path = RESULTS / f"{name}.json"
+    path = save_path(suite.name, arguments, suite.device)
     if path is not None:
         console.print(f"wrote {suite.save(path)}")
     if arguments.plot is not None:
-        automatic = path.with_suffix(".png") if path is not None else RESULTS / f"{name}.png"
-        plotted = suite.plot(automatic if arguments.plot == Path("auto") else arguments.plot)
-        if plotted is not None:
-            console.print(f"wrote {plotted}")
+        picture = arguments.plot
+        if picture == Path("auto"):
+            picture = path.with_suffix(".png") if path is not None else Path(f"{suite.name}.png")
+        if plots.draw(suite.as_dict(), picture):
+            console.print(f"wrote {picture}")
 
 
 __all__ = [
@@ -105,7 +122,6 @@ __all__ = [
     "Suite",
     "Timing",
     "available",
-    "commit",
     "compile_as",
     "console",
     "device_slug",

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: the machine, the versions, the commit, the load."""
+"""Where a benchmark ran: the machine, the versions, the load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +65,6 @@ def load() -> float | None:
     with contextlib.suppress(OSError):
         return os.getloadavg()[0]
     return None
-
-
-def commit() -> dict[str, Any]:
-    """The commit that was measured, and whether the tree had changes on top."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
-            )
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    status = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
-    # A copy of the tree without its history (a GPU machine) is told which commit it is.
-    found = git("rev-parse", "HEAD") or os.environ.get("BENCHMARK_COMMIT")
-    return {"id": found, "dirty": None if status is None else bool(status)}
 
 
 def device_slug(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""The rows of one benchmark run: as a table, as JSON, as bars."""
+"""The rows of one benchmark run: as a table, as JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks import origin
 from benchmarks.measure import Ceilings, Timing
-from benchmarks.place import commit, load, machine, versions
+from benchmarks.place import load, machine, versions
 
 SCHEMA = 1
 
@@ -47,6 +48,8 @@ class Suite:
     statistic: str = "median"  # what tables and ratios show: a field of Timing
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    #: Taken when the run starts: a file edited meanwhile is not what runs.
+    commit: dict[str, Any] = field(default_factory=origin.commit)
 
     def add(
         self,
@@ -97,7 +100,7 @@ class Suite:
             "device": self.device.type,
             "machine": machine(self.device),
             "versions": versions(),
-            "commit": commit(),
+            "commit": self.commit,
             "load": load(),
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "ceilings": asdict(self.ceilings),
@@ -107,9 +110,7 @@ class Suite:
         }
 
     def save(self, path: Path) -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        return path
+        return origin.write(self.as_dict(), path)
 
     def table(self, *, extras: Sequence[str] = ()) -> Table:
         """A row a case, a column a peer with its share of the roof, then the ratios of qfuse."""
@@ -146,44 +147,6 @@ class Suite:
             if row.extra.get(key) is not None:
                 text += f"\n{_labelled(key, row.extra[key])}"
         return text
-
-    def plot(self, path: Path) -> Path | None:
-        """Bars of time relative to the first peer; None where matplotlib is missing."""
-        try:
-            import matplotlib
-        except ImportError:
-            console.print("no plot: matplotlib is not installed")
-            return None
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        cases, peers = self.cases(), self.peers()
-        figure, axes = pyplot.subplots(figsize=(max(6.0, 1.2 * len(cases) + 2), 4))
-        width = 0.8 / len(peers)
-        for index, peer in enumerate(peers):
-            ratios = [self.ratio(case, peer, peers[0]) or float("nan") for case in cases]
-            places = [
-                position + (index - (len(peers) - 1) / 2) * width for position in range(len(cases))
-            ]
-            axes.bar(places, ratios, width=width, label=peer)
-        if any(row.roof for row in self.rows):
-            for position, case in enumerate(cases):
-                first = self.find(case, peers[0])
-                if first is not None and first.roof:
-                    roof = first.roof / self.seconds(first)
-                    axes.hlines(
-                        roof, position - 0.45, position + 0.45, color="black", linestyle=":"
-                    )
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        labels = ["\n".join(f"{key} {value}" for key, value in case.items()) for case in cases]
-        axes.set_xticks(range(len(cases)), labels, fontsize=7)
-        axes.set_ylabel(f"time relative to {peers[0]} (dotted: roof)")
-        axes.set_title(f"{self.name}, {machine(self.device)['name']}", fontsize=10)
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        return path
 
 
 def _labelled(key: str, value: Any) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import place
+from benchmarks import origin, place
 from inductor_q import experts
 from inductor_q.kbit import meta_parameters
 
@@ -139,6 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, help="folder for the adapter, in PEFT's format")
     parser.add_argument("--json", type=Path, help="file for the figures, and where they come from")
     args = parser.parse_args(argv)
+    commit = origin.commit()
+    if args.json:
+        origin.require(commit, args.json.name)
     toy, device = args.size == "toy", torch.device(args.device)
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -169,8 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         experts.save_adapter(model, args.save)
     if args.json:
         result |= {"machine": place.machine(device), "versions": place.versions()}
-        result["commit"] = place.commit()
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        origin.write(result | {"commit": commit}, args.json)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,18 @@ from benchmarks import (  # noqa: E402
     bench_step,
     bench_tiles,
     harness,
+    origin,
+    plots,
 )
+from benchmarks.__main__ import BRIEF  # noqa: E402
+from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import _peer_options  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.ops.scatter2scatter import run  # noqa: E402
 
 CPU = torch.device("cpu")
+COMMIT = "0" * 40
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FIELDS = {
     "schema",
@@ -53,11 +59,18 @@ FIELDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def named_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tests run without a history, on a GPU machine or from an sdist."""
+    monkeypatch.setenv("BENCHMARK_COMMIT", COMMIT)
+
+
 def check_file(path: Path, benchmark: str, peers: set[str]) -> list[dict[str, Any]]:
     result: dict[str, Any] = json.loads(path.read_text())
     assert set(result) == FIELDS
     assert (result["schema"], result["benchmark"]) == (harness.SCHEMA, benchmark)
     assert result["machine"]["name"]
+    assert len(result["commit"]["source"]) == 64
     assert result["versions"]["torch"] == torch.__version__
     assert {row["peer"] for row in result["rows"]} == peers
     for row in result["rows"]:
@@ -133,9 +146,51 @@ def test_saved_file_and_plot(tmp_path: Path) -> None:
     rows = check_file(suite.save(tmp_path / "deep" / "x.json"), "bench_fixed", {"eager", "qfuse"})
     assert rows[1]["roof_fraction"] == 0.5
     assert rows[1]["ratio_to"] == {"eager": 0.25}
-    path = suite.plot(tmp_path / "x.png")
+    result = origin.read(tmp_path / "deep" / "x.json")
+    path = plots.draw(result, tmp_path / "x.png")
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert plots.shown_in(path.read_bytes()) == plots.fingerprint(result)
+
+
+def test_without_a_commit_nothing_is_measured_that_would_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BENCHMARK_COMMIT")
+    monkeypatch.setattr(origin, "ROOT", tmp_path)  # no history
+    monkeypatch.setattr(harness, "measure_ceilings", lambda *a, **k: harness.Ceilings(1, 1))
+    parser = harness.parser("")
+    command = ["--device", "cpu", "--quick"]
+    with pytest.raises(SystemExit, match=r"x\.json has no id .*: set BENCHMARK_COMMIT"):
+        harness.start("bench_x", parser.parse_args([*command, "--out", str(tmp_path / "x.json")]))
+    suite = harness.start("bench_x", parser.parse_args(command))
+    with pytest.raises(origin.MissingOrigin, match="no id"):
+        suite.save(tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_brief_run_is_bounded_and_writes_into_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+
+    def fake(command: list[str], timeout: float | None) -> subprocess.CompletedProcess[str]:
+        assert timeout is not None and timeout <= 100
+        seen.append(command[2:])
+        if "benchmarks.bench_kbit" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    assert (
+        run_benchmarks(["--brief", "--limit", "100", "--out", str(tmp_path / "r"), "--seed", "3"])
+        == 1
+    )
+    tail = ["--seed", "3", "--out", str(tmp_path / "r")]
+    assert seen == [[f"benchmarks.{name}", *options, *tail] for name, options in BRIEF.items()]
+    assert capsys.readouterr().err.splitlines()[-1] == "failed or out of time: bench_kbit"
+    file = harness.save_path("bench_step", harness.parser("").parse_args(tail[2:]), CPU)
+    assert file == tmp_path / "r" / "step-cpu.json"
 
 
 def test_units() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import place
+from benchmarks import origin, place
 from examples import moe_qlora
 
 
@@ -25,7 +25,7 @@ def test_it_learns_and_saves(backend: str, tmp_path: Path) -> None:
     assert [result[name] for name in ("size", "rank", "batch", "length")] == ["toy", 4, 2, 32]
     assert result["machine"] == place.machine(torch.device("cpu"))
     assert result["versions"] == place.versions()
-    assert result["commit"] == place.commit()
+    assert result["commit"] == origin.commit()
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
     assert (tmp_path / "adapter_model.safetensors").stat().st_size > 4 * result[

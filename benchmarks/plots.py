@@ -1,0 +1,138 @@
+"""Pictures of results, drawn from their files: ``python -m benchmarks plot FILE...``.
+
+A picture carries a fingerprint of the figures that it shows, so that a test can find one that was
+drawn from figures of another day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import origin
+
+KEYWORD = "Figures"  # of the text chunk that holds the fingerprint
+
+
+def fingerprint(result: Mapping[str, Any]) -> str:
+    """A digest of everything in a result but its commit, of which more may be known later."""
+    figures = {key: value for key, value in result.items() if key != "commit"}
+    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
+
+
+def shown_in(picture: bytes) -> str | None:
+    """The fingerprint that a PNG carries."""
+    place = 8
+    while place < len(picture):
+        length = int.from_bytes(picture[place : place + 4], "big")
+        kind, data = picture[place + 4 : place + 8], picture[place + 8 : place + 8 + length]
+        key, _, value = data.partition(b"\0")
+        if kind == b"tEXt" and key.decode() == KEYWORD:
+            return value.decode()
+        place += length + 12
+    return None
+
+
+def draw(result: Mapping[str, Any], path: Path) -> Path | None:
+    """Draw a result that was read or has just been measured; None where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = (_bars if "rows" in result else _curves)(pyplot, result)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={KEYWORD: fingerprint(result)})
+    pyplot.close(figure)
+    return path
+
+
+def _bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
+    """Bars of time relative to the first peer."""
+    statistic = result["settings"]["statistic"]
+    rows: dict[str, dict[str, Any]] = {}
+    for row in result["rows"]:
+        label = "\n".join(f"{key} {value}" for key, value in row["case"].items())
+        rows.setdefault(label, {})[row["peer"]] = row
+    peers = list(dict.fromkeys(row["peer"] for row in result["rows"]))
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.2 * len(rows) + 2), 4))
+    width = 0.8 / len(peers)
+
+    def seconds(row: Mapping[str, Any]) -> float:
+        value: float = row["timing"][statistic]
+        return value
+
+    for index, peer in enumerate(peers):
+        ratios = [
+            seconds(of[peer]) / seconds(of[peers[0]])
+            if peer in of and peers[0] in of
+            else float("nan")
+            for of in rows.values()
+        ]
+        places = [
+            position + (index - (len(peers) - 1) / 2) * width for position in range(len(rows))
+        ]
+        axes.bar(places, ratios, width=width, label=peer)
+    for position, of in enumerate(rows.values()):
+        first = of.get(peers[0])
+        if first is not None and first["roof"]:
+            roof = first["roof"] / seconds(first)
+            axes.hlines(roof, position - 0.45, position + 0.45, color="black", linestyle=":")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xticks(range(len(rows)), list(rows), fontsize=7)
+    axes.set_ylabel(f"time relative to {peers[0]} (dotted: roof)")
+    axes.set_title(f"{result['benchmark']}, {result['machine']['name']}", fontsize=10)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _curves(pyplot: Any, result: Mapping[str, Any]) -> Any:
+    """Held-out loss of bench_kbit_quality over bits an element, before and after fine-tuning."""
+    rows = {row["format"]: row for row in result["model"]["rows"]}
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for key, color, label in (
+        ("before", "tab:red", "quantized"),
+        ("after", "tab:blue", "after LoRA fine-tuning"),
+    ):
+        for name, row in rows.items():
+            if name == "bf16":
+                axes.axhline(row[key], color=color, linestyle=":", label=f"bf16, {label}")
+            elif not name.startswith("kbit"):
+                place = (row["bits_per_element"], row[key])
+                axes.plot(*place, "s", color=color, fillstyle="none")
+                axes.annotate(
+                    name,
+                    place,
+                    xytext=(0, 7),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=7,
+                )
+        curve = [row for name, row in rows.items() if name.startswith("kbit")]
+        bits = [row["bits_per_element"] for row in curve]
+        axes.plot(bits, [row[key] for row in curve], "o-", color=color, label=f"k-bit, {label}")
+    axes.set_xlabel("bits per element, scales included")
+    axes.set_ylabel("loss on held-out text")
+    axes.set_title(f"k-bit quality, {result['machine']['name']}", fontsize=10)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks plot", description=draw.__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    try:
+        for path in parser.parse_args(argv).files:
+            if picture := draw(origin.read(path), path.with_suffix(".png")):
+                print(f"wrote {picture}")
+    except origin.MissingOrigin as error:
+        print(error)
+        return 1
+    return 0
