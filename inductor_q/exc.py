@@ -155,6 +155,23 @@ class NoExperts(QfuseError, ValueError):
     )
 
 
+class NothingToQuantize(QfuseError, ValueError):
+    """A model of which a quantizer would have changed nothing; `found` says what is there."""
+
+    model: str
+    found: str
+    message = "nothing to quantize in {model}: {found}"
+
+
+class AlreadyQuantized(QfuseError, ValueError):
+    """Weights that are codes already, which cannot be quantized as if they were values."""
+
+    what: str
+    found: str
+    remedy: str
+    message = "{what} is quantized already: {found}. {remedy}"
+
+
 # --- options ------------------------------------------------------------------------------------
 
 

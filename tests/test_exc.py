@@ -100,6 +100,16 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.NothingToQuantize(model="Net", found="it has no nn.Linear"),
+        "nothing to quantize in Net: it has no nn.Linear",
+        ValueError,
+    ),
+    (
+        exc.AlreadyQuantized(what="experts.up_proj", found="it holds torch.uint8", remedy="Load."),
+        "experts.up_proj is quantized already: it holds torch.uint8. Load.",
+        ValueError,
+    ),
+    (
         exc.InvalidOptionValue(name="shape_padding", value="yes", expected="True or False"),
         "option 'shape_padding': 'yes' is not True or False. Drop the option to keep the default",
         TypeError,

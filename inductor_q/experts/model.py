@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from inductor_q.capture.packed import holds_codes
+from inductor_q.exc import AlreadyQuantized, NothingToQuantize
 from inductor_q.experts.checkpoint import ExpertCheckpoint
 from inductor_q.experts.forward import IMPLEMENTATION, register
 from inductor_q.experts.modules import (
@@ -20,7 +24,10 @@ from inductor_q.experts.modules import (
 )
 from inductor_q.experts.packing import operand_names, pack
 from inductor_q.experts.stack import ExpertStack
+from inductor_q.kbit.checkpoint import check_not_quantized
 from inductor_q.ops.scatter2scatter import DENSE
+
+log = logging.getLogger("inductor_q")
 
 
 def quantize(
@@ -35,7 +42,8 @@ def quantize(
     """Pack the fused experts of `model` in place, a projection at a time, and use "qfuse" for them.
 
     A projection's weights are freed before the next one is packed. What bitsandbytes'
-    `replace_parameter_4bit` has packed is taken over as it is.
+    `replace_parameter_4bit` has packed is taken over as it is; a warning says so where that is
+    another format.
 
     Args:
         model: of transformers (v5), or a PEFT model around one.
@@ -52,12 +60,19 @@ def quantize(
         The model.
 
     Raises:
-        NoExperts, UnknownProjection, UnknownFormat, MissingExtra; WrongCheckpoint, before anything
-        is changed.
+        NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
+        AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
+            parameter holds codes. Before anything is changed, as the next.
+        NothingToQuantize: every projection is packed by an earlier call, in another format.
+        WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
     """
     operand_names(format)  # an unknown one changes nothing
+    _check_not_packed(model, format, targets)  # nor does a model without anything to pack
+    if checkpoint is not None:
+        check_not_quantized(checkpoint)
     source = None if checkpoint is None else ExpertCheckpoint(checkpoint, model)
     weights = weights if source is None else source.weight
+    left: Counter[str] = Counter()
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
             stack = as_stack(layer, name)
@@ -71,9 +86,43 @@ def quantize(
                 for adapter in (packed.lora_A, packed.lora_B):
                     if adapter is not None:  # in place: an optimizer may hold it
                         adapter.data = adapter.data.to(packed.operands[0].device)
+            elif stack.format != format:
+                left[stack.format] += 1
+    for other, count in left.items():
+        log.warning(f"{count} projections of experts are packed already and stay as {other}")
     if source is not None:
         source.load_others(model, device)
     return use_qfuse(model)
+
+
+def _check_not_packed(model: nn.Module, format: str, targets: Collection[str]) -> None:
+    """Refuse codes of other libraries, and a model that has been packed in another format."""
+    stacked = []
+    for layer_name, layer in expert_layers(model).items():
+        for name in projections(layer, targets):
+            held = layer._modules.get(name)
+            if isinstance(held, ExpertStack):
+                stacked.append(held.format)
+                continue
+            stacked.append(DENSE)
+            weight = layer._parameters.get(name)
+            if weight is not None and holds_codes(weight):
+                raise AlreadyQuantized(
+                    what=f"{layer_name}.{name}",
+                    found=f"it holds {weight.dtype}",
+                    remedy=(
+                        "Load the model dequantized (Mxfp4Config(dequantize=True), "
+                        "FineGrainedFP8Config(dequantize=True)), or a checkpoint in 16 bits"
+                    ),
+                )
+    if stacked and DENSE not in stacked and format not in stacked:
+        raise NothingToQuantize(
+            model=type(model).__name__,
+            found=(
+                f"its experts are packed as {', '.join(sorted(set(stacked)))} already. Make the "
+                f"model anew, with its 16-bit weights, for {format}"
+            ),
+        )
 
 
 def add_lora(

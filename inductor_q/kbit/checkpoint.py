@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from inductor_q.exc import MissingExtra, WrongCheckpoint
+from inductor_q.exc import AlreadyQuantized, MissingExtra, WrongCheckpoint
 
 INDEX = "model.safetensors.index.json"
 
@@ -95,6 +95,35 @@ def _files(path: Path) -> list[tuple[Path, list[str]]]:
     for name, file in json.loads(path.read_text())["weight_map"].items():
         by_file.setdefault(file, []).append(name)
     return [(path.parent / file, names) for file, names in by_file.items()]
+
+
+def check_not_quantized(path: str | Path) -> None:
+    """Raise where the config.json beside a checkpoint says that its weights are codes already.
+
+    Some of them (fp8) have the shapes of what they stand for, and would be read without scales.
+
+    Raises:
+        AlreadyQuantized; WrongCheckpoint where config.json cannot be read.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    config = folder / "config.json"
+    if not config.exists():
+        return
+    try:
+        said = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise WrongCheckpoint(path=str(config), problems=(str(error),)) from error
+    for key in ("quantization_config", "compression_config"):
+        if found := said.get(key):
+            raise AlreadyQuantized(
+                what=f"the checkpoint in {folder}",
+                found=f"config.json says {key}.quant_method={found.get('quant_method')!r}",
+                remedy=(
+                    "Give a checkpoint in 16 or 32 bits, or have transformers dequantize this one "
+                    "(Mxfp4Config(dequantize=True), FineGrainedFP8Config(dequantize=True), or "
+                    "model.dequantize() after loading) and quantize that model without `checkpoint`"
+                ),
+            )
 
 
 def safetensors() -> Any:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
-from inductor_q.exc import UnknownLayer
+from inductor_q.capture.packed import packed_tensors
+from inductor_q.exc import NothingToQuantize, UnknownLayer
+
+log = logging.getLogger("inductor_q")
 
 
 def linear_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[str, nn.Linear]:
     """The layers to quantize, by name: every `nn.Linear` itself, not its subclasses.
 
     Left out are what `skip` matches, layers whose weight is tied to another parameter, which would
-    be stored twice, and the matrices of PEFT's adapters.
+    be stored twice, layers whose weight is packed already, and the matrices of PEFT's adapters.
 
     Args:
         skip: shell patterns of whole names or of last components: "lm_head", "*.layers.0.*".
@@ -34,7 +38,51 @@ def linear_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[str, nn.
         if not any(_matches(name, pattern) for pattern in skip)
         and owners[id(layer.weight)] == 1
         and ".lora_" not in f".{name}"
+        and not any(packed_tensors(layer))
     }
+
+
+def check_some(layers: Collection[str], model: nn.Module, *, told: bool = True) -> None:
+    """Raise where there is no layer to quantize; else, where `told`, warn of what is packed already
+    and stays as it is.
+
+    Raises:
+        NothingToQuantize: with what the model has instead.
+    """
+    packed = {
+        name or "the layer": _kind(module, tensor)
+        for name, module in model.named_modules()
+        for _, tensor in packed_tensors(module)
+    }
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(packed.values()).items())
+    some = ", ".join(list(packed)[:3]) + (", ..." if len(packed) > 3 else "")
+    if layers:
+        if packed and told:
+            log.warning(f"left as they are, packed already: {kinds} ({some})")
+        return
+    linears = sum(type(m) is nn.Linear for m in model.modules())
+    if packed:
+        found = (
+            f"it is packed already, {kinds} ({some}). Load the model in 16 bits, without a "
+            "quantization config; inductor_q.kbit.dequantize_model makes ordinary layers of "
+            "KBitLinear, at the values they were rounded to"
+        )
+    elif linears:
+        found = (
+            f"none of its nn.Linear layers ({linears}) is left: `skip` names them, they share "
+            "their weight with another module, or they belong to an adapter"
+        )
+    else:
+        found = "it has no nn.Linear"
+    raise NothingToQuantize(model=type(model).__name__, found=found)
+
+
+def _kind(module: nn.Module, weight: Tensor) -> str:
+    """The library's class of a layer, or, where it is torch's, that of its weight."""
+    if type(module) is not nn.Linear:
+        return type(module).__name__
+    is_plain = type(weight) in (Tensor, nn.Parameter)
+    return f"Linear of {weight.dtype if is_plain else type(weight).__name__}"
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from inductor_q.exc import UnknownLayer
 from inductor_q.kbit.allocate import allocate, check_importance, measure, table
-from inductor_q.kbit.checkpoint import Checkpoint, assign, owners
-from inductor_q.kbit.layers import linear_layers, replace_layers
+from inductor_q.kbit.checkpoint import Checkpoint, assign, check_not_quantized, owners
+from inductor_q.kbit.layers import check_some, linear_layers, replace_layers
 from inductor_q.kbit.linear import KBitLinear
 from inductor_q.kbit.tensor import check_codebook, check_values, quantize
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
@@ -37,7 +37,8 @@ def quantize_model(
     """Replace every `nn.Linear` of `model` by a `KBitLinear`, one after the other.
 
     Quantize first, then attach adapters. Everything is checked before the first layer is replaced:
-    after an error the model is as it was.
+    after an error the model is as it was. Layers that another library or an earlier call has packed
+    stay as they are; a warning counts them, and where nothing else is left it is an error.
 
     Args:
         k: bits of every layer, or by layer name (layers it does not name stay as they are).
@@ -60,6 +61,8 @@ def quantize_model(
 
     Raises:
         UnsupportedBits, UnknownAbsmax, WrongCodebook, WrongBudget, UnknownLayer: the arguments.
+        NothingToQuantize: no layer is left to quantize; the error says what was found instead.
+        AlreadyQuantized: the checkpoint's config.json says that its weights are quantized.
         NotFinite, ScaleOutOfRange: a weight, by name, that cannot be quantized.
         WrongCheckpoint: it lacks tensors of the model, has them in other shapes, or is damaged.
     """
@@ -68,7 +71,10 @@ def quantize_model(
     if importance is not None and bits is None:
         raise TypeError("importance goes with bits: it weighs the choice of K by layer")
     check_absmax(absmax)
+    if checkpoint is not None:
+        check_not_quantized(checkpoint)
     layers = linear_layers(model, _default_skip(model) if skip is None else skip)
+    check_some(layers, model, told=not isinstance(k, Mapping))
     source: _Source
     if checkpoint is None:
         source = _InMemory(model, layers, device)
@@ -118,7 +124,8 @@ _COLUMNS = (
 
 def _default_skip(model: nn.Module) -> tuple[str, ...]:
     """The head, whose errors reach the loss directly, as other quantizers leave it."""
-    return ("lm_head",) if any(_is_head(name) for name, _ in model.named_modules()) else ()
+    heads = (type(m) is nn.Linear and _is_head(name) for name, m in model.named_modules())
+    return ("lm_head",) if any(heads) else ()
 
 
 def _is_head(name: str) -> bool:

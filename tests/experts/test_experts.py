@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +451,48 @@ def test_another_models_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(exc.WrongCheckpoint, match=r"router\.weight is missing"):
         experts.quantize(model("gpt_oss"), checkpoint=tmp_path)
     assert not [*stacks(net)]
+
+
+# --- what is packed already ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", "bitsandbytes", "fp8"])
+def test_a_quantized_checkpoint_is_refused(method: str, tmp_path: Path) -> None:
+    """Its tensors are codes, some in the shape of what they stand for."""
+    model("olmoe").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps({**said, "quantization_config": {"quant_method": method}}))
+    net = model("olmoe")
+    for checkpoint in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(exc.AlreadyQuantized, match=f"quant_method='{method}'") as error:
+            experts.quantize(net, checkpoint=checkpoint)
+        assert "dequantize=True" in str(error.value)
+    assert not [*stacks(net)]
+
+
+def test_codes_of_another_library_are_refused() -> None:
+    net = model("olmoe")
+    layer = net.model.layers[1].mlp.experts
+    codes = layer.down_proj.detach().to(torch.float8_e4m3fn)
+    layer.down_proj = nn.Parameter(codes, requires_grad=False)
+    with pytest.raises(exc.AlreadyQuantized, match=r"layers\.1.*float8_e4m3fn"):
+        experts.quantize(net)
+    assert not [*stacks(net)]
+
+
+def test_another_format_over_packed_experts(told: list[str]) -> None:
+    net = experts.quantize(model("olmoe"), "nf4_b64", targets=["down_proj"])
+    assert experts.quantize(net, "nf4_b64", targets=["down_proj"]) is net  # has what is asked for
+    with pytest.raises(exc.NothingToQuantize, match="packed as nf4_b64 already"):
+        experts.quantize(net, "kbit3_e4m4", targets=["down_proj"])
+    assert not told
+    experts.quantize(net, "kbit3_e4m4")
+    assert told == ["2 projections of experts are packed already and stay as nf4_b64"]
+    assert {name.rpartition(".")[2]: stack.format for name, stack in stacks(net)} == {
+        "gate_up_proj": "kbit3_e4m4",
+        "down_proj": "nf4_b64",
+    }
 
 
 # --- mistakes -----------------------------------------------------------------------------------

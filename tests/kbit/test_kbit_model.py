@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from inductor_q import exc, kbit
+from inductor_q import exc, kbit, testing
 from inductor_q.kbit.layers import linear_layers
 from tests.support.kbit_models import IDS, KBITS, LAYERS, Model, model, packed, quantized, unchanged
 
@@ -199,6 +201,70 @@ def test_state_dict_of_a_corrupt_length() -> None:
         "corrupt quantization state: layers.0.up.qweight should be torch.int32 (256,), is "
         "torch.int32 (255,). The state dict belongs to a layer of another size, or is damaged."
     )
+
+
+# --- what is packed already, or was never there -------------------------------------------------
+
+
+def refused(m: nn.Module, found: str, k: int = 4, **arguments: Any) -> None:
+    with pytest.raises(exc.NothingToQuantize, match=found):
+        kbit.quantize_model(m, k, progress=False, **arguments)
+
+
+def test_a_model_that_bitsandbytes_has_packed() -> None:
+    m = testing.qlora_model(testing.tiny_llama_config(num_hidden_layers=1))
+    assert type(m.get_submodule("base_model.model.lm_head")) is nn.Linear  # skipped by default
+    refused(m, r"in PeftModel\w*: it is packed already, 7 Linear4bit \(.*q_proj.*, \.\.\.\)")
+
+
+def test_a_model_in_another_k() -> None:
+    m = quantized(4)
+    refused(m, "4 KBitLinear .*dequantize_model", k=3)
+    assert {layer.format for layer in packed(m).values()} == {"kbit4_e4m4"}
+    back = kbit.quantize_model(kbit.dequantize_model(m), 3, progress=False)
+    assert {layer.format for layer in packed(back).values()} == {"kbit3_e4m4"}
+
+
+def test_a_model_of_torchao() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    m = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
+    quantization.quantize_(m, quantization.Int8WeightOnlyConfig())
+    refused(m, "in Sequential: it is packed already, 1 Linear of Int8Tensor")
+
+
+def test_a_model_without_linear_layers() -> None:
+    refused(nn.Sequential(nn.Conv1d(2, 2, 2)), "in Sequential: it has no nn.Linear$")
+    refused(nn.Sequential(nn.Linear(32, 32)), r"none of its nn.Linear layers \(1\)", skip=["*"])
+
+
+def test_what_stays_packed_is_told(told: list[str]) -> None:
+    m = kbit.quantize_model(model(), {"layers.0.up": 2}, progress=False)
+    kbit.quantize_model(m, {"layers.0.down": 3}, progress=False)
+    assert not told  # each layer was named
+    kbit.quantize_model(m, 4, progress=False)
+    assert told == ["left as they are, packed already: 2 KBitLinear (layers.0.up, layers.0.down)"]
+    assert [layer.format[:5] for layer in packed(m).values()] == [
+        "kbit2",
+        "kbit3",
+        "kbit4",
+        "kbit4",
+    ]
+
+
+def test_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """An fp8 checkpoint has weights in the shapes of the model's, and scales beside them."""
+    torch_file: Any = pytest.importorskip("safetensors.torch")
+    m = model()
+    codes = {n: t.detach().to(torch.float8_e4m3fn).clone() for n, t in m.state_dict().items()}
+    torch_file.save_file(codes, tmp_path / "model.safetensors")
+    said = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+
+    def call() -> None:
+        with pytest.raises(exc.AlreadyQuantized, match="quant_method='fp8'"):
+            kbit.quantize_model(m, 4, checkpoint=tmp_path, progress=False)
+
+    unchanged(m, call)
 
 
 def test_adapters_are_no_layers_to_quantize() -> None:
