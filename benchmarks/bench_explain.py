@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import harness
 from inductor_q import testing
-from inductor_q.diagnostics.observe import observe
+from inductor_q.diagnostics.observation import observe
 
 PEERS = ("plain", "observed")
 

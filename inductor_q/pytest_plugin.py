@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from inductor_q.diagnostics.observe import Observation
+    from inductor_q.diagnostics.observation import Observation
 
 
 class CompilesClean:
@@ -46,7 +46,7 @@ class CompilesClean:
         one with an error that `suppress_errors` hides: they would keep any limit.
         """
         from inductor_q.diagnostics.budgets import Budget
-        from inductor_q.diagnostics.observe import observe
+        from inductor_q.diagnostics.observation import observe
         from inductor_q.diagnostics.render import text
 
         __tracebackhide__ = True

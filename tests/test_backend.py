@@ -27,7 +27,7 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.capture.bnb_graph import CPU_PACKED, overload, packed_in_forward
-from inductor_q.diagnostics.observe import observe
+from inductor_q.diagnostics.observation import observe
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.report import Report
 from tests.support.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
+import pkgutil
 import re
 
 import pytest
@@ -11,6 +14,9 @@ from docs.generate import HERE, generated
 from inductor_q import cli
 from inductor_q.commands.presets import tables
 from inductor_q.presets import MAPPINGS, PRESETS
+
+#: Those with names for users.
+PACKAGES = ("experts", "kbit", "ops", "diagnostics")
 
 
 @pytest.mark.parametrize("name", ["reference.md", "cli.md", "explain.schema.json"])
@@ -36,3 +42,14 @@ def test_every_command_and_option_is_in_the_manual() -> None:
         options = {option for action in parser._actions for option in action.option_strings}
         for option in options - {"-h", "--help"}:
             assert re.search(rf"(?<![\w-]){option}(?![\w-])", page), f"{name} {option}"
+
+
+@pytest.mark.parametrize("package", ["inductor_q", *(f"inductor_q.{name}" for name in PACKAGES)])
+def test_no_module_hides_a_public_name(package: str) -> None:
+    """Importing `package.observe` would make it what `package.observe` is from then on."""
+    module = importlib.import_module(package)
+    modules = {name for _, name, _ in pkgutil.iter_modules(module.__path__)}
+    for name in module.__all__:
+        if name in modules:
+            importlib.import_module(f"{package}.{name}")
+        assert not inspect.ismodule(getattr(module, name)), name

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.diagnostics.explanation import Explanation
-from inductor_q.diagnostics.observe import observe
+from inductor_q.diagnostics.observation import observe
 from inductor_q.passes.canonicalize import LEAVES
 from tests.support.compiling import SMALL
 

@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from inductor_q.diagnostics.checks import Finding as Finding
     from inductor_q.diagnostics.checks import check_environment as check_environment
     from inductor_q.diagnostics.checks import check_model as check_model
-    from inductor_q.diagnostics.observe import Observation as Observation
-    from inductor_q.diagnostics.observe import observe as observe
+    from inductor_q.diagnostics.observation import Observation as Observation
+    from inductor_q.diagnostics.observation import observe as observe
 
 # Looked up on demand: `qfuse explain` observes a target that is to import torch itself.
 _PUBLIC = {
     "Finding": "checks",
-    "Observation": "observe",
+    "Observation": "observation",
     "check_environment": "checks",
     "check_model": "checks",
-    "observe": "observe",
+    "observe": "observation",
 }
 
 __all__ = ["Finding", "Observation", "check_environment", "check_model", "observe"]

@@ -20,7 +20,7 @@ from typing import NoReturn
 from inductor_q.diagnostics.budgets import Budget
 from inductor_q.diagnostics.explanation import Exit, Explanation
 from inductor_q.diagnostics.merge import Exchange, Ranks, merge
-from inductor_q.diagnostics.observe import Observation, observe
+from inductor_q.diagnostics.observation import Observation, observe
 from inductor_q.diagnostics.targets import Target
 from inductor_q.diagnostics.torchrun import LAUNCHERS, explained_ranks
 from inductor_q.exc import UnwritableOutput

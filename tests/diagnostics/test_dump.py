@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import torch
 
 from inductor_q import testing
-from inductor_q.diagnostics.observe import observe
+from inductor_q.diagnostics.observation import observe
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
 from tests.support.processes import ROOT, environment

@@ -19,7 +19,7 @@ import torch
 
 from inductor_q import testing
 from inductor_q.diagnostics.explanation import Explanation, GraphBreak
-from inductor_q.diagnostics.observe import observe
+from inductor_q.diagnostics.observation import observe
 from inductor_q.diagnostics.render.json import read
 from inductor_q.diagnostics.summary import NO_GPU
 

@@ -19,7 +19,7 @@ from torch import nn
 from inductor_q import testing
 from inductor_q.diagnostics import coverage, recompiles
 from inductor_q.diagnostics.explanation import Explanation
-from inductor_q.diagnostics.observe import observe
+from inductor_q.diagnostics.observation import observe
 from inductor_q.passes.causal_attention import CausalAttention
 from inductor_q.report import Report, SiteRecord
 from tests.support.compiling import skip_unless_regions_chain
@@ -475,7 +475,7 @@ def test_nothing_is_left_behind(error: type[Exception] | None, tmp_path: Any) ->
 def test_torch_is_not_imported_before_the_target_does() -> None:
     look = """
         import sys
-        from inductor_q.diagnostics.observe import observe
+        from inductor_q.diagnostics.observation import observe
         with observe() as observation:
             before = "torch" in sys.modules
             import torch
