@@ -22,7 +22,7 @@ from inductor_q import kernels, ops, testing
 from inductor_q.formats import FORMATS
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name, normal_float
 from inductor_q.kernels import dequantize_reference
-from inductor_q.ops.quantize_kbit import reference
+from inductor_q.kernels.quantize_kbit_reference import reference
 
 SHAPES = {"cuda": (8192, 8192), "cpu": (1024, 1024)}
 QUICK = {"cuda": (2048, 2048), "cpu": (64, 256)}

@@ -39,7 +39,7 @@ PEERS = ("qfuse", "runner", "jit", "op", "bitsandbytes")
 WAYS = {"runner": "by_triton", "jit": "by_jit"}
 SHAPE = {"cuda": (1024, 1024), "cpu": (64, 64)}
 #: The module; the package has a function of its name.
-DEQUANTIZE = importlib.import_module("inductor_q.ops.dequantize")
+DEQUANTIZE = importlib.import_module("inductor_q.kernels.dequantize")
 
 Call = Callable[[], Any]
 

@@ -32,8 +32,8 @@ from torch import Tensor
 from benchmarks import harness
 from inductor_q import ops
 from inductor_q.capture.bnb_state import bnb_operands
-from inductor_q.experts.routing import Routing, route
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
+from inductor_q.ops.routing import Routing, route
 
 # name: (experts, out features, in features, top-k); gate and up in one projection.
 MODELS = {

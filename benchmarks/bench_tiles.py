@@ -17,13 +17,13 @@ from torch import Tensor
 
 from benchmarks import bench_moe, harness
 from inductor_q.capture.bnb_state import bnb_operands
-from inductor_q.experts.routing import route
 from inductor_q.formats import get_format
 from inductor_q.kernels import tiles
+from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.scatter2scatter_triton import work
 from inductor_q.kernels.scatter2scatter_tuned import milliseconds
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
+from inductor_q.ops.routing import route
 
 PEERS = ("default", "best")
 RANK = 16

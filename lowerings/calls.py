@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from inductor_q.formats import FORMATS
-from inductor_q.ops.dequantize import write
-from inductor_q.ops.grouped_gram import GroupedGram
-from inductor_q.ops.grouped_gram import run as run_gram
-from inductor_q.ops.scatter2scatter import run, unchecked
-from inductor_q.ops.tile_map import run as run_tile_map
+from inductor_q.kernels.calls import GroupedGram, unchecked
+from inductor_q.kernels.dequantize import write
+from inductor_q.kernels.dispatch import run_grouped_gram, run_scatter2scatter, run_tile_map
 
 
 def qfuse_dequantize(
@@ -25,12 +23,12 @@ def qfuse_dequantize(
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     """The op with its arguments as traced: checked then."""
     *inputs, provider = args
-    return run(unchecked(inputs), provider)
+    return run_scatter2scatter(unchecked(inputs), provider)
 
 
 def qfuse_grouped_gram(*args: Any) -> Tensor:
     """The op with its arguments as traced: checked then."""
-    return run_gram(GroupedGram(*args))
+    return run_grouped_gram(GroupedGram(*args))
 
 
 def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:

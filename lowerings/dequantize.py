@@ -20,8 +20,8 @@ from torch._inductor.virtualized import V, ops
 from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
 from inductor_q.kernels import POINTWISE, choose, refusal
+from inductor_q.kernels.dequantize import tell_once
 from inductor_q.lowerings.in_force import in_force
-from inductor_q.ops.dequantize import tell_once
 
 OP = "dequantize"
 
@@ -77,7 +77,7 @@ def _flat(x: Any) -> Any:
 
 
 class DequantizeOut(ir.ExternKernelOut):
-    """A call of `inductor_q.ops.dequantize.write` from the generated code.
+    """A call of `inductor_q.kernels.dequantize.write` from the generated code.
 
     Called as the Python function it is: the dispatcher would cost more than the launch, and the
     operands were checked when the op was traced.

@@ -23,7 +23,7 @@ from inductor_q.capture import bnb_graph
 from inductor_q.capture.bnb_graph import Weight
 from inductor_q.context import Context
 from inductor_q.formats import get_format
-from inductor_q.ops.dequantize import DTYPES
+from inductor_q.kernels.calls import DTYPES
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,

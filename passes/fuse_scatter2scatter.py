@@ -29,7 +29,7 @@ from inductor_q.capture.experts_graph import Batched, Grouped, match_batched, ma
 from inductor_q.context import Context
 from inductor_q.formats import get_format
 from inductor_q.kernels import scatter2scatter_kernels
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
 from inductor_q.passes.graph import CAST, MUL, RESHAPE, emit, tensor
 from inductor_q.passes.runner import Site
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
 
 aten = torch.ops.aten
 _SWAPS = ([0, 2, 1], [0, -1, -2])

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from inductor_q.experts.model import add_lora as add_lora
     from inductor_q.experts.model import quantize as quantize
     from inductor_q.experts.model import use_qfuse as use_qfuse
-    from inductor_q.experts.routing import Routing as Routing
-    from inductor_q.experts.routing import route as route
     from inductor_q.experts.stack import ExpertStack as ExpertStack
+    from inductor_q.ops.routing import Routing as Routing
+    from inductor_q.ops.routing import route as route
 
 _PUBLIC = {
     "ExpertStack": "stack",

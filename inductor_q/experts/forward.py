@@ -14,9 +14,9 @@ from torch import Tensor
 
 from inductor_q import ops
 from inductor_q.experts.modules import bnb_packed
-from inductor_q.experts.routing import Routing, route
 from inductor_q.experts.stack import ExpertStack
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
+from inductor_q.ops.routing import Routing, route
 
 IMPLEMENTATION = "qfuse"
 

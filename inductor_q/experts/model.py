@@ -25,7 +25,7 @@ from inductor_q.experts.modules import (
 from inductor_q.experts.packing import operand_names, pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kbit.checkpoint import check_not_quantized
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
 
 log = logging.getLogger("inductor_q")
 

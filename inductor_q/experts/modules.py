@@ -16,7 +16,7 @@ from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.exc import NoExperts, UnknownProjection
 from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
 
 #: The fused parameters of an expert layer, in the order in which a layer registers them.
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")

@@ -10,7 +10,7 @@ from inductor_q.exc import MissingExtra, UnknownFormat, WrongShape
 from inductor_q.formats import BNB_QUANT_TYPES, FORMATS, get_format
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.formats.scale import NestedScale
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
 
 
 def pack(weight: Tensor, format: str) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.experts.packing import operand_names
-from inductor_q.experts.routing import Routing
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels.calls import DENSE
+from inductor_q.ops.routing import Routing
 
 
 class ExpertStack(nn.Module):

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING
 
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import (
-    dequantize_cpp,
-    dequantize_cuda,
-    dequantize_reference,
-    dequantize_triton,
     grouped_gram_triton,
     quantize_kbit_cuda,
     quantize_kbit_triton,
@@ -25,6 +21,7 @@ from inductor_q.kernels import (
     scatter2scatter_tuned,
     tile_map_triton,
 )
+from inductor_q.kernels.dequantize import DEQUANTIZE
 from inductor_q.kernels.kernel import (
     DequantizeKernel,
     GroupedGramKernel,
@@ -34,14 +31,9 @@ from inductor_q.kernels.kernel import (
 )
 
 if TYPE_CHECKING:
-    from inductor_q.ops.scatter2scatter import Scatter2Scatter
+    from inductor_q.kernels.calls import Scatter2Scatter
 
-DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
-    "cpu": (dequantize_cpp.KERNEL, dequantize_reference.KERNEL),
-    "cuda": (dequantize_cuda.KERNEL, dequantize_triton.KERNEL, dequantize_reference.KERNEL),
-}
-
-#: By device type; where none supports the call, `ops.quantize_kbit.reference` serves it.
+#: By device type; where none supports the call, `quantize_kbit_reference` serves it.
 QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {
     "cuda": (quantize_kbit_cuda.KERNEL, quantize_kbit_triton.KERNEL),
 }
@@ -77,7 +69,7 @@ GROUPED_GRAM: dict[str, tuple[GroupedGramKernel, ...]] = {
     ),
 }
 
-#: By device type; where there is none, `ops.tile_map.reference` serves.
+#: By device type; where there is none, `tile_map.reference` serves.
 TILE_MAP: dict[str, tuple[TileMapKernel, ...]] = {"cuda": (tile_map_triton.KERNEL,)}
 
 #: What compiled code chooses among.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
+from inductor_q.kernels.calls import Scatter2Scatter
 
 
 def source_slots(call: Scatter2Scatter) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.scale import BlockScale, NestedScale
-from inductor_q.ops.dequantize import write
+from inductor_q.kernels.dequantize import write
 
 
 class ExpertWeights:

@@ -11,8 +11,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from inductor_q.kernels.calls import GroupedGram
 from inductor_q.kernels.gpu import on
-from inductor_q.ops.grouped_gram import GroupedGram
 
 NARROW = 64  # columns of the narrow side that one program holds
 WIDTH = 128

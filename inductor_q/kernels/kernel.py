@@ -10,8 +10,7 @@ from torch import Tensor
 from inductor_q.formats import QuantFormat
 
 if TYPE_CHECKING:
-    from inductor_q.ops.grouped_gram import GroupedGram
-    from inductor_q.ops.scatter2scatter import Scatter2Scatter
+    from inductor_q.kernels.calls import GroupedGram, Scatter2Scatter
 
 
 #: Writes the values of a weight's operands into a matrix, on the current stream.
@@ -53,7 +52,7 @@ class DequantizeKernel(Protocol):
 
 
 class QuantizeKbitKernel(Protocol):
-    """Computes `qfuse::quantize_kbit`, bit for bit as `ops.quantize_kbit.reference`."""
+    """Computes `qfuse::quantize_kbit`, bit for bit as `quantize_kbit_reference.reference`."""
 
     name: str
 
@@ -107,7 +106,7 @@ class GroupedGramKernel(Protocol):
 
 
 class TileMapKernel(Protocol):
-    """Computes `qfuse::tile_map`, as `ops.tile_map.reference` up to the last part."""
+    """Computes `qfuse::tile_map`, as `tile_map.reference` up to the last part."""
 
     name: str
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats.kbit import BLOCK, KBIT_SCALES
 from inductor_q.kernels.dequantize_cuda import RUN, SOURCE, TYPES, VECTOR_BYTES, scale_type
-from inductor_q.ops.quantize_kbit import allocate
+from inductor_q.kernels.quantize_kbit_reference import allocate
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from inductor_q.formats.kbit import BLOCK, E4M4
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT, compile_source
 from inductor_q.kernels.gpu import on
-from inductor_q.ops.quantize_kbit import allocate, midpoints
+from inductor_q.kernels.quantize_kbit_reference import allocate, midpoints
 
 
 @dataclass(frozen=True)

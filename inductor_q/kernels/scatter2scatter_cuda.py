@@ -22,8 +22,8 @@ from inductor_q.formats import QuantFormat
 from inductor_q.formats.codec import Codebook, Table
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.scale import BlockScale, NestedScale
+from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 SOURCE = "scatter2scatter.cu"
 CAPABILITY = (9, 0)

@@ -3,7 +3,7 @@
 The fastest way in plain torch where each expert has many rows: the decode runs at the speed of
 memory and its cost is shared by all rows. It holds every expert in 16 bits while it runs, and
 nothing of them afterwards. With fewer rows than experts it decodes as many experts as there are
-rows, which is the most that can have any (`inductor_q.experts.active`).
+rows, which is the most that can have any (`inductor_q.kernels.expert_active`).
 
 The adapter rides in the same product, `[x | s x A'] [W | B]'`, summed in float32: rows are copied
 into grouped order and weights decoded anyway, so they go straight into wider buffers, and there is
@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.experts.active import ActiveExperts, active_experts
 from inductor_q.formats import QuantFormat
+from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_active import ActiveExperts, active_experts
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
     adapter,
@@ -27,7 +28,6 @@ from inductor_q.kernels.scatter2scatter_grouped_mm import (
     rows_out,
     unsupported,
 )
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 PITCH = 64  # rows of buffers are multiples of 64 elements long: 128 bytes, a line of the cache
 

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inductor_q.experts.active import ActiveExperts, select_adapter
 from inductor_q.formats import QuantFormat
+from inductor_q.kernels.calls import GroupedGram, Scatter2Scatter
+from inductor_q.kernels.expert_active import ActiveExperts, select_adapter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, owned, scatter
 from inductor_q.kernels.gpu import on
-from inductor_q.ops.grouped_gram import GroupedGram
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a row of a grouped product is aligned to
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.experts.active import ActiveExperts
 from inductor_q.formats import QuantFormat
+from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_active import ActiveExperts
 from inductor_q.kernels.scatter2scatter_dequantize import decode, fewer_experts
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
     adapter,
@@ -24,7 +25,6 @@ from inductor_q.kernels.scatter2scatter_grouped_mm import (
     rows_out,
     unsupported,
 )
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 
 class Merged:

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from inductor_q.formats import QuantFormat
+from inductor_q.kernels.calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
-from inductor_q.ops.grouped_gram import GroupedGram
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 
 class Reference:

@@ -21,10 +21,10 @@ from inductor_q.formats import QuantFormat
 from inductor_q.formats.codec import Codebook
 from inductor_q.formats.packing import BytePacking
 from inductor_q.kernels import tiles
+from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize_triton import compile_source
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.scatter2scatter_cuda import fit
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 MIN_GROUP = 32  # elements of a row that share a scale: fewer make the scales larger than the codes
 MAX_RANK = 128

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from inductor_q.files import write_whole
 from inductor_q.kernels import tiles
+from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.scatter2scatter_triton import Triton, work
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
 
 log = logging.getLogger("inductor_q")
 

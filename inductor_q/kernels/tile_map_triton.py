@@ -7,8 +7,7 @@ import importlib.util
 from torch import Tensor
 
 from inductor_q.kernels.gpu import on
-from inductor_q.kernels.tiles import height
-from inductor_q.ops.tile_map import WIDTH_STEP, length
+from inductor_q.kernels.tile_map import WIDTH_STEP, height, length
 
 
 class Triton:

@@ -16,14 +16,6 @@ from typing import Any
 
 import torch
 
-from inductor_q.ops.tile_map import LOWEST
-
-#: Of a tile map's parts: (from rows an expert on average, rows of a part at most). The steps are
-#: those of the kernel for Hopper, whose highest tile no other GPU has the shared memory for.
-HEIGHTS = ((96, 256), (48, 128), (16, 64), (0, LOWEST))
-HIGHEST = {(9, 0): 256}
-HIGHEST_ELSEWHERE = 128
-
 ROWS = (16, 32, 64, 128)
 FEATURES = (32, 64, 128, 256)
 DEPTHS = (32, 64, 128)
@@ -118,15 +110,6 @@ START = (
 
 #: Where Triton has no matrix instructions, below 8.0, sums and operands stay in registers.
 START_SCALAR = Tile(32, 64, 32, 4, 3)
-
-
-def height(rows: int, num_experts: int, device: torch.device) -> int:
-    """Rows of a part of `ops.tile_map` at most."""
-    average = rows / max(1, num_experts)
-    wanted = next(most for least, most in HEIGHTS if average >= least)
-    if device.type != "cuda":
-        return min(wanted, HIGHEST_ELSEWHERE)
-    return min(wanted, HIGHEST.get(torch.cuda.get_device_capability(device), HIGHEST_ELSEWHERE))
 
 
 def limits(device: torch.device) -> Limits:

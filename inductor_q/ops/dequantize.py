@@ -8,29 +8,21 @@ for the call serves all that are like it.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from inductor_q.exc import CorruptQuantState, WrongDtype, WrongShape
+from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.formats import QuantFormat, get_format
-from inductor_q.formats.operand import FLOATS, Operand
+from inductor_q.kernels.calls import check_operands
+from inductor_q.kernels.dequantize import KEPT, write
 from inductor_q.ops.library import define, define_autograd
 
-if TYPE_CHECKING:
-    from inductor_q.kernels.kernel import Launch
-
-log = logging.getLogger("inductor_q")
-
 SCHEMA = "(Tensor[] operands, str format, SymInt[] shape, ScalarType dtype"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_REMEDY = "The state belongs to another weight, blocksize or format: quantize the weight again."
 
 
 def dequantize(
@@ -71,37 +63,6 @@ def _is_traced(operands: Sequence[Tensor]) -> bool:
     return any(isinstance(t, (FakeTensor, FunctionalTensor)) for t in operands)
 
 
-def check_operands(
-    operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
-) -> None:
-    """Raise unless `operands` can hold a weight of `shape` in format `fmt`."""
-    if dtype not in DTYPES:
-        raise WrongDtype(what="dequantized weight", expected=DTYPES, got=dtype)
-    if len(operands) != len(fmt.operands):
-        raise CorruptQuantState(
-            what=f"number of operands of {fmt.name}",
-            expected=f"{len(fmt.operands)} ({', '.join(fmt.operands)})",
-            got=len(operands),
-            remedy="Pass the operands in the order of FORMATS[format].operands.",
-        )
-    devices = {t.device for t in operands}
-    if len(devices) > 1:
-        raise CorruptQuantState(
-            what=f"device of the operands of {fmt.name}",
-            expected="one device",
-            got=", ".join(
-                f"{n} on {t.device}" for n, t in zip(fmt.operands, operands, strict=True)
-            ),
-            remedy="Move the quantization state with the weight: module.to(device).",
-        )
-    numel = math.prod(shape)
-    for operand, tensor in zip(fmt.requirements(numel), operands, strict=True):
-        if operand.dtypes:
-            _check_typed(operand, tensor)
-        else:
-            _check_bytes(operand, tensor, shape)
-
-
 def _check_once(
     operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
@@ -115,43 +76,7 @@ def _check_once(
         _checked.add(key)
 
 
-#: Kinds of calls that are remembered: many models' weights. With more all are forgotten, and come
-#: back.
-KEPT = 4096
 _checked: set[tuple[Any, ...]] = set()
-
-
-def _check_bytes(operand: Operand, tensor: Tensor, shape: Sequence[int]) -> None:
-    packed = tensor.numel() * tensor.element_size()
-    # A wider storage dtype may round the byte count up to its own size.
-    if not operand.numel <= packed < operand.numel + tensor.element_size():
-        raise CorruptQuantState(
-            what="packed weight",
-            expected=f"{operand.numel} bytes for shape {tuple(shape)}",
-            got=f"{packed} bytes",
-            remedy=_REMEDY,
-        )
-
-
-def _check_typed(operand: Operand, tensor: Tensor) -> None:
-    if tensor.numel() != operand.numel:
-        raise CorruptQuantState(
-            what=f"number of elements of {operand.name}",
-            expected=operand.numel,
-            got=tensor.numel(),
-            remedy=_REMEDY,
-        )
-    dtypes = tuple(getattr(torch, name) for name in operand.dtypes)
-    if tensor.dtype in dtypes:
-        return
-    if operand.dtypes == FLOATS:
-        raise WrongDtype(what=operand.name, expected=dtypes, got=tensor.dtype)
-    raise CorruptQuantState(  # codes, or a scale that the format promises in one dtype
-        what=f"dtype of {operand.name}",
-        expected=" or ".join(map(str, dtypes)),
-        got=tensor.dtype,
-        remedy=_REMEDY,
-    )
 
 
 def _dequantize(
@@ -164,63 +89,6 @@ def _dequantize(
         cols = out.shape[-1] if shape else 1
         write(operands, fmt, out if len(shape) == 2 else out.view(numel // cols, cols))
     return out
-
-
-def write(
-    operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, provider: str = "auto"
-) -> None:
-    """Write the values into the matrix `out` with the first kernel that supports the call.
-
-    A kernel named by `provider` is asked before the others; where the device has none of that name,
-    a warning says so once. Kernels are asked at the first call of a kind; what the one that serves
-    it has prepared is launched again for those that `DequantizeKernel` counts as like it.
-    """
-    key = (
-        *(fmt, provider, out.device, out.dtype, out.shape, out.stride(), out.data_ptr() % 16),
-        *[(t.dtype, t.is_contiguous(), t.data_ptr() % 16) for t in operands],
-    )
-    launch = _launches.get(key)
-    if launch is None:
-        if len(_launches) >= KEPT:
-            _launches.clear()
-        launch = _launches[key] = _prepare(operands, fmt, out, provider)
-    launch(operands, out)
-
-
-_launches: dict[tuple[Any, ...], Launch] = {}
-
-
-def _prepare(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, provider: str) -> Launch:
-    from inductor_q.kernels import candidates  # kernels sit above ops
-
-    if out.numel() == 0:
-        return _nothing
-    kernels = candidates("dequantize", out.device.type, provider)
-    if provider != "auto" and kernels[0].name != provider:
-        tell_once(provider, f"there is none of that name for {out.device.type} tensors")
-    for kernel in kernels:
-        reason = kernel.supports(operands, fmt, out)
-        if not reason:
-            return kernel.prepare(operands, fmt, out)
-        if not kernel.decodes(fmt):  # a kernel for other formats is no news
-            tell_once(kernel.name, reason)
-    raise AssertionError("the reference kernel serves every call")
-
-
-def _nothing(operands: Sequence[Tensor], out: Tensor) -> None:
-    """Of no elements."""
-
-
-_told: set[tuple[str, str]] = set()
-
-
-def tell_once(kernel: str, reason: str) -> None:
-    """Warn that a kernel was passed over, once for each reason."""
-    if (kernel, reason) not in _told:
-        _told.add((kernel, reason))
-        log.warning(
-            "dequantize: kernel %r not used: %s; another one serves the call", kernel, reason
-        )
 
 
 def _dequantize_out(

@@ -6,14 +6,12 @@ is one product: no atomics, the same result every time, exact zeros where an exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from inductor_q.exc import WrongShape
+from inductor_q.kernels.calls import GroupedGram
+from inductor_q.kernels.dispatch import run_grouped_gram
 from inductor_q.ops.library import define
-from inductor_q.ops.scatter2scatter import check_order
 
 
 def grouped_gram(
@@ -42,52 +40,10 @@ def grouped_gram(
     return result
 
 
-@dataclass(frozen=True)
-class GroupedGram:
-    """One call as a kernel gets it: the arguments of `grouped_gram`, checked."""
-
-    left: Tensor
-    right: Tensor
-    order: Tensor
-    offsets: Tensor
-    top_k: int
-    grouped_left: bool
-    grouped_right: bool
-    dtype: torch.dtype
-
-    @property
-    def rows(self) -> int:
-        return self.order.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.offsets.shape[0] - 1, self.left.shape[1], self.right.shape[1]
-
-    def check(self) -> None:
-        check_order(self.order)
-        for what, side, grouped in (
-            ("left side of grouped_gram", self.left, self.grouped_left),
-            ("right side of grouped_gram", self.right, self.grouped_right),
-        ):
-            rows = self.rows if grouped else self.rows // self.top_k
-            if side.dim() != 2 or side.shape[0] != rows:
-                raise WrongShape(what=what, expected=(rows, "..."), got=tuple(side.shape))
-
-
 def _grouped_gram(*args: object) -> Tensor:
     call = GroupedGram(*args)  # type: ignore[arg-type]
     call.check()
-    return run(call)
-
-
-def run(call: GroupedGram) -> Tensor:
-    """A checked call by the first kernel that serves it."""
-    from inductor_q.kernels import GROUPED_GRAM  # kernels sit above ops
-
-    if call.rows == 0:
-        return call.left.new_zeros(call.shape, dtype=call.dtype)
-    table = GROUPED_GRAM.get(call.left.device.type, GROUPED_GRAM["cpu"])
-    return next(kernel for kernel in table if not kernel.supports(call)).launch(call)
+    return run_grouped_gram(call)
 
 
 def _fake(*args: object) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.exc import WrongDevice, WrongShape
+from inductor_q.exc import WrongShape
+from inductor_q.kernels.calls import check_device
 from inductor_q.ops.library import define, define_autograd
 
 
@@ -50,13 +51,6 @@ def check_input(
     check_device("quantized weight", operands, x)
     if bias is not None:
         check_device("bias", [bias], x)
-
-
-def check_device(what: str, tensors: Sequence[Tensor], x: Tensor) -> None:
-    """Raise unless `tensors` lie beside `x`: with one on "meta", torch would call the fake."""
-    for tensor in tensors:
-        if tensor.device != x.device:
-            raise WrongDevice(what=what, expected=x.device, got=tensor.device)
 
 
 def _linear(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_q.kernels.calls import DENSE
 from inductor_q.ops.grouped_gram import grouped_gram
-from inductor_q.ops.scatter2scatter import DENSE
 
 # Places of the op's arguments that take a gradient.
 X, OPERANDS, LORA_A, LORA_B, BIAS, GATES, COUNT = 0, 1, 12, 13, 15, 16, 18

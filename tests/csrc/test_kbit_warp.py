@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_reference
-from inductor_q.ops.quantize_kbit import allocate, reference
+from inductor_q.kernels.quantize_kbit_reference import allocate, reference
 from tests.kbit.test_kbit import KBITS, KINDS, codebook, weight
 from tests.support.quantized import assert_same_bits
 

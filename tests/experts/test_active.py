@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import exc
-from inductor_q.experts.active import active_experts, remap_expert_ids, select_adapter
 from inductor_q.experts.packing import expert_shape
-from inductor_q.experts.routing import route
+from inductor_q.kernels.expert_active import active_experts, remap_expert_ids, select_adapter
+from inductor_q.ops.routing import route
 from tests.support.moe import Sizes, choices
 from tests.support.quantized import assert_same_bits
 

@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from torch.library import opcheck
 
 from inductor_q import exc
-from inductor_q.experts.routing import Routing, route
-from inductor_q.kernels.tiles import height
-from inductor_q.ops.tile_map import reference, tile_map
+from inductor_q.kernels.tile_map import height, reference
+from inductor_q.ops.routing import Routing, route
+from inductor_q.ops.tile_map import tile_map
 
 CASES = {
     "usual": (7, 2, 5),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from inductor_q import exc, kbit, lowerings, ops
 from inductor_q.backend import qfuse
+from inductor_q.kernels import quantize_kbit_reference
 from tests.support.quantized import DTYPES, assert_same_bits, bnb, e4m4_by_hand, pack_by_hand
 
 KBITS = (2, 3, 4, 5)
@@ -82,7 +82,7 @@ def test_op_does_what_its_docstring_says(k: int, absmax: str, kind: str) -> None
 def test_large_tensors_are_quantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x, book = weight(1000), codebook(3)
     whole = ops.quantize_kbit(x, book, 3, "e4m4")
-    monkeypatch.setattr(op_module(), "BLOCKS_AT_ONCE", 7)
+    monkeypatch.setattr(quantize_kbit_reference, "BLOCKS_AT_ONCE", 7)
     for part, expected in zip(ops.quantize_kbit(x, book, 3, "e4m4"), whole, strict=True):
         assert torch.equal(part, expected)
 
@@ -103,11 +103,6 @@ def test_round_trip_is_the_nearest_entry_times_the_scale(k: int, absmax: str) ->
         for other in DTYPES:
             rounded = ops.dequantize([words, scales, book], fmt, [numel], other)
             assert_same_bits(rounded, values.to(other))
-
-
-def op_module() -> Any:
-    """The module; the package exports the function of the same name."""
-    return sys.modules["inductor_q.ops.quantize_kbit"]
 
 
 @pytest.mark.parametrize(("k", "absmax"), [(2, "e4m4"), (5, "fp16")])

@@ -25,7 +25,7 @@ from inductor_q.kernels import (
     dequantize_cuda,
     dequantize_reference,
 )
-from inductor_q.ops.quantize_kbit import pack, reference
+from inductor_q.kernels.quantize_kbit_reference import pack, reference
 from tests.kbit.test_kbit import ABSMAX, CASES, KBITS, KINDS, SIZES, codebook, weight
 from tests.support.quantized import DTYPES, assert_same_bits, forget_kernels, sample, two_devices
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,9 +17,15 @@ from inductor_q import exc, ops
 from inductor_q.csrc import driver
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.codec import Codebook
-from inductor_q.kernels import DEQUANTIZE, dequantize_reference, dequantize_triton, triton_launch
+from inductor_q.kernels import (
+    DEQUANTIZE,
+    dequantize,
+    dequantize_reference,
+    dequantize_triton,
+    triton_launch,
+)
+from inductor_q.kernels.dequantize import write
 from inductor_q.lowerings.calls import qfuse_dequantize
-from inductor_q.ops.dequantize import write
 from tests.support.compile_triton import compiled
 from tests.support.fake_driver import FakeDriver
 from tests.support.quantized import assert_same_bits, forget_kernels, sample, two_devices
@@ -130,7 +135,7 @@ def test_a_prepared_launch_serves_only_what_is_like_its_call(
 
 def test_no_more_kinds_of_calls_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, fmt = forget_kernels(monkeypatch), FORMATS["nf4_b64"]
-    monkeypatch.setattr(sys.modules["inductor_q.ops.dequantize"], "KEPT", 3)
+    monkeypatch.setattr(dequantize, "KEPT", 3)
     for rows in (*range(1, 9), *range(1, 9)):
         operands, values = sample(fmt, (rows, 64))
         out = ops.dequantize(operands, "nf4_b64", (rows, 64), torch.float32)

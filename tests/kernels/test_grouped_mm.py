@@ -25,9 +25,10 @@ from inductor_q.kernels import (
     scatter2scatter_merged,
     scatter2scatter_reference,
 )
+from inductor_q.kernels.calls import DENSE, Scatter2Scatter
+from inductor_q.kernels.dequantize import write
+from inductor_q.kernels.dispatch import _tell_once
 from inductor_q.kernels.expert_weights import ExpertWeights
-from inductor_q.ops.dequantize import write
-from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter, _tell_once
 from tests.ops.test_scatter2scatter import SHAPES, check
 from tests.support.gpu_experts import assert_never_synchronizes_and_is_captured
 from tests.support.moe import Sizes, layer, results

@@ -27,7 +27,7 @@ from inductor_q.kernels import (
     providers,
     refusal,
 )
-from inductor_q.ops.dequantize import write
+from inductor_q.kernels.dequantize import write
 from tests.support.dequantize_kernels import LAYOUTS, check
 from tests.support.quantized import (
     DTYPES,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from inductor_q import kernels
 from inductor_q.csrc import generate_wgmma
-from inductor_q.experts.routing import route
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import grouped_gram_triton, scatter2scatter_cuda
+from inductor_q.ops.routing import route
 from tests.support.gpu_experts import (
     assert_as_near_as_the_loop,
     assert_never_synchronizes_and_is_captured,

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
-from inductor_q.kernels import scatter2scatter_cuda
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.kernels import dispatch, scatter2scatter_cuda
+from inductor_q.kernels.calls import DENSE
 from tests.support.moe import Layer, layer
 from tests.support.tile_cases import BF16, FIT, FP16, device
 
@@ -24,14 +24,13 @@ def served(
     case: Layer, arch: int, monkeypatch: pytest.MonkeyPatch, provider: str = "auto"
 ) -> tuple[str, list[str]]:
     """Which kernel a GPU of that architecture would launch for `case`, and what is told."""
-    op: Any = importlib.import_module("inductor_q.ops.scatter2scatter")
     capability = device(arch).capability
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr("inductor_q.csrc.nvrtc.library", lambda: None)  # as if it were there
     monkeypatch.setattr(scatter2scatter_cuda, "_function", lambda *_: None)
     launched: list[str] = []
     told: list[str] = []
-    monkeypatch.setattr(op, "_tell_once", lambda *args: told.append(": ".join(args)))
+    monkeypatch.setattr(dispatch, "_tell_once", lambda *args: told.append(": ".join(args)))
     for kernel in kernels.SCATTER2SCATTER["cuda"]:
         name = kernel.name
         monkeypatch.setattr(kernel, "launch", lambda _, name=name: launched.append(name))
@@ -54,7 +53,7 @@ def served(
             *(case.grouped_in, case.grouped_out, case.lora_a, case.lora_b, case.scaling),
             *(case.bias, case.gates, provider),
         ]
-        op._scatter2scatter(
+        importlib.import_module("inductor_q.ops.scatter2scatter")._scatter2scatter(
             *([fake(v) for v in a] if isinstance(a, list) else fake(a) for a in arguments)
         )
     return launched[0], told
@@ -99,9 +98,8 @@ def test_what_it_refuses_is_served_by_another(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_cpu_has_no_triton_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    op: Any = importlib.import_module("inductor_q.ops.scatter2scatter")
     told: list[str] = []
-    monkeypatch.setattr(op, "_tell_once", lambda *args: told.append(": ".join(args)))
+    monkeypatch.setattr(dispatch, "_tell_once", lambda *args: told.append(": ".join(args)))
     case = layer(replace(FIT, tokens=3))
     assert torch.equal(case(provider="triton"), case())
     assert told == ["triton: there is none of that name for cpu tensors"]

@@ -16,8 +16,8 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import scatter2scatter_triton, tiles
+from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.scatter2scatter_triton import KERNEL
-from inductor_q.ops.scatter2scatter import DENSE
 from tests.support.compile_triton import compiled
 from tests.support.gpu_experts import (
     assert_as_near_as_the_loop,

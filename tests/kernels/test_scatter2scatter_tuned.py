@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inductor_q.kernels import scatter2scatter_triton, scatter2scatter_tuned, tiles
-from inductor_q.ops.scatter2scatter import Scatter2Scatter
+from inductor_q.kernels.calls import Scatter2Scatter
 from tests.support.compile_triton import compiled
 from tests.support.moe import layer
 from tests.support.tile_cases import BF16, DEVICES, FIT, WORK, device, on_gpu

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -271,7 +270,7 @@ def test_the_provider_is_reported(device: str) -> None:
 def test_a_named_kernel_that_the_device_lacks_is_not_reported(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["inductor_q.ops.dequantize"], "_told", set())
+    monkeypatch.setattr("inductor_q.kernels.dequantize._told", set())
     with caplog.at_level(logging.WARNING, "inductor_q"):
         module = Decode(lambda values: values, BF16)
         code_of(module, options={"qfuse.kernels": {"dequantize": "triton"}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +15,16 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from inductor_q import exc, kernels, ops, testing
-from inductor_q.experts.routing import route
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
+    dispatch,
     scatter2scatter_cuda,
     scatter2scatter_dequantize,
     scatter2scatter_grouped_mm,
 )
+from inductor_q.kernels.calls import DENSE, GroupedGram
 from inductor_q.kernels.expert_weights import ExpertWeights
-from inductor_q.ops.grouped_gram import GroupedGram
-from inductor_q.ops.scatter2scatter import DENSE
+from inductor_q.ops.routing import route
 from tests.support.gpu_experts import assert_as_near_as_the_loop
 from tests.support.moe import GROUPED, Layer, Sizes, choices, layer, results
 from tests.support.quantized import assert_same_bits, quantize
@@ -131,8 +130,7 @@ def test_every_provider_against_float64(
         on_hopper = torch.cuda.get_device_capability() == scatter2scatter_cuda.CAPABILITY
         providers += ["triton", "cuda"] if on_hopper else ["triton"]
     told: list[tuple[str, str]] = []
-    op = sys.modules["inductor_q.ops.scatter2scatter"]
-    monkeypatch.setattr(op, "_tell_once", lambda *args: told.append(args))
+    monkeypatch.setattr(dispatch, "_tell_once", lambda *args: told.append(args))
     sizes, form = LAYERS[name]
     seeds = 4 if name in SHAPES else 1
     cases = [

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from inductor_q import kernels
-from inductor_q.experts.routing import route
 from inductor_q.kernels import (
     expert_rows_triton,
     grouped_gram_triton,
@@ -30,8 +29,9 @@ from inductor_q.kernels import (
     tile_map_triton,
     tiles,
 )
-from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
-from inductor_q.ops.tile_map import WIDTH_STEP, reference
+from inductor_q.kernels.calls import DENSE, Scatter2Scatter
+from inductor_q.kernels.tile_map import WIDTH_STEP, height, reference
+from inductor_q.ops.routing import route
 from inductor_q.testing import relative_error
 from tests.support import ptx
 from tests.support.moe import (
@@ -114,7 +114,7 @@ def compare_tile_maps(offsets: Tensor, rows: int) -> None:
     expected, experts = reference(offsets, rows), len(offsets) - 1
     memory = offsets.new_full((64 + len(expected), 4), -7)
     sizes = {
-        "HEIGHT": tiles.height(rows, experts, offsets.device),
+        "HEIGHT": height(rows, experts, offsets.device),
         "STEP": WIDTH_STEP,
         "EXPERTS": triton.next_power_of_2(experts),
     }

@@ -13,7 +13,7 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_reference, dequantize_triton, quantize_kbit_triton
-from inductor_q.ops.quantize_kbit import reference
+from inductor_q.kernels.quantize_kbit_reference import reference
 from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
 from tests.support.quantized import assert_same_bits, sample
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from inductor_q import ops
-from inductor_q.experts.routing import Routing, route
 from inductor_q.formats import get_format
+from inductor_q.kernels.calls import DENSE, GroupedGram, Scatter2Scatter
 from inductor_q.kernels.kernel import GroupedGramKernel
-from inductor_q.ops.grouped_gram import GroupedGram
-from inductor_q.ops.scatter2scatter import DENSE, Scatter2Scatter
+from inductor_q.ops.routing import Routing, route
 from tests.support.quantized import quantize
 
 #: Names of what takes a gradient, in the order of `Layer.leaves`.

@@ -1,0 +1,239 @@
+"""The calls of ops as kernels get them, and the checks of their arguments."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q.exc import CorruptQuantState, WrongDevice, WrongDtype, WrongShape
+from inductor_q.formats import QuantFormat, get_format
+from inductor_q.formats.operand import FLOATS, Operand
+from inductor_q.kernels.tile_map import check_tiles, height
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: The name that stands for a weight that is not quantized: its one operand is the weight.
+DENSE = "dense"
+
+_REMEDY = "The state belongs to another weight, blocksize or format: quantize the weight again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scatter2Scatter:
+    """One call as a kernel gets it: the arguments of `scatter2scatter`, checked.
+
+    A kernel returns the result and `x @ A_e'` [R, r] in grouped order ([R, 0] without adapters),
+    both with zeros in nobody's rows.
+    """
+
+    x: Tensor
+    operands: Sequence[Tensor]
+    fmt: QuantFormat | None  # None: dense
+    shape: tuple[int, ...]
+    transposed: bool
+    order: Tensor
+    inverse: Tensor
+    offsets: Tensor
+    tiles: Tensor
+    top_k: int
+    grouped_in: bool
+    grouped_out: bool
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    scaling: float
+    bias: Tensor | None
+    gates: Tensor | None
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1 if self.transposed else 2]
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[2 if self.transposed else 1]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora_a is None else self.lora_a.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.order.shape[0]
+
+    @functools.cached_property
+    def tile_rows(self) -> int:
+        """How many rows a part of `tiles` has at most; kept, for it asks CUDA for the device."""
+        return height(self.rows, self.num_experts, self.x.device)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows // self.top_k
+
+    def check(self) -> None:
+        """Raise unless the arguments fit each other."""
+        e, n, k = self.num_experts, self.out_features, self.in_features
+        _expect("weight of experts", self.shape, (self.offsets.shape[0] - 1, *self.shape[1:]))
+        rows = self.rows if self.grouped_in else self.tokens
+        _expect("input of experts", self.x.shape, (rows, k))
+        if (self.lora_a is None) != (self.lora_b is None):
+            raise WrongShape(what="adapter", expected="both A and B, or none", got="one of them")
+        if self.lora_a is not None and self.lora_b is not None:
+            _expect("adapter A of experts", self.lora_a.shape, (e, self.rank, k))
+            _expect("adapter B of experts", self.lora_b.shape, (e, n, self.rank))
+            check_device("adapter", [self.lora_a, self.lora_b], self.x)
+        if self.bias is not None:
+            _expect("bias of experts", self.bias.shape, (e, n))
+            check_device("bias", [self.bias], self.x)
+        if self.gates is not None:
+            _expect("gates", self.gates.shape, (self.tokens, self.top_k))
+            check_device("gates", [self.gates], self.x)
+        check_device("routing", [self.order, self.inverse, self.offsets, self.tiles], self.x)
+        check_order(self.order)
+        check_tiles(self.tiles, self.rows, self.num_experts)
+        check_device("weight", self.operands, self.x)
+        if self.fmt is not None:
+            check_operands(self.operands, self.fmt, self.shape, self.x.dtype)
+        else:
+            _expect("dense weight", self.operands[0].shape, self.shape)
+            if not self.x.dtype.is_floating_point:
+                raise WrongDtype(what="input of experts", expected="floating", got=self.x.dtype)
+
+
+def check_order(order: Tensor) -> None:
+    """Raise unless kernels can read `order` as it lies: a routing's, [R] int64."""
+    if order.dtype is not torch.int64:
+        raise WrongDtype(what="order of a routing", expected=torch.int64, got=order.dtype)
+
+
+#: What the op's arguments behind the shape are called; taken once, since calls are many.
+_REST = tuple(field.name for field in fields(Scatter2Scatter))[4:]
+
+
+def _expect(what: str, got: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(got) != tuple(expected):
+        raise WrongShape(what=what, expected=tuple(expected), got=tuple(got))
+
+
+def unchecked(args: Sequence[Any]) -> Scatter2Scatter:
+    """The op's arguments, but the provider."""
+    x, operands, name, shape, *rest = args
+    return Scatter2Scatter(
+        x=x,
+        operands=operands,
+        fmt=None if name == DENSE else get_format(name),
+        shape=tuple(shape),
+        **dict(zip(_REST, rest, strict=True)),
+    )
+
+
+@dataclass(frozen=True)
+class GroupedGram:
+    """One call as a kernel gets it: the arguments of `grouped_gram`, checked."""
+
+    left: Tensor
+    right: Tensor
+    order: Tensor
+    offsets: Tensor
+    top_k: int
+    grouped_left: bool
+    grouped_right: bool
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.order.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.offsets.shape[0] - 1, self.left.shape[1], self.right.shape[1]
+
+    def check(self) -> None:
+        check_order(self.order)
+        for what, side, grouped in (
+            ("left side of grouped_gram", self.left, self.grouped_left),
+            ("right side of grouped_gram", self.right, self.grouped_right),
+        ):
+            rows = self.rows if grouped else self.rows // self.top_k
+            if side.dim() != 2 or side.shape[0] != rows:
+                raise WrongShape(what=what, expected=(rows, "..."), got=tuple(side.shape))
+
+
+def check_device(what: str, tensors: Sequence[Tensor], x: Tensor) -> None:
+    """Raise unless `tensors` lie beside `x`: with one on "meta", torch would call the fake."""
+    for tensor in tensors:
+        if tensor.device != x.device:
+            raise WrongDevice(what=what, expected=x.device, got=tensor.device)
+
+
+def check_operands(
+    operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Raise unless `operands` can hold a weight of `shape` in format `fmt`."""
+    if dtype not in DTYPES:
+        raise WrongDtype(what="dequantized weight", expected=DTYPES, got=dtype)
+    if len(operands) != len(fmt.operands):
+        raise CorruptQuantState(
+            what=f"number of operands of {fmt.name}",
+            expected=f"{len(fmt.operands)} ({', '.join(fmt.operands)})",
+            got=len(operands),
+            remedy="Pass the operands in the order of FORMATS[format].operands.",
+        )
+    devices = {t.device for t in operands}
+    if len(devices) > 1:
+        raise CorruptQuantState(
+            what=f"device of the operands of {fmt.name}",
+            expected="one device",
+            got=", ".join(
+                f"{n} on {t.device}" for n, t in zip(fmt.operands, operands, strict=True)
+            ),
+            remedy="Move the quantization state with the weight: module.to(device).",
+        )
+    numel = math.prod(shape)
+    for operand, tensor in zip(fmt.requirements(numel), operands, strict=True):
+        if operand.dtypes:
+            _check_typed(operand, tensor)
+        else:
+            _check_bytes(operand, tensor, shape)
+
+
+def _check_bytes(operand: Operand, tensor: Tensor, shape: Sequence[int]) -> None:
+    packed = tensor.numel() * tensor.element_size()
+    # A wider storage dtype may round the byte count up to its own size.
+    if not operand.numel <= packed < operand.numel + tensor.element_size():
+        raise CorruptQuantState(
+            what="packed weight",
+            expected=f"{operand.numel} bytes for shape {tuple(shape)}",
+            got=f"{packed} bytes",
+            remedy=_REMEDY,
+        )
+
+
+def _check_typed(operand: Operand, tensor: Tensor) -> None:
+    if tensor.numel() != operand.numel:
+        raise CorruptQuantState(
+            what=f"number of elements of {operand.name}",
+            expected=operand.numel,
+            got=tensor.numel(),
+            remedy=_REMEDY,
+        )
+    dtypes = tuple(getattr(torch, name) for name in operand.dtypes)
+    if tensor.dtype in dtypes:
+        return
+    if operand.dtypes == FLOATS:
+        raise WrongDtype(what=operand.name, expected=dtypes, got=tensor.dtype)
+    raise CorruptQuantState(  # codes, or a scale that the format promises in one dtype
+        what=f"dtype of {operand.name}",
+        expected=" or ".join(map(str, dtypes)),
+        got=tensor.dtype,
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,73 @@
+"""A tile map: each expert's rows in parts that a grouped GEMM takes as tiles.
+
+How high a part is depends on how many rows there are and on the device alone; a kernel with lower
+tiles cuts each part again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inductor_q.exc import WrongDtype, WrongShape
+
+LOWEST = 32  # rows that a part may have at least, on every device: the map's length goes by it
+WIDTH_STEP = 16  # rows that a matrix instruction takes
+
+#: (from how many rows per expert on average, how many rows a part has at most). The steps are
+#: those of the kernel for Hopper, whose highest tile no other GPU has the shared memory for.
+HEIGHTS = ((96, 256), (48, 128), (16, 64), (0, LOWEST))
+HIGHEST = {(9, 0): 256}
+HIGHEST_ELSEWHERE = 128
+
+
+def height(rows: int, num_experts: int, device: torch.device) -> int:
+    """Return how many rows a part of the map has at most."""
+    average = rows / max(1, num_experts)
+    wanted = next(most for least, most in HEIGHTS if average >= least)
+    if device.type != "cuda":
+        return min(wanted, HIGHEST_ELSEWHERE)
+    return min(wanted, HIGHEST.get(torch.cuda.get_device_capability(device), HIGHEST_ELSEWHERE))
+
+
+def length(rows: int, num_experts: int) -> int:
+    """Return how many parts a map has room for: enough for every choice of experts."""
+    return 1 + num_experts + rows // LOWEST
+
+
+def check_tiles(tiles: Tensor, rows: int, num_experts: int) -> None:
+    """Raise unless `tiles` is a map for that many rows and experts."""
+    if tiles.dtype is not torch.int32:
+        raise WrongDtype(what="tile map of a routing", expected=torch.int32, got=tiles.dtype)
+    if not tiles.is_contiguous():
+        what = "strides of the tile map of a routing"
+        raise WrongShape(what=what, expected=(4, 1), got=tuple(tiles.stride()))
+    expected = (length(rows, num_experts), 4)
+    if tuple(tiles.shape) != expected:
+        raise WrongShape(what="tile map of a routing", expected=expected, got=tuple(tiles.shape))
+
+
+def reference(offsets: Tensor, rows: int) -> Tensor:
+    """The op in plain torch, zeros behind the parts."""
+    num_experts = offsets.shape[0] - 1
+    most = height(rows, num_experts, offsets.device)
+    owned = offsets.diff()
+    parts = (owned + most - 1) // most
+    width = (owned + parts - 1).div(parts.clamp(min=1), rounding_mode="floor")
+    width = (width + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
+    until = parts.cumsum(0, dtype=torch.int32)
+    count = until[-1:].clamp(max=length(rows, num_experts) - 1)  # of more rows than there are
+    index = torch.arange(length(rows, num_experts) - 1, dtype=torch.int32, device=offsets.device)
+    expert = torch.searchsorted(until, index, right=True).clamp(max=num_experts - 1)
+    done = (index - until[expert] + parts[expert]) * width[expert]
+    tiles = torch.stack(
+        [
+            expert.to(torch.int32),
+            offsets[expert] + done,
+            torch.minimum(owned[expert] - done, width[expert]),
+            torch.zeros_like(index),
+        ],
+        1,
+    )
+    tiles = torch.where((index < count).unsqueeze(1), tiles, 0)
+    return torch.cat([torch.nn.functional.pad(count, (0, 3)).unsqueeze(0), tiles])
