@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from inductor_q.ops.routing import route as route
 
 _PUBLIC = {
-    "ExpertStack": "stack",
-    "Routing": "routing",
-    "add_lora": "model",
-    "load_adapter": "adapter",
-    "quantize": "model",
-    "route": "routing",
-    "save_adapter": "adapter",
-    "use_qfuse": "model",
+    "ExpertStack": "inductor_q.experts.stack",
+    "Routing": "inductor_q.ops.routing",
+    "add_lora": "inductor_q.experts.model",
+    "load_adapter": "inductor_q.experts.adapter",
+    "quantize": "inductor_q.experts.model",
+    "route": "inductor_q.ops.routing",
+    "save_adapter": "inductor_q.experts.adapter",
+    "use_qfuse": "inductor_q.experts.model",
 }
 
 __all__ = [
@@ -43,5 +43,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
