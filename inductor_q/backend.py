@@ -25,10 +25,11 @@ from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
 from inductor_q.hooks import JointPasses, Partitioner, run_stage
-from inductor_q.options import Resolved, resolve
+from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
 from inductor_q.report import SCHEMA_VERSION, PassRecord, Report
+from inductor_q.resolved import Resolved
 
 log = logging.getLogger("inductor_q")
 

@@ -15,8 +15,8 @@ from inductor_q import kernels
 from inductor_q.capture.dynamo import input_index, module_names, module_path
 from inductor_q.formats import QuantFormat
 from inductor_q.frames import user_frame
-from inductor_q.options import Resolved
 from inductor_q.report import Report, SiteRecord
+from inductor_q.resolved import Resolved
 
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 

@@ -11,13 +11,11 @@ well, but a key beside it is more exact and wins.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import os
 import reprlib
-import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -33,7 +31,6 @@ from inductor_q.exc import (
 )
 from inductor_q.own_options import (
     OPTIONS,
-    Numerics,
     Toggles,
     from_text,
     parse_kernels,
@@ -42,48 +39,11 @@ from inductor_q.own_options import (
     relaxed,
 )
 from inductor_q.presets import Entry, FrozenMap, Preset
+from inductor_q.resolved import Numerics, Resolved
 
 __all__ = ["Numerics", "Resolved", "list_options", "resolve"]
 
 log = logging.getLogger("inductor_q")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """What holds for one compile, and where each value came from."""
-
-    inductor: Mapping[str, Any]  # config_patches for compile_fx
-    preset: Preset
-    passes: tuple[str, ...]  # enabled, in pipeline order
-    numerics: Numerics
-    kernels: Mapping[str, str]  # op -> provider; "auto" where absent
-    report: str | None
-    strict: bool
-    sources: Mapping[str, str]
-    _fingerprint: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Where a value came from and where the report goes do not change the code. `strict` counts:
-        # a cache hit skips the passes, and with them the error that strict promises.
-        content = {
-            "inductor": self.inductor,
-            "preset": self.preset.name,
-            "thresholds": {name: entry.value for name, entry in self.preset.thresholds.items()},
-            "passes": self.passes,
-            "numerics": self.numerics,
-            "kernels": self.kernels,
-            "strict": self.strict,
-        }
-        digest = hashlib.sha256(_stable(content).encode()).hexdigest()
-        object.__setattr__(self, "_fingerprint", digest)
-
-    def fingerprint(self) -> str:
-        """For cache keys: equal options give the same text in every process.
-
-        A value that has no stable text (a callable, an object without `uuid()`) gives a new one
-        each time, so what was cached with it is never found again, rather than found wrongly.
-        """
-        return self._fingerprint
 
 
 def resolve(
@@ -360,23 +320,3 @@ def _environment_typos() -> Iterator[str]:
 
 
 # --- fingerprint --------------------------------------------------------------------------------
-
-
-def _stable(value: Any) -> str:
-    """A text that is equal in every process for equal values, and never equal for opaque ones."""
-    if value is None or isinstance(
-        value, (bool, int, float, str, bytes, torch.dtype, torch.device)
-    ):
-        return f"{type(value).__name__}:{value!r}"
-    if isinstance(value, Mapping):
-        items = sorted((_stable(key), _stable(item)) for key, item in value.items())
-        return f"{{{', '.join(f'{key}={item}' for key, item in items)}}}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}[{', '.join(map(_stable, value))}]"
-    if isinstance(value, (set, frozenset)):
-        return f"set[{', '.join(sorted(map(_stable, value)))}]"
-    identify = getattr(value, "uuid", None)  # torch's custom passes say so of themselves
-    identity = identify() if callable(identify) and not isinstance(value, type) else None
-    if identity is not None:
-        return f"{type(value).__module__}.{type(value).__qualname__}:{_stable(identity)}"
-    return f"opaque:{uuid.uuid4()}"

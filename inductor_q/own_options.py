@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from inductor_q import presets
 from inductor_q.exc import (
@@ -20,8 +20,7 @@ from inductor_q.exc import (
     UnknownProvider,
 )
 from inductor_q.presets import FrozenMap
-
-Numerics = Literal["strict", "default", "relaxed"]
+from inductor_q.resolved import Numerics
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
