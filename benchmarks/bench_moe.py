@@ -3,8 +3,8 @@
 Rows are gathered, multiplied with their experts and left grouped: forward, and forward with the
 gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsandbytes``
 dequantizes all experts and multiplies with torch's grouped GEMM (what transformers' "grouped_mm"
-experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` and
-``merged`` the op with the provider of that name, and ``grouped_mm`` the op on the same experts held
+experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` the
+op with the provider of that name, and ``grouped_mm`` the op on the same experts held
 in bf16; ``triton`` and ``triton_tuned``, on a GPU, are timed where ``--backends`` names them.
 ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
 is over rank 0, where ``--ranks`` has it.
@@ -55,7 +55,7 @@ CASES = {
 }
 QUICK = {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]}
 TOKENS = 2048  # of a model that is in no list
-PEERS = ("bitsandbytes", "dequantize", "merged", "grouped_mm", "qfuse")
+PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
 KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "triton", "triton_tuned")))
 PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
@@ -232,19 +232,18 @@ def _run_case(
 ) -> None:
     layer, masked = layers
     rank = 0 if layer.a is None else layer.a.shape[1]
-    peers = [peer for peer in arguments.backends if rank or peer != "merged"]
-    dense = _values(layer, torch.bfloat16) if "grouped_mm" in peers else None
+    dense = _values(layer, torch.bfloat16) if "grouped_mm" in arguments.backends else None
     forwards: dict[str, Callable[[], Tensor]] = {
         "bitsandbytes": functools.partial(_grouped_mm, masked),
         "masked": functools.partial(_op, masked, "auto"),
         "grouped_mm": functools.partial(_op, layer, "grouped_mm", dense),
         "qfuse": functools.partial(_op, layer, "auto"),
     }
-    for provider in peers:  # the others are our op's
+    for provider in arguments.backends:  # the others are our op's
         forwards.setdefault(provider, functools.partial(_op, layer, provider))
     exact = _exact(layer)
     errors = {}
-    for peer in peers:
+    for peer in arguments.backends:
         inverse = (masked if peer in ("bitsandbytes", "masked") else layer).routing.inverse
         got = forwards[peer]().detach()[inverse]
         errors[peer] = float((got - exact).norm() / exact.norm())
@@ -253,7 +252,7 @@ def _run_case(
     for kind in arguments.passes:
         if kind == "dA/dB" and not rank:
             continue
-        candidates = {peer: _pass(kind, forwards[peer], layer) for peer in peers}
+        candidates = {peer: _pass(kind, forwards[peer], layer) for peer in arguments.backends}
         extra: dict[str, dict[str, Any]] = {}
         for peer, call in candidates.items():
             results = sum(t.nbytes for t in call())

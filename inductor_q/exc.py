@@ -184,18 +184,6 @@ class InvalidOptionValue(_Sourced, ValueError, TypeError):
     )
 
 
-class NeedsRelaxed(_Sourced, ValueError):
-    """A provider that rounds where numerics other than "relaxed" promise not to."""
-
-    name: str
-    op: str
-    numerics: str
-    message = (
-        "provider {name!r} of qfuse::{op}{where} rounds where qfuse.numerics={numerics!r} does "
-        "not; set options={{'qfuse.numerics': 'relaxed'}} too, or ask for another provider"
-    )
-
-
 class ModeConflict(QfuseError, ValueError):
     argument: str
     option: str

@@ -25,7 +25,6 @@ from inductor_q import inductor_config, presets
 from inductor_q.exc import (
     InvalidOptionValue,
     ModeConflict,
-    NeedsRelaxed,
     UnknownMode,
     UnknownOption,
 )
@@ -36,7 +35,6 @@ from inductor_q.own_options import (
     parse_kernels,
     parse_passes,
     pass_names,
-    relaxed,
 )
 from inductor_q.presets import Entry, FrozenMap, Preset
 from inductor_q.resolved import Numerics, Resolved
@@ -87,7 +85,7 @@ def resolve(
         preset=preset,
         passes=_passes(preset, layers["qfuse.passes"], sources),
         numerics=numerics,
-        kernels=_kernels(preset, layers["qfuse.kernels"], sources, numerics),
+        kernels=_kernels(preset, layers["qfuse.kernels"], sources),
         report=chosen("qfuse.report", None),
         strict=chosen("qfuse.strict", False),
         sources=FrozenMap(sources),
@@ -249,9 +247,7 @@ def _passes(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> tu
     return tuple(name for name, on in enabled.items() if on)
 
 
-def _kernels(
-    preset: Preset, layers: list[_Layer], sources: dict[str, str], numerics: Numerics
-) -> FrozenMap[str]:
+def _kernels(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:
     preferred: dict[str, str] = {}
     for op, entry in preset.kernels.items():
         source = f"{entry.origin} {preset.name}"
@@ -260,10 +256,6 @@ def _kernels(
     for layer in layers:
         preferred |= layer.value
         sources |= {f"qfuse.kernels.{op}": layer.source for op in layer.value}
-    for op, name in preferred.items():
-        if numerics != "relaxed" and name in relaxed().get(op, ()):
-            source = _variable(sources, "qfuse.kernels")
-            raise NeedsRelaxed(name=name, op=op, numerics=numerics, source=source)
     return FrozenMap(preferred)
 
 

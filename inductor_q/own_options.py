@@ -162,8 +162,7 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
         ),
         "qfuse.numerics": Option(
             '"strict" keeps the dtype of every GEMM as written, "default" may reorder and '
-            'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype and lets '
-            'the provider "merged" round them into the weights of experts',
+            'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype',
             _parse_numerics,
             "QFUSE_NUMERICS",
         ),
@@ -201,10 +200,3 @@ def providers() -> dict[str, tuple[str, ...]]:
     from inductor_q.kernels import provider_names
 
     return provider_names()
-
-
-def relaxed() -> Mapping[str, tuple[str, ...]]:
-    """Providers, by op, that only relaxed numerics admit."""
-    from inductor_q.kernels import RELAXED
-
-    return RELAXED

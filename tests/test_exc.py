@@ -115,12 +115,6 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         TypeError,
     ),
     (
-        exc.NeedsRelaxed(name="merged", op="scatter2scatter", numerics="default"),
-        "provider 'merged' of qfuse::scatter2scatter rounds where qfuse.numerics='default' does "
-        "not; set options={'qfuse.numerics': 'relaxed'} too, or ask for another provider",
-        ValueError,
-    ),
-    (
         exc.ModeConflict(argument="max-autotune", option="default"),
         "torch.compile(mode='max-autotune') and options={'qfuse.mode': 'default'} differ; "
         "give one of them (only 'qfuse.mode' goes together with other options)",

@@ -9,7 +9,6 @@ import pytest
 from inductor_q import own_options
 from inductor_q.exc import (
     InvalidOptionValue,
-    NeedsRelaxed,
     QfuseError,
     UnknownOp,
     UnknownPass,
@@ -107,19 +106,6 @@ def test_unknown_kernels() -> None:
     with pytest.raises(UnknownProvider, match="no provider 'tritn' of qfuse::dequantize; did you"):
         on_cpu({"qfuse.kernels": {"dequantize": "tritn"}})
     assert on_cpu({"qfuse.kernels": {"dequantize": "auto"}}).kernels == {"dequantize": "auto"}
-
-
-def test_merging_an_adapter_needs_relaxed_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"scatter2scatter": "merged"}
-    relaxed = on_cpu({"qfuse.kernels": asked, "qfuse.numerics": "relaxed"})
-    assert relaxed.kernels == asked
-    for numerics in ("default", "strict"):
-        with pytest.raises(NeedsRelaxed, match=f"numerics='{numerics}' does not; set options=.*"):
-            on_cpu({"qfuse.kernels": asked, "qfuse.numerics": numerics})
-    monkeypatch.setenv("QFUSE_KERNELS", "scatter2scatter=merged")
-    with pytest.raises(NeedsRelaxed, match="in environment variable QFUSE_KERNELS"):
-        on_cpu()
-    assert on_cpu({"qfuse.kernels": {"scatter2scatter": "auto"}}).numerics == "default"
 
 
 def test_providers_are_those_of_the_kernels() -> None:

@@ -15,7 +15,6 @@ from inductor_q.kernels import (
     scatter2scatter_cuda,
     scatter2scatter_dequantize,
     scatter2scatter_grouped_mm,
-    scatter2scatter_merged,
     scatter2scatter_reference,
     scatter2scatter_triton,
     scatter2scatter_tuned,
@@ -44,7 +43,6 @@ SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
         scatter2scatter_reference.KERNEL,
         scatter2scatter_grouped_mm.KERNEL,
         scatter2scatter_dequantize.KERNEL,
-        scatter2scatter_merged.KERNEL,
     ),
     "cuda": (
         scatter2scatter_cuda.KERNEL,
@@ -52,13 +50,9 @@ SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
         scatter2scatter_grouped_mm.KERNEL,
         scatter2scatter_dequantize.KERNEL,
         scatter2scatter_reference.KERNEL,
-        scatter2scatter_merged.KERNEL,
         scatter2scatter_tuned.KERNEL,
     ),
 }
-
-#: Providers, by op, that a compile may ask for under `qfuse.numerics="relaxed"` only.
-RELAXED: dict[str, tuple[str, ...]] = {"scatter2scatter": (scatter2scatter_merged.KERNEL.name,)}
 
 GROUPED_GRAM: dict[str, tuple[GroupedGramKernel, ...]] = {
     "cpu": (scatter2scatter_reference.GRAM,),
@@ -84,7 +78,6 @@ __all__ = [
     "OPS",
     "POINTWISE",
     "QUANTIZE_KBIT",
-    "RELAXED",
     "SCATTER2SCATTER",
     "TILE_MAP",
     "DequantizeKernel",

@@ -22,7 +22,6 @@ from inductor_q.kernels import (
     expert_weights,
     scatter2scatter_dequantize,
     scatter2scatter_grouped_mm,
-    scatter2scatter_merged,
     scatter2scatter_reference,
 )
 from inductor_q.kernels.calls import DENSE, Scatter2Scatter
@@ -41,7 +40,6 @@ KERNELS = (
     scatter2scatter_reference.KERNEL,
     scatter2scatter_grouped_mm.KERNEL,
     scatter2scatter_dequantize.KERNEL,
-    scatter2scatter_merged.KERNEL,
 )
 
 
@@ -144,26 +142,16 @@ STACKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize(
-    "kernel", [scatter2scatter_dequantize, scatter2scatter_merged], ids=lambda m: m.KERNEL.name
-)
 def test_no_more_experts_than_rows_are_decoded(
-    kernel: Any,
-    stack: str,
-    decoded: list[int],
-    served: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    stack: str, decoded: list[int], served: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, provider = layer(FEW, dtype=BF16, **STACKS[stack]), kernel.KERNEL.name
-    if kernel is scatter2scatter_merged and case.lora_a is None:
-        assert kernel.KERNEL.supports(case.call()) == "there is no adapter to merge"
-        return
+    case, provider = layer(FEW, dtype=BF16, **STACKS[stack]), "dequantize"
     bounded = results(case, case(provider=provider))
     expert = math.prod(case.shape[1:]) * 2
     assert decoded == [6 * expert] * 2  # forward, input gradient
     assert served == [provider] * 2
     decoded.clear()
-    monkeypatch.setattr(kernel, "fewer_experts", lambda call: None)
+    monkeypatch.setattr(scatter2scatter_dequantize, "fewer_experts", lambda call: None)
     everything = results(case, case(provider=provider))
     assert decoded == [64 * expert] * 2
     for name, value in everything.items():
@@ -282,49 +270,6 @@ def test_a_kernel_for_other_formats_is_no_news(
     assert served == ["dequantize"] and not caplog.text
 
 
-# --- merged -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sizes", [FEW, MANY, SHAPES["medium"]], ids=["few", "many", "medium"])
-@pytest.mark.parametrize("stack", ["nf4", "transposed", "bias, gates", DENSE])
-def test_merged(
-    stack: str, sizes: Sizes, served: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", KERNELS[:0:-1])  # merged first
-    options = STACKS.get(stack, {"quant": DENSE})
-    check(sizes, dtype=BF16, adapter=torch.float32, **options)
-    assert served == ["merged"] * 8  # forward and input gradient of four layers
-
-
-def test_merged_multiplies_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = layer(MANY, dtype=BF16, grouped=(False, True))
-    features: list[int] = []
-    original = torch._grouped_mm
-
-    def grouped_mm(x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        features.append(weight.shape[2])
-        return original(x, weight, **kwargs)
-
-    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
-    case(provider="merged")
-    aligned_rank = 8
-    assert features == [case.shape[1], aligned_rank]
-
-
-def test_merging_leaves_a_dense_weight_as_it_is() -> None:
-    case = layer(MANY, dtype=BF16, quant=DENSE)
-    before = case.operands[0].detach().clone()
-    results(case, case(provider="merged"))
-    assert_same_bits(case.operands[0].detach(), before)
-
-
-def test_merged_is_asked_only_by_name() -> None:
-    assert kernels.RELAXED == {"scatter2scatter": ("merged",)}
-    for device in ("cpu", "cuda"):
-        order = [kernel.name for kernel in kernels.scatter2scatter_kernels(device, "auto")]
-        assert order.index("merged") > order.index("reference"), device
-
-
 # --- rows ---------------------------------------------------------------------------------------
 
 
@@ -348,7 +293,7 @@ def test_rows_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
-@pytest.mark.parametrize("case", ["dequantize", "grouped_mm", "merged"])
+@pytest.mark.parametrize("case", ["dequantize", "grouped_mm"])
 def test_gpu_in_a_captured_graph(case: str, sizes: Sizes) -> None:
     """So it never waits for the device."""
     quant = DENSE if case == "grouped_mm" else "nf4"

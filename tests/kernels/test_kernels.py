@@ -73,7 +73,7 @@ def test_provider_names() -> None:
     assert provider_names() == {
         "dequantize": ("inductor", "cpp", "reference", "cuda", "triton"),
         "scatter2scatter": (
-            *("reference", "grouped_mm", "dequantize", "merged", "cuda", "triton", "triton_tuned"),
+            *("reference", "grouped_mm", "dequantize", "cuda", "triton", "triton_tuned"),
         ),
     }
     assert providers("dequantize", "cpu") == ["cpp"]  # the reference is no provider of speed
