@@ -4,8 +4,8 @@ causal_attention first, on the graph as Dynamo captured it, before AOTAutograd c
 kernels; canonicalize before the rest, so that it knows one form; fuse_scatter2scatter next, so that
 no other pass sees a dequantized stack of experts; fold_lora before the stacking, since a scale or a
 cast between two products hides that they share an input; stack_adapters before extend_k, so that
-one projection serves all of a group's products; stack_projections after it, on what was not
-extended; stack_gradients when extend_k has laid the gradients side by side; accumulate last of the
+one projection serves all of a group's products; stack_gradients when extend_k has laid the
+gradients side by side; accumulate last of the
 joint passes, on the sums that are left; keep_packed in the partitioner, on whatever they left.
 """
 
@@ -22,7 +22,6 @@ from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
 from inductor_q.passes.stack_gradients import StackGradients
-from inductor_q.passes.stack_projections import StackProjections
 
 PIPELINE: tuple[Pass, ...] = (
     CausalAttention(),  # a causal mask written out -> is_causal, of keys that are not repeated
@@ -31,7 +30,6 @@ PIPELINE: tuple[Pass, ...] = (
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour
     StackAdapters(),  # adapters that share an input: one projection
     ExtendK(),  # the adapter rides in the main product
-    StackProjections(),  # weights that share an input: one product
     StackGradients(),  # gradients of A that share an input: one product
     Accumulate(),  # a sum of products: one buffer, no copy
     KeepPacked(),  # dequantized weights are recomputed, not saved

@@ -89,9 +89,5 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             "82; at M=4 it is 86.1 for 82; 2 and 3 rows not measured (N=12288 K=4096 r=16, one "
             "H200, torch 2.11.0+cu130, bitsandbytes 0.50.2, 2026-11-21)",
         ),
-        # Rows up to which base projections that share an input become one GEMM.
-        "stack_projections.max_rows": Entry(
-            value=0, evidence="off: no measurement shows a gain from it yet"
-        ),
     }
 )

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from inductor_q import ops, testing
+from inductor_q import testing
 from inductor_q.backend import qfuse
-from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.passes.extend_k import WRITTEN
 from inductor_q.passes.graph import CHAINED
 from tests.support.compiling import SMALL, Compiled, compile_step, skip_unless_regions_chain, step
@@ -158,32 +157,6 @@ def test_a_gradient_computed_from_a_gradient_is_not_stacked() -> None:
 
     result = same_as_eager(Module(), x_MK(48, K).detach())
     assert result.reasons["stack_gradients"] == {CHAINED: 1}
-
-
-def test_a_weight_chosen_by_a_product_is_not_stacked_with_it() -> None:
-    """Both products read x, but the second one's weight is rolled by what the first one gives."""
-
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            weight = linear().weight
-            operands, self.format, self.shape = bnb_operands(weight, weight.quant_state)
-            self.packed, *self.others = (operand.detach() for operand in operands)
-
-        def product(self, x: Tensor, packed: Tensor) -> Tensor:
-            values = ops.dequantize([packed, *self.others], self.format, self.shape, BF16)
-            return x @ values.t()
-
-        def forward(self, x: Tensor) -> Tensor:
-            first = self.product(x, self.packed)
-            rows = torch.arange(len(self.packed)) + (first.sum() > 0)
-            return first + self.product(x, self.packed[rows % len(self.packed)])
-
-    module, x = Routed(), x_MK(4, K).detach()
-    options = {"qfuse.thresholds": {"stack_projections.max_rows": 64}}
-    result = compile_step(module, x, options=options)
-    assert testing.relative_error(result.output, module(x)) < CLOSE
-    assert result.reasons["stack_projections"] == {CHAINED: 1}
 
 
 class Rotating(nn.Module):

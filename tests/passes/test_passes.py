@@ -165,10 +165,6 @@ FACTOR = (
     "a factor that cannot move (a dropout mask, a scaling without fold_lora, or of few rows) "
     "stands inside the adapter"
 )
-MANY_ROWS = (
-    "96 rows, more than stack_projections.max_rows=0 of the preset: "
-    "separate products are not slower and their outputs stay contiguous"
-)
 
 CASES: dict[str, Case] = {
     "bf16 adapter": Case(lora, ADAPTER, EXTENDED),
@@ -258,13 +254,6 @@ CASES: dict[str, Case] = {
         SharedPlain,
         {"canonicalize": 4, "keep_packed": 2},
         {"mm": 4, "qfuse.dequantize": 4},
-        reasons={"stack_projections": {MANY_ROWS: 1}},
-    ),
-    "two plain layers over one input, few rows": Case(
-        SharedPlain,
-        {"canonicalize": 4, "stack_projections": 1, "keep_packed": 2},
-        {"mm": 3, "qfuse.dequantize": 4},
-        options={"qfuse.thresholds": {"stack_projections.max_rows": 96}},
     ),
 }
 #: What also runs on a GPU: each pass, each dtype, a bias. Not dropout, whose masks on a GPU go with
@@ -279,7 +268,6 @@ ON_GPU = (
     "fp4, one level of scales",
     "stored as bf16",
     "three adapters over one input",
-    "two plain layers over one input, few rows",
 )
 CLOSE = 0.015  # a few roundings to bf16 (2**-9 each) between the reordered sums
 

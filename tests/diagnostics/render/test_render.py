@@ -243,12 +243,12 @@ def test_what_qfuse_would_do_is_told_as_such() -> None:
 
 def test_a_pass_that_stood_back_from_fused_layers_is_told_once() -> None:
     def with_step(run_layer: Layer, rows: int) -> Layer:
-        step = Step("stack_projections", rejected=f"{rows} rows, more than 0", by_choice=True)
+        step = Step("extend_k", rejected=f"{rows} rows, fewer than 999", by_choice=True)
         return replace(run_layer, steps=(*run_layer.steps, step))
 
     layers = tuple(with_step(x, 32 * (i + 1)) for i, x in enumerate(llama(1)))
     out = printed(replace(clean(), layers=layers))
-    assert out.count("no stack_projections in 4 layers: 32 rows, more than 0") == 1
+    assert out.count("no extend_k in 4 layers: 32 rows, fewer than 999") == 1
     assert "64 rows" not in out
 
 
