@@ -12,10 +12,9 @@ def register() -> None:
     Only our namespace is touched: `backend="inductor"` lowers everything else as before.
     """
     from inductor_q import ops
-    from inductor_q.lowerings import accumulate, dequantize, direct_call, extend
+    from inductor_q.lowerings import dequantize, direct_call, extend
 
     assert ops  # its import defines the ops
-    accumulate.register()
     dequantize.register()
     direct_call.register()
     extend.register()

@@ -5,14 +5,12 @@ kernels; canonicalize before the rest, so that it knows one form; fuse_scatter2s
 no other pass sees a dequantized stack of experts; fold_lora before the stacking, since a scale or a
 cast between two products hides that they share an input; stack_adapters before extend_k, so that
 one projection serves all of a group's products; stack_gradients when extend_k has laid the
-gradients side by side; accumulate last of the
-joint passes, on the sums that are left; keep_packed in the partitioner, on whatever they left.
+gradients side by side; keep_packed in the partitioner, on whatever they left.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
 assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {__name__}"
 
-from inductor_q.passes.accumulate import Accumulate
 from inductor_q.passes.canonicalize import Canonicalize
 from inductor_q.passes.causal_attention import CausalAttention
 from inductor_q.passes.extend_k import ExtendK
@@ -31,7 +29,6 @@ PIPELINE: tuple[Pass, ...] = (
     StackAdapters(),  # adapters that share an input: one projection
     ExtendK(),  # the adapter rides in the main product
     StackGradients(),  # gradients of A that share an input: one product
-    Accumulate(),  # a sum of products: one buffer, no copy
     KeepPacked(),  # dequantized weights are recomputed, not saved
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from inductor_q.ops.accumulate import define_accumulate
 from inductor_q.ops.dequantize import define_dequantize
 from inductor_q.ops.extend import define_extend
 from inductor_q.ops.grouped_gram import define_grouped_gram
@@ -19,7 +18,6 @@ from inductor_q.ops.tile_map import define_tile_map
 def define_ops() -> None:
     """Define the `qfuse::` ops (further calls do nothing)."""
     for define in (
-        define_accumulate,
         define_dequantize,
         define_extend,
         define_grouped_gram,
