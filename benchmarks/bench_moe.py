@@ -5,7 +5,7 @@ gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsa
 dequantizes all experts and multiplies with torch's grouped GEMM (what transformers' "grouped_mm"
 experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` the
 op with the provider of that name, and ``grouped_mm`` the op on the same experts held
-in bf16; ``triton`` and ``triton_tuned``, on a GPU, are timed where ``--backends`` names them.
+in bf16; ``triton``, on a GPU, is timed where ``--backends`` names it.
 ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
 is over rank 0, where ``--ranks`` has it.
 
@@ -57,7 +57,7 @@ QUICK = {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]}
 TOKENS = 2048  # of a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
-KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "triton", "triton_tuned")))
+KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "triton")))
 PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
 RANK = 16
 SCALING = 2.0
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     if unknown := set(arguments.backends) - set(KNOWN):
         parser.error(f"no peer {', '.join(sorted(unknown))}; known: {', '.join(KNOWN)}")
     suite = harness.start("bench_moe", arguments)
-    if suite.device.type == "cpu" and {"triton", "triton_tuned"} & set(arguments.backends):
+    if suite.device.type == "cpu" and "triton" in arguments.backends:
         parser.error("triton runs on a GPU")
     suite.settings |= {"format": "nf4, nested", "dtype": "bf16"}
     for (name, tokens), rank, devices in itertools.product(

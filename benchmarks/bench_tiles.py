@@ -1,13 +1,16 @@
 """Tiles of scatter2scatter's Triton kernel: those nearest to the default, timed on this GPU.
 
 For both projections of a mixture of experts, NF4 with an adapter, forward and input
-gradient. What wins can be committed (`inductor_q.kernels.tiles`), and is
-printed as it is written there. Compiling is over before anything is timed.
+gradient: the evidence for `START` of `inductor_q.kernels.tiles`. Compiling is over before
+anything is timed; a tile that cannot be compiled or launched here is left out, and logged.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -21,9 +24,10 @@ from inductor_q.formats import get_format
 from inductor_q.kernels import tiles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
-from inductor_q.kernels.scatter2scatter_triton import work
-from inductor_q.kernels.scatter2scatter_tuned import milliseconds
+from inductor_q.kernels.scatter2scatter_triton import KERNEL, work
 from inductor_q.ops.routing import route
+
+log = logging.getLogger("inductor_q")
 
 PEERS = ("default", "best")
 RANK = 16
@@ -34,6 +38,15 @@ PRODUCTS = {
     "up dX": (False, True),
     "down dX": (True, True),
 }
+
+#: How a bare RuntimeError of Triton begins where a tile is at fault: passes of the compiler that
+#: fail, and CUDA's words for a launch that needs more registers or stack than there are.
+_AT_FAULT = (
+    "PassManager::run failed",
+    "failed to translate module to LLVM IR",
+    "Triton Error [CUDA]: too many resources requested for launch",
+    "Triton Error [CUDA]: out of memory",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
@@ -116,6 +129,30 @@ def near(call: Scatter2Scatter, count: int) -> Iterator[tiles.Tile]:
     default = tiles.start(problem, limits)
     fit = tiles.pruned(tiles.candidates(problem), problem, limits.shared_bytes)
     yield from sorted(fit, key=lambda tile: tiles.distance(tile, default))[:count]
+
+
+def milliseconds(call: Scatter2Scatter, tile: tiles.Tile, *, runs: int = 25) -> float:
+    """Time a whole call; infinite for a tile that cannot be compiled or launched here.
+
+    Args:
+        runs: how many milliseconds it is repeated for; with 0 it is compiled and launched once.
+    """
+    import triton
+    from triton.runtime.errors import PTXASError
+
+    launch = functools.partial(KERNEL.launch, call, tile)
+    try:
+        if not runs:
+            launch()
+            return 0.0
+        median: float = triton.testing.do_bench(launch, warmup=5, rep=runs, return_mode="median")
+    except (triton.CompilationError, triton.OutOfResources, PTXASError, RuntimeError) as error:
+        bare = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        if bare and not str(error).startswith(_AT_FAULT):
+            raise
+        log.info("%s is left out: %s: %s", tile, type(error).__name__, error)
+        return math.inf
+    return median
 
 
 def _roof(ceilings: harness.Ceilings, call: Scatter2Scatter) -> float:

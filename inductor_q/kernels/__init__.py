@@ -17,7 +17,6 @@ from inductor_q.kernels import (
     scatter2scatter_grouped_mm,
     scatter2scatter_reference,
     scatter2scatter_triton,
-    scatter2scatter_tuned,
     tile_map_triton,
 )
 from inductor_q.kernels.dequantize import DEQUANTIZE
@@ -37,7 +36,7 @@ QUANTIZE_KBIT: dict[str, tuple[QuantizeKbitKernel, ...]] = {
     "cuda": (quantize_kbit_cuda.KERNEL, quantize_kbit_triton.KERNEL),
 }
 
-#: Those after the reference, which serves every call, are asked only by name.
+#: On a CPU, those after the reference, which serves every call, are asked only by name.
 SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
     "cpu": (
         scatter2scatter_reference.KERNEL,
@@ -50,7 +49,6 @@ SCATTER2SCATTER: dict[str, tuple[Scatter2ScatterKernel, ...]] = {
         scatter2scatter_grouped_mm.KERNEL,
         scatter2scatter_dequantize.KERNEL,
         scatter2scatter_reference.KERNEL,
-        scatter2scatter_tuned.KERNEL,
     ),
 }
 

@@ -73,7 +73,7 @@ class Triton:
         self, call: Scatter2Scatter, tile: tiles.Tile | None = None
     ) -> tuple[Tensor, Tensor]:
         with on(call.x.device):
-            return _launch(call, tile or tiles.choose(work(call), tiles.limits(call.x.device)))
+            return _launch(call, tile or tiles.start(work(call), tiles.limits(call.x.device)))
 
 
 def is_preferred(call: Scatter2Scatter) -> bool:

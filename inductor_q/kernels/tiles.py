@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A class of problems that are tuned as one.
+    """A class of problems that one tile is chosen for.
 
     `rows` an expert has on average, rounded up to a power of two; `weight_bits` of an element as
     stored; `group` columns share a scale (0: dense); `rank` of the adapter as multiplied.
@@ -64,39 +64,6 @@ class Work:
     group: int
     rank: int
 
-
-def _packed(rows: int, in_features: int, out_features: int, *, transposed: bool = False) -> Work:
-    """4 bits, a scale for every 64, adapters of rank 16."""
-    return Work(
-        rows=rows,
-        in_features=in_features,
-        out_features=out_features,
-        transposed=transposed,
-        weight_bits=4,
-        group=64,
-        rank=16,
-    )
-
-
-#: Measured winners by capability, which are not tuned again. On an H200, both projections of
-#: Qwen3-30B-A3B at 4096, 512 and 64 tokens, forward and input gradient: up to 0.64 of the default's
-#: time (benchmarks.bench_tiles, benchmarks/results/tiles-h200.json). Elsewhere: START, pruned.
-COMMITTED: Mapping[tuple[int, int], Mapping[Work, Tile]] = {
-    (9, 0): {
-        _packed(128, 2048, 1536): Tile(128, 64, 64, 4, 3),
-        _packed(128, 768, 2048): Tile(128, 64, 64, 4, 3),
-        _packed(128, 1536, 2048, transposed=True): Tile(128, 128, 64, 4, 3),
-        _packed(128, 2048, 768, transposed=True): Tile(128, 128, 64, 4, 3),
-        _packed(32, 2048, 1536): Tile(32, 128, 64, 4, 3),
-        _packed(32, 768, 2048): Tile(32, 128, 32, 4, 4),
-        _packed(32, 1536, 2048, transposed=True): Tile(32, 128, 64, 4, 3),
-        _packed(32, 2048, 768, transposed=True): Tile(32, 128, 64, 4, 3),
-        _packed(4, 2048, 1536): Tile(16, 128, 64, 4, 4),
-        _packed(4, 768, 2048): Tile(16, 64, 128, 4, 5),
-        _packed(4, 1536, 2048, transposed=True): Tile(16, 128, 64, 4, 5),
-        _packed(4, 2048, 768, transposed=True): Tile(16, 64, 64, 4, 4),
-    },
-}
 
 #: (from rows an expert, tile): wide enough to use each decoded weight often. On an H200 the best of
 #: two dozen near it took 0.64 to 1.0 of its time; on other GPUs nobody has measured.
@@ -163,7 +130,7 @@ def pruned(tiles: Sequence[Tile], work: Work, shared_limit: int) -> list[Tile]:
 
 @functools.lru_cache(maxsize=1024)
 def start(work: Work, device: Limits) -> Tile:
-    """Where no measurement says otherwise: START, or what fits of it and is nearest."""
+    """START, or the nearest of the tiles that fit."""
     wanted = next(tile for rows, tile in START if work.rows >= rows)
     if device.capability < (8, 0):
         wanted = START_SCALAR
@@ -177,12 +144,3 @@ def distance(one: Tile, other: Tile) -> tuple[int, int]:
     steps = sum(abs(a.bit_length() - b.bit_length()) for a, b in sizes)
     warps = abs(one.warps.bit_length() - other.warps.bit_length())
     return steps, warps + abs(one.stages - other.stages)
-
-
-def committed(work: Work, device: Limits) -> Tile | None:
-    """The tile that was measured for the shape on that capability, if any."""
-    return COMMITTED.get(device.capability, {}).get(work)
-
-
-def choose(work: Work, device: Limits) -> Tile:
-    return committed(work, device) or start(work, device)

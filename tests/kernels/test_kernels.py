@@ -72,9 +72,7 @@ def test_every_list_ends_with_the_reference() -> None:
 def test_provider_names() -> None:
     assert provider_names() == {
         "dequantize": ("inductor", "cpp", "reference", "cuda", "triton"),
-        "scatter2scatter": (
-            *("reference", "grouped_mm", "dequantize", "cuda", "triton", "triton_tuned"),
-        ),
+        "scatter2scatter": (*("reference", "grouped_mm", "dequantize", "cuda", "triton"),),
     }
     assert providers("dequantize", "cpu") == ["cpp"]  # the reference is no provider of speed
     assert providers("dequantize", "xpu") == []

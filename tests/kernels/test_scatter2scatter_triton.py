@@ -210,7 +210,7 @@ def test_gpu_codes_stored_as_floats(storage: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_gpu_every_candidate_gives_the_result() -> None:
-    """Whatever the tuner takes: all tiles that fit, forward and transposed."""
+    """Whatever tile is chosen: all that fit, forward and transposed."""
     for transposed, tokens in itertools.product([False, True], [9, 300]):
         case = on_gpu(replace(FIT, tokens=tokens), grouped=(False, True), transposed=transposed)
         call = case.call()

@@ -71,19 +71,3 @@ def test_the_smallest_is_left_where_none_fits() -> None:
     assert len(tiles.pruned(every, WORK, tiles.shared_bytes(smallest, WORK) + 10_000)) >= 1
     heavy = [t for t in every if tiles.register_bytes(t, WORK) > tiles.REGISTER_BYTES]
     assert heavy and len(tiles.pruned(heavy, WORK, DEVICES[90])) == 1
-
-
-def test_committed_tiles_fit_their_device() -> None:
-    for (major, minor), table in tiles.COMMITTED.items():
-        limits = device(10 * major + minor)
-        for work, tile in table.items():
-            assert tile in tiles.pruned(tiles.candidates(work), work, limits.shared_bytes)
-            assert tiles.choose(work, limits) == tile
-
-
-def test_a_committed_tile_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = tiles.Tile(128, 256, 128, 8, 5)
-    monkeypatch.setattr(tiles, "COMMITTED", {(12, 0): {WORK: tile}})
-    assert tiles.choose(WORK, device(120)) == tile
-    assert tiles.choose(WORK, device(89)) == tiles.start(WORK, device(89)) != tile
-    assert tiles.choose(replace(WORK, rank=32), device(120)) != tile
