@@ -193,14 +193,6 @@ class ModeConflict(QfuseError, ValueError):
     )
 
 
-class InvalidTunedFile(QfuseError, ValueError):
-    """A file of measured preset entries that cannot be read as one."""
-
-    path: str
-    problem: str
-    message = "{path}: {problem}. Correct it or delete the file"
-
-
 class NotFused(QfuseError, RuntimeError):
     """Raised under `qfuse.strict`: quantized sites that no pass took, as (site, reason)."""
 

@@ -4,7 +4,7 @@
 writes torch's configuration: the result is handed to `compile_fx` as `config_patches`, so a setting
 lives as long as its compile.
 
-Priority: options={...} > QFUSE_* variables > tuned file > preset. A mode is the user's word as
+Priority: options={...} > QFUSE_* variables > preset. A mode is the user's word as
 well, but a key beside it is more exact and wins.
 """
 
@@ -32,8 +32,6 @@ from inductor_q.own_options import (
     OPTIONS,
     Toggles,
     from_text,
-    parse_kernels,
-    parse_passes,
     pass_names,
 )
 from inductor_q.presets import Entry, FrozenMap, Preset
@@ -69,9 +67,6 @@ def resolve(
     mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
 
     inductor: dict[str, Any] = {}
-    for name, entry in preset.inductor.items():
-        inductor[name] = _checked(name, entry.value, source=f"{entry.origin} {preset.name}")
-        sources[name] = _because(entry, preset)
     for name, value in (modes[mode] if mode else {}).items():
         inductor[name] = value
         sources[name] = f"mode {mode}"
@@ -83,9 +78,9 @@ def resolve(
     resolved = Resolved(
         inductor=FrozenMap(inductor),
         preset=preset,
-        passes=_passes(preset, layers["qfuse.passes"], sources),
+        passes=_passes(layers["qfuse.passes"], sources),
         numerics=numerics,
-        kernels=_kernels(preset, layers["qfuse.kernels"], sources),
+        kernels=_kernels(layers["qfuse.kernels"], sources),
         report=chosen("qfuse.report", None),
         strict=chosen("qfuse.strict", False),
         sources=FrozenMap(sources),
@@ -97,7 +92,7 @@ def resolve(
 
 def _with_thresholds(preset: Preset, layer: _Layer) -> Preset:
     entries = {
-        name: Entry(value=value, evidence=f"set by the {layer.source}", origin=layer.source)
+        name: Entry(value=value, evidence=f"set by the {layer.source}")
         for name, value in layer.value.items()
     }
     return replace(preset, thresholds={**preset.thresholds, **entries})
@@ -177,19 +172,15 @@ def _admits(name: str, value: Any) -> bool:
     return inductor_config.coerce(value, declared) is not inductor_config.MISMATCH
 
 
-def _checked(name: str, value: Any, *, source: str = "") -> Any:
+def _checked(name: str, value: Any) -> Any:
     """The value of an Inductor key as torch declares it."""
-    schema = inductor_config.schema()
-    if name not in schema:
-        raise UnknownOption(name=name, known=tuple(schema), source=source)
-    declared = schema[name].declared
+    declared = inductor_config.schema()[name].declared
     if declared is type(None):  # torch does not say which type: only that the default is None
         return value
     result = inductor_config.coerce(value, declared)
     if result is inductor_config.MISMATCH:
-        raise InvalidOptionValue(
-            name=name, value=value, expected=inductor_config.describe(declared), source=source
-        )
+        expected = inductor_config.describe(declared)
+        raise InvalidOptionValue(name=name, value=value, expected=expected)
     return result
 
 
@@ -213,10 +204,6 @@ def _variable(sources: Mapping[str, str], name: str) -> str:
 # --- merging ------------------------------------------------------------------------------------
 
 
-def _because(entry: Entry, preset: Preset) -> str:
-    return f"{entry.origin} {preset.name}: {entry.evidence}"
-
-
 def _mode(
     argument: str | None, option: str | None, known: tuple[str, ...], sources: dict[str, str]
 ) -> str | None:
@@ -230,12 +217,8 @@ def _mode(
     return mode
 
 
-def _passes(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> tuple[str, ...]:
+def _passes(layers: list[_Layer], sources: dict[str, str]) -> tuple[str, ...]:
     enabled = dict.fromkeys(pass_names(), True)
-    for name, entry in preset.passes.items():
-        source = f"{entry.origin} {preset.name}"
-        enabled |= parse_passes("qfuse.passes", {name: entry.value}, source).values
-        sources[f"qfuse.passes.{name}"] = _because(entry, preset)
     for layer in layers:
         toggles: Toggles = layer.value
         said = (
@@ -247,12 +230,8 @@ def _passes(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> tu
     return tuple(name for name, on in enabled.items() if on)
 
 
-def _kernels(preset: Preset, layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:
+def _kernels(layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:
     preferred: dict[str, str] = {}
-    for op, entry in preset.kernels.items():
-        source = f"{entry.origin} {preset.name}"
-        preferred |= parse_kernels("qfuse.kernels", {op: entry.value}, source)
-        sources[f"qfuse.kernels.{op}"] = _because(entry, preset)
     for layer in layers:
         preferred |= layer.value
         sources |= {f"qfuse.kernels.{op}": layer.source for op in layer.value}

@@ -121,11 +121,6 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
-        exc.InvalidTunedFile(path="sm_90.json", problem="not JSON"),
-        "sm_90.json: not JSON. Correct it or delete the file",
-        ValueError,
-    ),
-    (
         exc.NotFused(sites=(("layers.0.q_proj", "dropout between A and B"),)),
         "1 quantized site not fused:\n  layers.0.q_proj: dropout between A and B\n"
         "Mend what the reasons name, or set options={'qfuse.strict': False} to run them unfused",

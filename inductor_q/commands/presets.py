@@ -47,19 +47,15 @@ def _table(preset: Preset) -> listing.Table:
                 rows.append((kind, name, str(entry.value), entry.evidence))
     rows += [("fact", "", "", fact) for fact in preset.facts]
     return listing.Table(
-        ("kind", "name", "value", "evidence"), rows, title=preset.name, note=_note(preset, rows)
+        ("kind", "name", "value", "evidence"), rows, title=preset.name, note=_note(preset)
     )
 
 
-def _note(preset: Preset, rows: list[tuple[str, ...]]) -> str:
+def _note(preset: Preset) -> str:
     parts = []
     if preset.arch:
         parts.append(f"compute capability {preset.arch[0]}.{preset.arch[1]}")
-    if preset.smem_bytes:
-        parts.append(f"{preset.smem_bytes:,} bytes of shared memory a block")
     if preset.name == "generic":
         parts.append("where every device starts")
-    elif not rows:
-        parts.append("nothing measured yet: as generic")
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""

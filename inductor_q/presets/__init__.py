@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from inductor_q.exc import UnknownPreset
-from inductor_q.presets import tuning
 from inductor_q.presets.generic import CPU, GENERIC, NONE
 from inductor_q.presets.nvidia import NVIDIA
 from inductor_q.presets.preset import MAPPINGS, THRESHOLDS, Entry, FrozenMap, Preset
@@ -28,18 +26,11 @@ __all__ = [
 PRESETS: Mapping[str, Preset] = FrozenMap({p.name: p for p in (*NVIDIA, CPU, GENERIC)})
 
 
-def select(
-    device: torch.device,
-    name: str = "auto",
-    *,
-    source: str = "",
-    tuned_directory: Path | None = None,
-) -> Preset:
+def select(device: torch.device, name: str = "auto", *, source: str = "") -> Preset:
     """The preset of that name, or ("auto") of the device's exact architecture, and why this one.
 
     Between architectures nothing is guessed: another capability of the same family, an AMD device
-    that reports the same numbers, or a device of another type get "generic". Entries measured on
-    this machine (tuned/<arch>.json) come on top, except on "none".
+    that reports the same numbers, or a device of another type get "generic".
     """
     if name == "none":
         return replace(NONE, reason="asked for by name")
@@ -47,13 +38,10 @@ def select(
     if name != "auto":
         if name not in PRESETS:
             raise UnknownPreset(name=name, known=tuple(PRESETS), source=source)
-        preset = replace(PRESETS[name], reason=f"asked for by name on {arch}")
-        arch = name
-    elif why_generic:
-        preset = replace(GENERIC, reason=why_generic)
-    else:
-        preset = replace(PRESETS[arch], reason=f"the device is {_model(device)}, {arch}")
-    return tuning.overlay(preset, (tuned_directory or tuning.DIRECTORY) / f"{arch}.json")
+        return replace(PRESETS[name], reason=f"asked for by name on {arch}")
+    if why_generic:
+        return replace(GENERIC, reason=why_generic)
+    return replace(PRESETS[arch], reason=f"the device is {_model(device)}, {arch}")
 
 
 def _architecture(device: torch.device) -> tuple[str, str]:

@@ -1,9 +1,8 @@
-"""NVIDIA architectures by exact compute capability, oldest first.
+"""NVIDIA architectures that were measured, by exact compute capability, oldest first.
 
-Shared memory per block: table "Technical Specifications per Compute Capability" of the CUDA
-programming guide (the most that a block can opt in to). Measurements of the compile options are
-those of axolotl#3692: Qwen3-8B, LoRA r=16, bf16, sdpa, sequence 2048, gradient checkpointing,
-alpaca, 2 seeds, a fresh process a run, median of the last 100 steps, torch 2.11+cu130.
+Measurements of the compile options are those of axolotl#3692: Qwen3-8B, LoRA r=16, bf16, sdpa,
+sequence 2048, gradient checkpointing, alpaca, 2 seeds, a fresh process per run, median of the last
+100 steps, torch 2.11+cu130.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ from dataclasses import replace
 
 from inductor_q.presets.generic import GENERIC
 from inductor_q.presets.preset import Entry
-
-SM_75 = replace(GENERIC, name="sm_75", arch=(7, 5), smem_bytes=65_536)
-
-SM_80 = replace(GENERIC, name="sm_80", arch=(8, 0), smem_bytes=166_912)
 
 _SM_86_AUTOTUNE = Entry(
     value=True,
@@ -27,7 +22,6 @@ SM_86 = replace(
     GENERIC,
     name="sm_86",
     arch=(8, 6),
-    smem_bytes=101_376,
     losses={"max_autotune_gemm": _SM_86_AUTOTUNE, "max_autotune": _SM_86_AUTOTUNE},
     facts=(
         "compiling at all: -14.25 % step time on RTX 3090, -16.55 % on RTX 3090 Ti (axolotl#3692)",
@@ -38,15 +32,12 @@ SM_86 = replace(
     ),
 )
 
-SM_89 = replace(GENERIC, name="sm_89", arch=(8, 9), smem_bytes=101_376)
-
 _H200 = "one H200, torch 2.11.0+cu130, 2026-11-21, benchmarks/results/thresholds-h200.json"
 
 SM_90 = replace(
     GENERIC,
     name="sm_90",
     arch=(9, 0),
-    smem_bytes=232_448,
     thresholds={
         "canonicalize.min_rows": Entry(
             value=4,
@@ -62,10 +53,6 @@ SM_90 = replace(
     },
 )
 
-SM_100 = replace(GENERIC, name="sm_100", arch=(10, 0), smem_bytes=232_448)
-
-SM_103 = replace(SM_100, name="sm_103", arch=(10, 3))
-
 _SM_120_AUTOTUNE = Entry(
     value=32_000_000_000,
     evidence="-2.57 % step time on RTX 5090 for +2.2 GB of peak memory, 21,836 MB in all: wants a "
@@ -76,7 +63,6 @@ SM_120 = replace(
     GENERIC,
     name="sm_120",
     arch=(12, 0),
-    smem_bytes=101_376,
     min_memory={"max_autotune_gemm": _SM_120_AUTOTUNE, "max_autotune": _SM_120_AUTOTUNE},
     facts=(
         "compiling at all: -19.06 % step time on RTX 5090, peak 19,992 -> 19,614 MB (axolotl#3692)",
@@ -88,7 +74,4 @@ SM_120 = replace(
     ),
 )
 
-# Same shared memory as sm_120; none of its measurements carry over to another capability.
-SM_121 = replace(GENERIC, name="sm_121", arch=(12, 1), smem_bytes=101_376)
-
-NVIDIA = (SM_75, SM_80, SM_86, SM_89, SM_90, SM_100, SM_103, SM_120, SM_121)
+NVIDIA = (SM_86, SM_90, SM_120)

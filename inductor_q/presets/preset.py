@@ -37,7 +37,6 @@ class Entry:
 
     value: Any
     evidence: str
-    origin: str = "preset"  # or "tuned"
 
 
 def _entries() -> FrozenMap[Entry]:
@@ -46,7 +45,7 @@ def _entries() -> FrozenMap[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Which Inductor options, passes, kernels and thresholds suit one architecture.
+    """Which thresholds suit one architecture, and which options of Inductor do not.
 
     No entry repeats what holds without it. What was measured and changes nothing stands in `facts`;
     what was measured to lose stands in `losses` and is told when a user chooses it.
@@ -54,10 +53,6 @@ class Preset:
 
     name: str
     arch: tuple[int, int] | None = None
-    smem_bytes: int | None = None  # most shared memory a block can opt in to
-    inductor: Mapping[str, Entry] = field(default_factory=_entries)
-    passes: Mapping[str, Entry] = field(default_factory=_entries)  # name -> enabled
-    kernels: Mapping[str, Entry] = field(default_factory=_entries)  # op -> provider
     thresholds: Mapping[str, Entry] = field(default_factory=_entries)  # over THRESHOLDS
     losses: Mapping[str, Entry] = field(default_factory=_entries)  # option -> value that loses
     min_memory: Mapping[str, Entry] = field(default_factory=_entries)  # option -> device bytes
@@ -70,7 +65,7 @@ class Preset:
         object.__setattr__(self, "thresholds", FrozenMap({**THRESHOLDS, **self.thresholds}))
 
 
-MAPPINGS = ("inductor", "passes", "kernels", "thresholds", "losses", "min_memory")
+MAPPINGS = ("thresholds", "losses", "min_memory")
 
 # Where every device starts, and so what every preset holds unless it was measured to differ there.
 THRESHOLDS: Mapping[str, Entry] = FrozenMap(

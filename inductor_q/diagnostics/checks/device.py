@@ -51,7 +51,7 @@ def preset(device: torch.device) -> Finding:
 
     try:
         chosen = resolve(None, None, device=device).preset
-    except QfuseError as error:  # a QFUSE_* variable or a tuned file that cannot be read
+    except QfuseError as error:  # a QFUSE_* variable that cannot be read
         return Finding("preset", "fail", str(error), "env | grep QFUSE_")
     if chosen.name == GENERIC.name:
         return Finding(
