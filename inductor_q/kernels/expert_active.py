@@ -35,34 +35,6 @@ def active_experts(offsets: Tensor, rows: int) -> ActiveExperts:
     return ActiveExperts(ids, pad(ends, (1, 0)))
 
 
-def remap_expert_ids(expert_ids: Tensor, active: ActiveExperts, num_experts: int) -> Tensor:
-    """What `route` takes for the active experts alone: a choice's place in `active.ids`.
-
-    Args:
-        expert_ids: [tokens, top_k], any integer dtype; sentinels are -1 afterwards.
-        num_experts: E, of which `active` are some.
-    """
-    places = torch.full((num_experts + 1,), -1, dtype=torch.int64, device=expert_ids.device)
-    numbers = torch.arange(active.ids.shape[0], device=expert_ids.device)
-    places = places.scatter(0, active.ids, numbers)
-    ours = (expert_ids >= 0) & (expert_ids < num_experts)
-    return places[torch.where(ours, expert_ids, num_experts).long()]
-
-
-def select_adapter(
-    lora_a: Tensor, lora_b: Tensor, experts: Tensor, num_experts: int
-) -> tuple[Tensor, Tensor]:
-    """The adapters of the experts with the numbers `experts` [A], out of `num_experts`.
-
-    Args:
-        lora_a, lora_b: [E, r, K] and [E, N, r]; or as PEFT has them, A [E r, K] with an expert's
-            rows together and B [N, r E] with an expert's columns E apart.
-
-    Returns:
-        Copies in the same layout, of A experts.
-    """
-    if lora_a.dim() == 3:
-        return lora_a.index_select(0, experts), lora_b.index_select(0, experts)
-    a = lora_a.unflatten(0, (num_experts, -1)).index_select(0, experts)
-    b = lora_b.unflatten(1, (-1, num_experts)).index_select(2, experts)
-    return a.flatten(0, 1), b.flatten(1)
+def select_adapter(lora_a: Tensor, lora_b: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the adapters, [E, r, K] and [E, N, r], of the experts with the numbers `experts` [A]."""
+    return lora_a.index_select(0, experts), lora_b.index_select(0, experts)

@@ -136,7 +136,7 @@ def adapter(
     assert call.lora_a is not None and call.lora_b is not None
     a, b, offsets = call.lora_a, call.lora_b, call.offsets
     if active is not None:
-        a, b = select_adapter(a, b, active.ids, call.num_experts)
+        a, b = select_adapter(a, b, active.ids)
         offsets = active.offsets
     return _aligned(a.to(call.x.dtype), 1), _aligned(b.to(call.x.dtype), 2), offsets
 
