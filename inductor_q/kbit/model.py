@@ -79,7 +79,7 @@ def quantize_model(
     if checkpoint is None:
         source = _InMemory(model, layers, device)
     else:
-        source = _FromCheckpoint(model, layers, Checkpoint(checkpoint), device or "cpu")
+        source = _FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
     with Progress(*_COLUMNS, console=Console(stderr=True), disable=not progress) as bars:
         if bits is None:
             assert k is not None
@@ -211,7 +211,6 @@ class _FromCheckpoint:
     def __init__(
         self,
         model: nn.Module,
-        layers: Mapping[str, nn.Linear],
         checkpoint: Checkpoint,
         device: torch.device | str,
     ) -> None:
