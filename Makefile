@@ -24,7 +24,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  apply ruff's fixes and format"
 	@echo "make bench   the benchmarks, at the sizes this machine can take"
-	@echo "make docs    write what docs/ takes from the registries"
+	@echo "make docs    write what the documents take from code and results"
 	@echo "make setup   only build $(VENV)"
 	@echo "make clean   remove $(VENV), builds and caches"
 

@@ -25,8 +25,7 @@ What is compiled, for every peer alike (``--compile``):
   are three to compile. Embedding, last norm and head run in eager.
 - ``whole``: the model in one graph. Dynamo unrolls the scan of the delta net over its chunks of 64
   tokens: at 512 tokens 390 nodes a layer in Dynamo's graph and 1,570 after autograd (attention: 230
-  and 690), 28,000 in all, where the blocks have 2,300. bench_step's graphs take 4 to 5 ms a node on
-  the machine with the H200: two minutes a peer.
+  and 690), 28,000 in all, where the blocks have 2,300. That takes minutes per peer to compile.
 
 Without flash-linear-attention a delta net solves a triangular system, or, in an export, by 63 steps
 written out. torch 2.11 says of every trace that it is an export; here that is denied, or a layer

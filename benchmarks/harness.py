@@ -24,10 +24,16 @@ from benchmarks.measure import (
     time_steps,
 )
 from benchmarks.peers import PEERS, available, compile_as
-from benchmarks.place import ROOT, device_slug, load, machine, portable, versions
+from benchmarks.place import (
+    RESULTS,
+    ROOT,
+    device_slug,
+    load,
+    machine,
+    portable,
+    versions,
+)
 from benchmarks.suite import SCHEMA, Row, Suite, console, duration, size
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def parser(doc: str | None, *, peers: Sequence[str] = PEERS) -> argparse.ArgumentParser:

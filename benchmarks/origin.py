@@ -42,7 +42,6 @@ BEFORE_DIGESTS = frozenset(
         "linear-h200.json",
         "moe-h200.json",
         "moe_ep-h200.json",
-        "moe_gradients-h200.json",
         "moe_model-h200.json",
         "moe_providers-h200.json",
         "moe_qlora-gpt-oss-20b-h200.json",
@@ -55,7 +54,6 @@ BEFORE_DIGESTS = frozenset(
         "step-repeat-cpu.json",
         "thresholds-cpu.json",
         "thresholds-h200.json",
-        "tiles-h200.json",
     }
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 VERSIONS = ("torch", "triton", "bitsandbytes", "peft", "transformers", "numpy")
 
 

@@ -1,6 +1,14 @@
-"""Write what these pages take from the code: `make docs`; tests/test_docs.py finds what is stale.
+"""Write what the documents take from code and results: `make docs`; a test finds what is stale.
 
-A page has `<!-- COMMAND -->` and `<!-- end -->`; what stands between is the output of that command.
+A page has `<!-- KIND NAME -->` and `<!-- end -->`; what stands between comes from here:
+
+- `qfuse COMMAND`: what that command prints;
+- `figures NAME`: a table of `docs.figures`, read from the files in benchmarks/results;
+- `api MODULE`: the public names of a module, with their signatures and docstrings;
+- `versions packages`: what the library was run with;
+- `private names`: the names of torch that it stands on.
+
+Inside a sentence `<!-- figure NAME -->` and `<!-- / -->` enclose one value of `docs.figures`.
 """
 
 from __future__ import annotations
@@ -10,18 +18,27 @@ import io
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
+from docs import api, figures, private
 from inductor_q import cli
+from inductor_q.diagnostics.checks import tested
 from inductor_q.diagnostics.render.schema import schema
 
 HERE = Path(__file__).parent
-_BLOCK = re.compile(r"(<!-- qfuse (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = HERE.parent
+PAGES = (ROOT / "README.md", *sorted(HERE.glob("*.md")))
+BLOCK = re.compile(
+    r"(<!-- (qfuse|figures|api|versions|private) (.+?) -->\n).*?(<!-- end -->)", re.DOTALL
+)
+VALUE = re.compile(r"(<!-- figure (\S+) -->).*?(<!-- / -->)")
 
 
 def filled(page: str) -> str:
-    """The page with the output of each command between its markers."""
-    return _BLOCK.sub(lambda found: f"{found[1]}\n{shown(found[2])}\n{found[3]}", page)
+    """The page with everything between its markers written again."""
+    page = BLOCK.sub(lambda found: f"{found[1]}\n{KINDS[found[2]](found[3])}\n{found[4]}", page)
+    return VALUE.sub(lambda found: f"{found[1]}{figures.VALUES[found[2]]()}{found[3]}", page)
 
 
 def shown(command: str) -> str:
@@ -39,16 +56,25 @@ def output(command: str) -> str:
     return printed.getvalue()
 
 
+KINDS: dict[str, Callable[[str], str]] = {
+    "qfuse": shown,
+    "figures": lambda name: figures.TABLES[name]() + "\n",
+    "api": lambda module: api.reference(module) + "\n",
+    "versions": lambda _: tested.table(),
+    "private": lambda _: private.table() + "\n",
+}
+
+
 def generated() -> dict[Path, str]:
     """Each generated file and what it should hold."""
-    pages = (HERE / "reference.md", HERE / "cli.md")
     return {
-        **{page: filled(page.read_text(encoding="utf-8")) for page in pages},
+        **{page: filled(page.read_text(encoding="utf-8")) for page in PAGES},
         HERE / "explain.schema.json": json.dumps(schema(), indent=2) + "\n",
     }
 
 
 if __name__ == "__main__":
     for path, text in generated().items():
-        path.write_text(text, encoding="utf-8")
-        print(f"wrote {path.relative_to(HERE.parent)}")
+        if path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")

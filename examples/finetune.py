@@ -38,7 +38,7 @@ from inductor_q import testing
 TEXT = Path(__file__).parent / "data" / "harbour.txt"
 BACKENDS = ("eager", "inductor", "qfuse")
 LEARNING_RATE = 1e-3
-# Relative distance of two loss curves that bf16 rounding explains at these sizes; measured: 0.3 %.
+# Relative distance of two loss curves that bf16 rounding explains at these sizes.
 TOLERANCE = 0.02
 
 console = Console(width=None if sys.stdout.isatty() else 120)

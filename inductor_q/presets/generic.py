@@ -23,7 +23,7 @@ CPU = replace(
         "extend_k.min_rows": Entry(
             value=1 << 20,
             evidence="no number of rows from which on it pays: a decoder layer of width 512, r=16, "
-            "forward and backward, with and without extend_k: 11.7 / 12.2 ms at 64 rows, "
+            "forward and backward, with and without extend_k: 11.7 / 12.1 ms at 64 rows, "
             "45.7 / 44.3 at 512, 223 / 218 at 2048 (two cores of an AMD EPYC, torch 2.13.0, "
             "2026-11-21, benchmarks/results/thresholds-cpu.json)",
         ),

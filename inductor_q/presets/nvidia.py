@@ -42,12 +42,12 @@ SM_90 = replace(
         "canonicalize.min_rows": Entry(
             value=4,
             evidence="gemm_4bit of bitsandbytes 0.50.2 against dequantize and GEMM, N=12288 "
-            f"K=4096: 29, 45, 59, 69 us at M=1, 2, 3, 4 against 69 throughout ({_H200})",
+            f"K=4096: 30, 45, 59, 69 us at M=1, 2, 3, 4 against 69 throughout ({_H200})",
         ),
         "extend_k.min_rows": Entry(
             value=256,
             evidence="two layers of Qwen3-8B, r=16, forward and backward, GPU time with and "
-            "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.30 at "
+            "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.29 at "
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
     },

@@ -73,16 +73,14 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         # Rows from which the LoRA product rides in the main GEMM.
         "extend_k.min_rows": Entry(
             value=1024,
-            evidence="a start value, not a measured crossover: with K+64 a GEMM of N=12288 K=4096 "
-            "takes 154 us for 152 at M=1024 and 43 for 42 at M=256 (bf16, one H200, torch "
-            "2.11.0+cu130, 2026-11-21), the copy of x into the wide buffer not counted",
+            evidence="a start value, not a measured crossover: with so many rows a wider GEMM "
+            "costs less than the adapter's products do; measured where a preset says otherwise",
         ),
         # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
         "canonicalize.min_rows": Entry(
             value=2,
-            evidence="gemm_4bit and LoRA take 48.5 us at M=1 where dequantize, GEMM and addmm take "
-            "82; at M=4 it is 86.1 for 82; 2 and 3 rows not measured (N=12288 K=4096 r=16, one "
-            "H200, torch 2.11.0+cu130, bitsandbytes 0.50.2, 2026-11-21)",
+            evidence="a start value: for one row gemm_4bit, which reads packed weights, was the "
+            "faster on the one GPU that was measured (sm_90)",
         ),
     }
 )

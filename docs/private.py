@@ -1,0 +1,100 @@
+"""The private names of torch that the package stands on, found in its source.
+
+Names that are looked up by attribute (node metadata, buffers of Inductor's IR) are no imports; the
+page lists them by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("inductor_q", "passes", "lowerings")
+
+#: What each is used for, by the start of the name; the longest that fits counts.
+PURPOSES = {
+    "torch._C": "whether a call is being traced; nodes that switch gradients",
+    "torch._dynamo": "the list of backends; Dynamo's settings, in checks and advice",
+    "torch._dynamo.convert_frame": "the functions that Dynamo makes, for `--dump`",
+    "torch._dynamo.eval_frame": "compiled modules and their guards, for `qfuse doctor`",
+    "torch._dynamo.output_graph": "observing each call of a backend (`call_user_compiler`)",
+    "torch._dynamo.utils": "counters of graph breaks, for tests and the demo",
+    "torch._functorch._aot_autograd": "whether bodies of autograd.Functions may be cached",
+    "torch._functorch": "caching the bodies of autograd.Functions",
+    "torch._functorch.partitioners": "the partitioning itself, after our tags",
+    "torch._grouped_mm": "a grouped product",
+    "torch._guards": "the identity of a compile; the fake mode of a graph",
+    "torch._higher_order_ops": "what a nested region saves",
+    "torch._inductor": "configuration and its keys; IR and lowerings of `qfuse::` ops",
+    "torch._inductor.compile_fx": "compiling, with the configuration of one compile",
+    "torch._inductor.cudagraph_trees": "`torch.compiler.reset()`",
+    "torch._inductor.custom_graph_pass": "the hooks, and their `uuid()` in the cache keys",
+    "torch._inductor.pattern_matcher": "the order of nodes after a pass",
+    "torch._inductor.runtime.cache_dir_utils": "where reports lie",
+    "torch._inductor.utils": "empty caches, for tests and benchmarks",
+    "torch._inductor.virtualized": "the graph being lowered, loop operations, fake mode",
+    "torch._logging": "the structured trace: read by `qfuse explain`, and given our report",
+    "torch._ops": "types of ops",
+    "torch._subclasses": "whether a tensor is fake or functional",
+    "torch.nn.attention._sdpa_kernel": "whether the program chooses attention's kernels",
+    "torch.utils._ordered_set": "sets that Inductor takes",
+    "torch.utils._pytree": "walking outputs",
+    "torch.utils._sympy": "index arithmetic",
+}
+
+
+def is_private(name: str) -> bool:
+    parts = name.split(".")
+    hidden = [part for part in parts[1:] if part.startswith("_") and not part.startswith("__")]
+    return parts[0] == "torch" and bool(hidden)
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """Full names of what a file imports or takes by attribute from torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield dotted(node)
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def used() -> set[str]:
+    """Every private name that the source imports or takes by attribute."""
+    found: set[str] = set()
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found |= {
+                n for n in names(ast.parse(path.read_text(encoding="utf-8"))) if is_private(n)
+            }
+    # `a.b` beside `a.b.c` is what an attribute chain is made of, not a use of its own.
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def purpose(name: str) -> str:
+    fitting = [start for start in PURPOSES if f"{name}.".startswith(f"{start}.")]
+    assert fitting, f"{name}: say in docs/private.py what it is for"
+    return PURPOSES[max(fitting, key=len)]
+
+
+def table() -> str:
+    """A row per module: its names, and what for."""
+    grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in sorted(used()):
+        module, _, last = name.rpartition(".")
+        grouped[module, purpose(name)].append(f"`{last}`")
+    lines = ["| module | names | for |", "| --- | --- | --- |"]
+    lines += [
+        f"| `{m}` | {', '.join(found)} | {what} |" for (m, what), found in sorted(grouped.items())
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""Every measured figure of documents and code comes from a result file, or is excused here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from docs import figures
+from docs.generate import BLOCK, PAGES, ROOT, VALUE
+
+#: A number with the unit of something measured.
+UNIT = re.compile(
+    r"(?<![\w.])[-+]?\d[\d,.]*(?: to \d[\d,.]*)?\s?"
+    r"(?:us|ms|ns|[kMGT]i?B|GB/s|TFLOP/s|dB|%|x as|times|tokens/s|tokens per second)(?!\w)"
+)
+
+#: Figures of documents that no result file has, and why.
+IN_DOCUMENTS = {
+    "README.md": {"2.5 GB": "the size of an environment"},
+    "docs/benchmarks.md": {"100 %": "what the roof means"},
+    "docs/cli.md": {"20 %": "the default of --noise"},
+    "docs/design.md": {"64 times": "a blocksize"},
+    "docs/troubleshooting.md": {
+        "13 times": "held by tests/diagnostics/test_doctor_model.py",
+        "10 %": "bitsandbytes' values, held by tests/support/quantized.py",
+    },
+}
+
+#: What axolotl#3692 has measured, which the presets quote.
+AXOLOTL = (
+    *("+13 %", "-14.25 %", "-16.55 %", "20,207 MB", "-2.57 %"),
+    *("+2.2 GB", "21,836 MB", "32 GB", "-19.06 %", "19,614 MB"),
+)
+
+#: Figures of code that no result file has, and why.
+IN_CODE = {
+    "inductor_q/kbit/tensor.py": {"1.1 %": "held by tests/test_benchmarks.py"},
+    "inductor_q/kernels/dequantize_reference.py": {"32 MiB": "computed from the line itself"},
+    "inductor_q/kernels/quantize_kbit_reference.py": {
+        "16 MiB": "computed from the line itself",
+        "0.15 to 0.2 dB": "tests/kbit/test_kbit.py",
+        "0.06 dB": "tests/kbit/test_kbit.py",
+    },
+    "inductor_q/presets/nvidia.py": dict.fromkeys(AXOLOTL, "axolotl#3692"),
+    "benchmarks/bench_explain.py": {"10 %": "an aim"},
+    "benchmarks/bench_step.py": {
+        "13 ms": "operations over the rate beside it",
+        "790 TFLOP/s": "a rate to compute with",
+    },
+    "benchmarks/suite.py": {"37.1 us": "an example of a format", "71.8 ms": "likewise"},
+    "examples/moe_qlora.py": {"80 GB": "the size of a GPU"},
+}
+
+
+def _us(name: str, peer: str, **case: object) -> str:
+    return f"{1e6 * figures.seconds(name, peer, **case):.0f}"
+
+
+def _gemm_4bit() -> str:
+    case = {"what": "gemm", "N": 12288, "K": 4096}
+    name, ours = "thresholds-h200", "dequantize + mm"
+    times = [_us(name, "gemm_4bit", rows=rows, **case) for rows in (1, 2, 3, 4)]
+    throughout = {_us(name, ours, rows=rows, **case) for rows in (1, 2, 3, 4)}
+    assert len(throughout) == 1
+    return f"K=4096: {', '.join(times)} us at M=1, 2, 3, 4 against {throughout.pop()} throughout"
+
+
+def _steps(name: str, counts: tuple[int, ...], digits: Callable[[float], str]) -> list[str]:
+    peers = ("qfuse[qfuse.thresholds=extend_k.min_rows=1]", "qfuse[qfuse.passes=-extend_k]")
+    found = []
+    for rows in counts:
+        [case] = [c for c in figures.cases(name) if c["what"] != "gemm" and c["rows"] == rows]
+        pair = [digits(1e3 * figures.seconds(name, peer, **case)) for peer in peers]
+        found.append(" / ".join(pair))
+    return found
+
+
+def _extend_k_h200() -> str:
+    a, b, c, d = _steps("thresholds-h200", (256, 512, 1024, 2048), lambda ms: f"{ms:.2f}")
+    return f"{a} ms at 256 rows, {b} at 512, {c} at 1024, {d} at 2048"
+
+
+def _extend_k_cpu() -> str:
+    a, b, c = _steps(
+        "thresholds-cpu", (64, 512, 2048), lambda ms: f"{ms:.0f}" if ms > 100 else f"{ms:.1f}"
+    )
+    return f"{a} ms at 64 rows, {b} at 512, {c} at 2048"
+
+
+def _few_rows() -> str:
+    name = "moe_providers-h200"
+    few = [_us(name, peer, T=512) for peer in ("triton", "dequantize")]
+    many = [_us(name, peer, T=4096) for peer in ("triton", "dequantize")]
+    return f"{' us to '.join(few)} with 32 rows, {' to '.join(many)} with 256"
+
+
+#: Figures of code that a result file has: the words as they have to stand there.
+FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
+    "inductor_q/presets/nvidia.py": (_gemm_4bit, _extend_k_h200),
+    "inductor_q/presets/generic.py": (_extend_k_cpu,),
+    "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
+}
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Names and texts of the code, each in one line: strings and comments joined."""
+    for top in ("inductor_q", "passes", "lowerings", "csrc", "benchmarks", "examples"):
+        for path in sorted((ROOT / top).rglob("*")):
+            name = path.relative_to(ROOT).as_posix()
+            linked = re.match(r"inductor_q/(passes|lowerings|csrc)(/|$)", name)
+            if path.suffix in (".py", ".cpp", ".cu", ".cuh", ".h") and not linked:
+                text = path.read_text(encoding="utf-8")
+                text = re.sub(r'"\s*\n\s*f?"', "", text)
+                yield name, re.sub(r"\s*\n\s*(#:?|//|\*)?\s*", " ", text)
+
+
+def unexplained(text: str, known: dict[str, str]) -> list[str]:
+    found = [" ".join(figure.split()) for figure in UNIT.findall(text)]
+    return [figure for figure in found if figure not in known]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_figures_of_documents_come_from_files(page: Path) -> None:
+    name = page.relative_to(ROOT).as_posix()
+    text = VALUE.sub("", BLOCK.sub("", page.read_text(encoding="utf-8")))
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not unexplained(text, IN_DOCUMENTS.get(name, {}))
+
+
+def test_figures_of_code_are_those_of_files() -> None:
+    texts = dict(sources())
+    for name, expected in FROM_RESULTS.items():
+        for words in expected:
+            assert words() in texts[name], f"{name} should say: {words()}"
+
+
+def test_code_has_no_other_figures() -> None:
+    for name, text in sources():
+        for words in FROM_RESULTS.get(name, ()):
+            text = text.replace(words(), "")
+        assert not unexplained(text, IN_CODE.get(name, {})), name
+
+
+def test_nothing_is_listed_in_vain() -> None:
+    """What is excused here stands where it is said to stand."""
+    texts = {**dict(sources()), **{p.relative_to(ROOT).as_posix(): p.read_text() for p in PAGES}}
+    for name, known in (IN_DOCUMENTS | IN_CODE).items():
+        found = {" ".join(figure.split()) for figure in UNIT.findall(texts[name])}
+        assert set(known) <= found, name
+
+
+def test_a_figure_without_a_file_is_found() -> None:
+    assert unexplained("It takes 12.5 us, 3 % of 2 x 2048 tokens.", {"3 %": "why"}) == ["12.5 us"]
