@@ -92,6 +92,8 @@ def as_markdown(lines: list[str]) -> Iterator[str]:
         elif section and line.startswith("    "):
             head = re.match(r"    (\S[^:]*): (.*)", line) if section in ("Args", "Raises") else None
             yield f"- `{head[1]}`: {head[2]}" if head else f"  {line.strip()}"
+        elif field := not section and re.fullmatch(r"(\w+): (.*)", line):
+            yield f"- `{field[1]}`: {field[2]}"
         else:
             section = "" if line else section
             yield line

@@ -11,12 +11,14 @@ import pkgutil
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from docs import api, figures, private
 from docs.generate import BLOCK, HERE, PAGES, ROOT, VALUE, filled, generated
-from inductor_q import cli
+from inductor_q import cli, kbit
 from inductor_q.commands.presets import tables
 from inductor_q.presets import MAPPINGS, PRESETS
 
@@ -86,6 +88,19 @@ def test_examples_are_python(path: Path) -> None:
         return  # signatures
     for example in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
         ast.parse(example)
+
+
+def test_the_example_of_the_ops_runs() -> None:
+    page = (HERE / "index.md").read_text(encoding="utf-8")
+    [example] = [
+        e for e in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "ops.linear" in e
+    ]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    weight, x = names["weight"], names["x"]
+    values = kbit.dequantize(weight)
+    torch.testing.assert_close(names["y"], x @ values.t())
+    torch.testing.assert_close(x.grad, values.sum(0).expand_as(x))
 
 
 def test_a_public_name_without_a_docstring_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ accelerate = pytest.importorskip("accelerate")
 for extra in ("bitsandbytes", "peft", "transformers", "safetensors"):
     pytest.importorskip(extra)
 
+import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
@@ -32,14 +35,22 @@ class Run:
     trace: testing.CompileTrace
 
 
-def train(folder: Path, *, compiled: bool) -> Run:
+def train(
+    folder: Path,
+    *,
+    compiled: bool,
+    backend: Any = None,
+    callbacks: Sequence[Any] = (),
+    **settings: Any,
+) -> Run:
     """Three steps on a real text by the Trainer, which then saves the adapter."""
     torch._dynamo.reset()
     model = testing.qlora_model(
         testing.tiny_llama_config(num_hidden_layers=1), adapter_dtype=torch.bfloat16
     )
     if compiled:
-        model.compile(backend=testing.qfuse_backend(), options=SMALL)
+        options = SMALL if backend is None else None
+        model.compile(backend=backend or testing.qfuse_backend(), options=options)
     windows = testing.batches(
         TEXT.read_text(encoding="utf-8"),
         testing.ByteTokenizer(),
@@ -57,9 +68,12 @@ def train(folder: Path, *, compiled: bool) -> Run:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        **settings,
     )
     rows: Any = [{"input_ids": ids, "labels": ids} for window in windows for ids in window]
-    trainer: Any = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer: Any = Trainer(
+        model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks)
+    )
     with testing.CompileTrace() as trace:
         trainer.train()
     trainer.save_model(str(folder))
@@ -79,6 +93,27 @@ def test_the_trainer_trains_and_saves_a_model_compiled_in_place(tmp_path: Path) 
     assert len(eager.losses) == STEPS and eager.losses[-1] < 0.99 * eager.losses[0]  # it learns
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
     assert compiled.saved == eager.saved  # no "_orig_mod" in a name
+
+
+@pytest.mark.slow
+def test_checkpointing_does_not_break_the_graph_without_the_input_hook(tmp_path: Path) -> None:
+    """The callback of docs/training.md, as it stands there."""
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(class WithoutInputHook.*?)\n\n\n", page, re.DOTALL)
+    assert found is not None
+    names: dict[str, Any] = {"transformers": transformers}
+    exec(found[1], names)
+    settings: dict[str, Any] = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "compiled": True,
+        "backend": "eager",
+    }
+    with_hook = train(tmp_path / "hook", **settings)
+    without = train(tmp_path / "no hook", callbacks=[names["WithoutInputHook"]()], **settings)
+    assert with_hook.trace.breaks
+    assert without.trace.breaks == []
+    assert without.losses == pytest.approx(with_hook.losses, rel=1e-3)
 
 
 def test_accelerate_takes_no_name_of_a_backend_that_it_does_not_know() -> None:
