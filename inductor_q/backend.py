@@ -17,9 +17,8 @@ import torch
 from torch import fx
 from torch._logging._internal import trace_structured
 
-from inductor_q import kernels, lowerings
+from inductor_q import capture, kernels, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
-from inductor_q.capture.bnb_graph import CPU_PACKED, packed_in_forward
 from inductor_q.capture.dynamo import counterparts, device_of, input_sources, is_quantized
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, UnwritableOutput
@@ -88,10 +87,10 @@ def qfuse(
         return compiled
     sources = input_sources(gm)
     context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
-    if packing := packed_in_forward(gm.graph):
+    if packing := capture.packs_anew(gm.graph):
         # Runs once, for the next call finds packed weights: as traced, since Inductor would take
         # these inputs for what they are afterwards and refuse them as they are.
-        sites = [context.describe("canonicalize", n, rejected=CPU_PACKED) for n in packing]
+        sites = [context.describe("canonicalize", r.node, rejected=r.reason) for r in packing]
         report.add(PassRecord("canonicalize", 0, 0.0), sites)
         _last = report
         _tell(report, resolved)

@@ -13,14 +13,13 @@ the graph returns is refused too, for it has no product here; the dequantization
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from inductor_q.capture import bnb_graph
-from inductor_q.capture.bnb_graph import Weight
+from inductor_q import capture
+from inductor_q.capture.library import Decoded, Linear, Refused, Weight
 from inductor_q.context import Context
 from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DTYPES
@@ -48,90 +47,51 @@ LEAVES = (
 )
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """A whole layer in one node: x, weight, bias, and adapters (A, B, scaling)."""
-
-    x: fx.Node
-    weight: Weight
-    bias: fx.Node | None
-    adapters: tuple[tuple[fx.Node, fx.Node, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Dequantize:
-    weight: Weight
-    dtype: torch.dtype
-
-
 class Canonicalize:
     name: ClassVar[str] = "canonicalize"
     stage: ClassVar[str] = "joint"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         for node in graph.nodes:
-            found = _match(node)
+            found = capture.match(node)
             if found is None:
                 continue
-            if isinstance(found, str):
-                yield Site(node, found, bnb_graph.weight_of(node))
+            if isinstance(found, Refused):
+                yield Site(node, found.reason, found.weight)
                 continue
-            reason = _too_few_rows(node, found, context)
+            reason = _too_few_rows(found, context)
             weight = found.weight.operands[0]
             provider = context.provider(
                 "dequantize", tensor(node).device, get_format(found.weight.format)
             )
             yield Site(node, reason, weight, by_choice=True, provider=provider)
-            if isinstance(found, _Dequantize) and _leaves(node):
+            if isinstance(found, Decoded) and _leaves(node):
                 yield Site(node, LEAVES, weight)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node = site.node
-        plan = _match(node)  # anew: its input may be a layer that an earlier site has replaced
-        assert plan is not None and not isinstance(plan, str), f"{node=} matched before"
+        plan = capture.match(node)  # anew: an earlier site may have replaced its input
+        assert isinstance(plan, Linear | Decoded), f"{node=} matched before"
         with graph.inserting_before(node):
-            if isinstance(plan, _Linear):
+            if isinstance(plan, Linear):
                 new = _emit_linear(graph, node, plan)
             else:
                 new = emit_dequantize(graph, plan.weight, plan.dtype, node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        if isinstance(plan, _Dequantize):
+        if isinstance(plan, Decoded):
             for weight in (new, *_fold_casts(graph, new, plan, context.numerics)):
                 _split_bias(graph, weight)
 
 
-def _match(node: fx.Node) -> _Linear | _Dequantize | str | None:
-    if node.op != "call_function":
-        return None
-    gemm = bnb_graph.match_gemm(node)
-    if isinstance(gemm, bnb_graph.Gemm):
-        return _Linear(gemm.x, gemm.weight, gemm.bias)
-    found = gemm or bnb_graph.match_dequantize(node)
-    if isinstance(found, tuple):
-        return _Dequantize(*found)
-    return found or bnb_graph.match_gemv(node) or _match_own(node)
-
-
-def _match_own(node: fx.Node) -> _Linear | None:
-    if node.target is torch.ops.qfuse.linear.default:
-        x, operands, name, shape, bias = cast(Any, (*node.args, None))[:5]
-        return _Linear(x, Weight(tuple(operands), name, tuple(shape)), bias)
-    if node.target is torch.ops.qfuse.lora_linear.default:
-        x, operands, name, shape, a, b, scaling, bias = cast(Any, (*node.args, None))[:8]
-        weight = Weight(tuple(operands), name, tuple(shape))
-        return _Linear(x, weight, bias, tuple(zip(a, b, scaling, strict=True)))
-    return None
-
-
-def _too_few_rows(node: fx.Node, found: _Linear | _Dequantize, context: Context) -> str:
-    if isinstance(found, _Dequantize) or node.target is not bnb_graph.overload("gemm_4bit"):
+def _too_few_rows(found: Linear | Decoded, context: Context) -> str:
+    if isinstance(found, Decoded) or not found.kernel:
         return ""
     least, count = context.threshold("canonicalize.min_rows", 0), rows(found.x)
     if count < least:
         return (
             f"{count} rows, fewer than canonicalize.min_rows={least} of the preset: "
-            "bitsandbytes' kernel reads packed weights and is faster here"
+            f"{found.kernel} reads packed weights and is faster here"
         )
     return ""
 
@@ -148,7 +108,7 @@ def emit_dequantize(graph: fx.Graph, weight: Weight, dtype: torch.dtype, like: f
     return emit(graph, torch.ops.qfuse.dequantize.default, args, like)
 
 
-def _emit_linear(graph: fx.Graph, node: fx.Node, plan: _Linear) -> fx.Node:
+def _emit_linear(graph: fx.Graph, node: fx.Node, plan: Linear) -> fx.Node:
     dtype = tensor(node).dtype
     x = as_matrix(graph, plan.x)
     weight = emit_dequantize(graph, plan.weight, dtype, node)
@@ -193,7 +153,7 @@ def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
     ]
 
 
-def _fold_casts(graph: fx.Graph, node: fx.Node, plan: _Dequantize, numerics: str) -> list[fx.Node]:
+def _fold_casts(graph: fx.Graph, node: fx.Node, plan: Decoded, numerics: str) -> list[fx.Node]:
     """A cast of a dequantization is a dequantization in the cast's dtype.
 
     The same value from float32, which is what is computed before the rounding; one rounding fewer

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_q.capture import bnb_graph
+from inductor_q import capture
 from inductor_q.context import Context
 from inductor_q.passes.graph import (
     ADD,
@@ -155,7 +155,7 @@ def _is_product(node: object) -> bool:
     """A matrix product seen through views and the addition of a bias."""
     while isinstance(node, fx.Node) and (node.target in VIEWS or node.target is ADD):
         node = node.args[0]
-    return isinstance(node, fx.Node) and node.target in (MM, bnb_graph.overload("gemm_4bit"))
+    return isinstance(node, fx.Node) and (node.target is MM or capture.is_product(node))
 
 
 def _is_returned(node: fx.Node) -> bool:

@@ -26,7 +26,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
-from inductor_q.capture.bnb_graph import CPU_PACKED, overload, packed_in_forward
+from inductor_q.capture.bnb_graph import CPU_PACKED, overload, packs_anew
+from inductor_q.capture.library import Refused
 from inductor_q.diagnostics.observation import observe
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.report import Report
@@ -329,7 +330,7 @@ def test_packing_in_the_graph_is_an_input_that_is_given_other_memory(sets: bool)
     gemv = graph.call_function(overload("gemv_4bit"), (x, weight))
     graph.call_function(overload("gemv_4bit"), (x, graph.placeholder("another")))
     graph.output(gemv)
-    assert packed_in_forward(graph) == ([gemv] if sets else [])
+    assert packs_anew(graph) == ([Refused(gemv, weight, CPU_PACKED)] if sets else [])
 
 
 @packs_on_cpu

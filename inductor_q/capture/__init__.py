@@ -1,1 +1,49 @@
-"""How each library's quantized weights appear: as module state and as nodes of a graph."""
+"""How each library's quantized weights appear: as module state and as nodes of a graph.
+
+`LIBRARIES` is all that is known of libraries; the functions here ask each of them in turn.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from inductor_q.capture.bitsandbytes import BITSANDBYTES
+from inductor_q.capture.library import Library, Match, Packed, Refused
+from inductor_q.capture.own import OWN
+from inductor_q.capture.torchao import TORCHAO
+from inductor_q.capture.transformers import TRANSFORMERS
+
+LIBRARIES: tuple[Library, ...] = (OWN, BITSANDBYTES, TRANSFORMERS, TORCHAO)
+
+
+def match(node: fx.Node) -> Match:
+    """What a node computes with a packed weight, or why it is left as it is; None for others."""
+    if node.op != "call_function":
+        return None
+    for library in LIBRARIES:
+        found = library.match(node)
+        if found is not None:
+            return found
+    return None
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a library's own product with a packed weight."""
+    return any(library.is_product(node) for library in LIBRARIES)
+
+
+def packs_anew(graph: fx.Graph) -> list[Refused]:
+    """The calls of Dynamo's graph whose weights the same graph packs for the next calls."""
+    return [refused for library in LIBRARIES for refused in library.packs_anew(graph)]
+
+
+def packed_weight(module: nn.Module, name: str) -> Packed | None:
+    """The packed weight that a module holds under a name, as its library describes it."""
+    for library in LIBRARIES:
+        found = library.packed(module, name)
+        if found is not None:
+            return found
+    return None
+
+
+__all__ = ["LIBRARIES", "is_product", "match", "packed_weight", "packs_anew"]

@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from inductor_q.formats import BNB_QUANT_TYPES, bnb_format_name
-from inductor_q.formats.bnb import BLOCKSIZES, NESTED_BLOCKSIZE
+from inductor_q.capture.library import Decoded, Linear, Match, Refused, Weight
+from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format_name
 
 _VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten.reshape.default})
 
@@ -22,24 +21,7 @@ CPU_PACKED = (
     "layout that only that kernel reads and no gradient goes through; to have the layer fused, set "
     "support_avx512bf16_for_cpu = False on it before its first inference call"
 )
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A quantized weight in a graph: the arguments of `qfuse::dequantize` but for the dtype."""
-
-    operands: tuple[fx.Node, ...]
-    format: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """`x @ weight.t() + bias`; x keeps its rank."""
-
-    x: fx.Node
-    weight: Weight
-    bias: fx.Node | None
+GEMV = "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
 
 
 def overload(name: str) -> Any:
@@ -48,56 +30,24 @@ def overload(name: str) -> Any:
     return None if packet is None else packet.default
 
 
-def match_gemm(node: fx.Node) -> Gemm | str | None:
-    """A `gemm_4bit` call; a reason when it cannot be expressed; None when it is no such call."""
-    if node.op != "call_function" or node.target is not overload("gemm_4bit"):
-        return None
-    a = _named(
-        node, "A B shapeB absmax blocksize quant_type bias absmax_8bit absmax_code absmax_offset"
-    )
-    nested = a["absmax_8bit"] is not None
-    name = _format(a["quant_type"], a["blocksize"], nested)
-    if not name.startswith(tuple(BNB_QUANT_TYPES)):
-        return name
-    operands = [_packed(a["B"])]
-    if nested:
-        operands += [a["absmax_8bit"], a["absmax_code"], a["absmax"], a["absmax_offset"]]
-    else:
-        operands += [a["absmax"]]
-    return Gemm(a["A"], Weight(tuple(operands), name, tuple(a["shapeB"])), a["bias"])
+def match(node: fx.Node) -> Match:
+    """What a call of one of these ops computes, or why it cannot be expressed."""
+    if node.target is overload("gemm_4bit"):
+        return _match_gemm(node)
+    if node.target is overload("dequantize_4bit"):
+        return _match_dequantize(node)
+    if node.target is overload("gemv_4bit"):
+        # On a CPU, matmul_4bit calls it for packed weights alone.
+        is_packed = node.meta["val"].device.type == "cpu"
+        return _refused(node, CPU_PACKED if is_packed else GEMV)
+    return None
 
 
-def match_dequantize(node: fx.Node) -> tuple[Weight, torch.dtype] | str | None:
-    """A `dequantize_4bit` call and its dtype; a reason; None when it is no such call."""
-    if node.op != "call_function" or node.target is not overload("dequantize_4bit"):
-        return None
-    a = _named(node, "A absmax blocksize quant_type shape dtype")
-    inner = _nested_absmax(a["absmax"])
-    name = _format(a["quant_type"], a["blocksize"], inner is not None)
-    if not name.startswith(tuple(BNB_QUANT_TYPES)):
-        return name
-    operands = (_packed(a["A"]), *(inner or (a["absmax"],)))
-    return Weight(operands, name, tuple(a["shape"])), a["dtype"]
+def is_product(node: fx.Node) -> bool:
+    return node.target is overload("gemm_4bit")
 
 
-def match_gemv(node: fx.Node) -> str | None:
-    """The reason why a `gemv_4bit` call is left alone; None when it is no such call."""
-    if node.op != "call_function" or node.target is not overload("gemv_4bit"):
-        return None
-    if node.meta["val"].device.type == "cpu":  # matmul_4bit calls it for packed weights alone
-        return CPU_PACKED
-    return (
-        "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
-    )
-
-
-def weight_of(node: fx.Node) -> fx.Node:
-    """The packed weight that a call of one of these ops reads."""
-    named = _named(node, "A B")
-    return _packed(named["A" if node.target is overload("dequantize_4bit") else "B"])
-
-
-def packed_in_forward(graph: fx.Graph) -> list[fx.Node]:
+def packs_anew(graph: fx.Graph) -> list[Refused]:
     """The `gemv_4bit` calls of Dynamo's graph whose weight the same graph packs for the CPU.
 
     Linear4bit does that in its first inference call, by giving the parameter other memory of
@@ -105,7 +55,7 @@ def packed_in_forward(graph: fx.Graph) -> list[fx.Node]:
     """
     gemv = overload("gemv_4bit")
     return [
-        user
+        Refused(user, node, CPU_PACKED)
         for node in graph.find_nodes(op="placeholder")
         if any(user.target is torch.Tensor.set_ for user in node.users)
         for user in node.users
@@ -113,13 +63,43 @@ def packed_in_forward(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def _format(quant_type: str, blocksize: int, nested: bool) -> str:
-    """The format's name, or a reason that starts with no quant type's name."""
+def _match_gemm(node: fx.Node) -> Linear | Refused:
+    a = _named(
+        node, "A B shapeB absmax blocksize quant_type bias absmax_8bit absmax_code absmax_offset"
+    )
+    scales: tuple[fx.Node, ...] = (a["absmax"],)
+    if a["absmax_8bit"] is not None:
+        scales = (a["absmax_8bit"], a["absmax_code"], a["absmax"], a["absmax_offset"])
+    weight = _weight(node, a, a["B"], scales, a["shapeB"])
+    if isinstance(weight, Refused):
+        return weight
+    return Linear(a["A"], weight, a["bias"], kernel="bitsandbytes' kernel")
+
+
+def _match_dequantize(node: fx.Node) -> Decoded | Refused:
+    a = _named(node, "A absmax blocksize quant_type shape dtype")
+    scales = _nested_absmax(a["absmax"]) or (a["absmax"],)
+    weight = _weight(node, a, a["A"], scales, a["shape"])
+    return weight if isinstance(weight, Refused) else Decoded(weight, a["dtype"])
+
+
+def _weight(
+    node: fx.Node, named: dict[str, Any], packed: fx.Node, scales: tuple[fx.Node, ...], shape: Any
+) -> Weight | Refused:
+    """The weight that a call reads, in our format for its arguments; nested scales are four."""
+    quant_type, blocksize = named["quant_type"], named["blocksize"]
     if quant_type not in BNB_QUANT_TYPES:
-        return f"unknown quant_type {quant_type!r}"
+        return _refused(node, f"unknown quant_type {quant_type!r}")
     if blocksize not in BLOCKSIZES:
-        return f"unsupported blocksize {blocksize}"
-    return bnb_format_name(quant_type, blocksize, nested)
+        return _refused(node, f"unsupported blocksize {blocksize}")
+    name = bnb_format_name(quant_type, blocksize, nested=len(scales) > 1)
+    return Weight((_below_views(packed), *scales), name, tuple(shape))
+
+
+def _refused(node: fx.Node, reason: str) -> Refused:
+    named = _named(node, "A B")
+    packed = named["A" if node.target is overload("dequantize_4bit") else "B"]
+    return Refused(node, _below_views(packed), reason)
 
 
 def _nested_absmax(absmax: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -136,7 +116,7 @@ def _nested_absmax(absmax: fx.Node) -> tuple[fx.Node, ...] | None:
     return a["A"], a["code"], a["absmax"], offset
 
 
-def _packed(node: fx.Node) -> fx.Node:
+def _below_views(node: fx.Node) -> fx.Node:
     """The packed bytes below views that only change their shape."""
     while node.target in _VIEWS:
         below = node.args[0]

@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from inductor_q.capture.library import Packed, Stored
 from inductor_q.exc import CorruptQuantState, UnknownFormat
-from inductor_q.formats import BNB_QUANT_TYPES, bnb_format_name
-from inductor_q.formats.bnb import NESTED_BLOCKSIZE
+from inductor_q.formats.bnb import BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format_name
 
 
-def bnb_operands(weight: Tensor, quant_state: Any) -> tuple[list[Tensor], str, list[int]]:
-    """`(operands, format name, shape)` of a packed weight and its bitsandbytes `QuantState`.
+def packed(module: nn.Module, name: str) -> Packed | None:
+    """What `module` holds under a name: a parameter of bitsandbytes, one that its
+    `replace_parameter_4bit` has parametrized, or plain bytes whose state the module kept.
+    """
+    children = vars(module).get("_modules", {})
+    if "parametrizations" in children and name in children["parametrizations"]._modules:
+        return packed(children["parametrizations"]._modules[name], "original")
+    tensor = vars(module).get("_parameters", {}).get(name)
+    if tensor is None:
+        return None
+    kind, state = type(tensor).__name__, getattr(tensor, "quant_state", None)
+    if kind == "Int8Params":
+        return Packed("int8", tuple(tensor.shape))
+    if kind == "Params4bit":
+        shape = tuple(getattr(state, "shape", None) or ())
+        read = partial(bnb_operands, tensor, state) if state is not None else None
+        return Packed(str(getattr(tensor, "quant_type", "")), shape, read)
+    if name == "weight":
+        state = vars(module).get("quant_state")
+    elif name == "original" and isinstance(module, nn.ModuleList):
+        steps = (vars(step).get("quant_state") for step in children.values())
+        state = next((found for found in steps if found is not None), None)
+    if state is None:
+        return None
+    return Packed(str(state.quant_type), tuple(state.shape), partial(bnb_operands, tensor, state))
+
+
+def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:
+    """A packed weight and its bitsandbytes `QuantState` as operands, format and shape.
 
     Raises:
         UnknownFormat, UnsupportedBlocksize, CorruptQuantState: the state is not one of
-        bitsandbytes'
-            4-bit formats, or does not fit itself.
+            bitsandbytes' 4-bit formats, or does not fit itself.
     """
     if quant_state.quant_type not in BNB_QUANT_TYPES:
         raise UnknownFormat(name=str(quant_state.quant_type), known=tuple(BNB_QUANT_TYPES))
     nested = bool(quant_state.nested)
     name = bnb_format_name(quant_state.quant_type, quant_state.blocksize, nested)
-    packed = weight.detach()
-    operands = [packed, quant_state.absmax]
+    operands = [weight.detach(), quant_state.absmax]
     if nested:
         inner = quant_state.state2
         if inner.blocksize != NESTED_BLOCKSIZE:
@@ -37,7 +63,7 @@ def bnb_operands(weight: Tensor, quant_state: Any) -> tuple[list[Tensor], str, l
                 remedy="Quantize again with compress_statistics=True.",
             )
         operands += [inner.code, inner.absmax, quant_state.offset]
-    return operands, name, list(quant_state.shape)
+    return Stored(operands, name, list(quant_state.shape))
 
 
 def dequantize(

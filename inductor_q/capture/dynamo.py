@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_q.capture import LIBRARIES
+
 # `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
 _MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
 _PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
@@ -20,11 +22,12 @@ _PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 
 def is_quantized(gm: fx.GraphModule) -> bool:
     """Whether anything in the graph could be ours: a packed weight, or a tensor subclass."""
+    namespaces = {name for library in LIBRARIES for name in library.namespaces}
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if _namespace(node.target) in ("bitsandbytes", "qfuse"):
+            if _namespace(node.target) in namespaces:
                 return True
             value = node.meta.get("example_value") if node.op == "placeholder" else None
             if isinstance(value, torch.Tensor) and (

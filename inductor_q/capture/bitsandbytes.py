@@ -1,0 +1,16 @@
+"""bitsandbytes: 4-bit linear layers and parametrized weights; 8-bit layers are only recognized."""
+
+from __future__ import annotations
+
+from inductor_q.capture import bnb_graph, bnb_state
+from inductor_q.capture.library import Library
+
+BITSANDBYTES = Library(
+    name="bitsandbytes",
+    namespaces=("bitsandbytes",),
+    parameters=("Params4bit", "Int8Params"),
+    match=bnb_graph.match,
+    is_product=bnb_graph.is_product,
+    packs_anew=bnb_graph.packs_anew,
+    packed=bnb_state.packed,
+)

@@ -1,0 +1,145 @@
+"""What the rest of the package asks about a library that quantizes.
+
+A `Library` answers two kinds of questions: what a node of a graph computes with a packed weight,
+and what a module holds. One object says it for each library, in a file of its own beside this one;
+`LIBRARIES` of `inductor_q.capture` lists them. No library is imported for it: its ops are looked up
+by name where they are registered, its classes are known by theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+
+# --- in a graph ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantized weight in a graph: the arguments of `qfuse::dequantize` but for the dtype."""
+
+    operands: tuple[fx.Node, ...]
+    format: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`x @ weight.t() + bias`, and `scaling * (x @ a.t()) @ b.t()` for each of the adapters.
+
+    x keeps its rank; an adapter is (a, b, scaling). `kernel` names the library's kernel that reads
+    the packed weight, where there is one that a threshold may prefer.
+    """
+
+    x: fx.Node
+    weight: Weight
+    bias: fx.Node | None
+    adapters: tuple[tuple[fx.Node, fx.Node, float], ...] = ()
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The values of a weight in `dtype`."""
+
+    weight: Weight
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A call that reads the packed `weight` and is left to its library, for this reason."""
+
+    node: fx.Node
+    weight: fx.Node
+    reason: str
+
+
+Match: TypeAlias = Linear | Decoded | Refused | None
+
+
+# --- in a module --------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A weight as `qfuse::dequantize` takes it: operands, the name of their format, its shape."""
+
+    operands: list[Tensor]
+    format: str
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed weight that a module holds.
+
+    format: as its library calls it; a name of ours where the layer is ours.
+    shape: of its values, as far as the module says it.
+    read: gives the weight in one of our formats, and raises where its state does not fit itself.
+        None where we have no such format.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    read: Callable[[], Stored] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What reports call a layer with such a weight."""
+        return "experts" if len(self.shape) > 2 else "linear"
+
+
+# --- a library ----------------------------------------------------------------------------------
+
+
+def _matches_nothing(node: fx.Node) -> Match:
+    return None
+
+
+def _is_no_product(node: fx.Node) -> bool:
+    return False
+
+
+def _packs_nothing(graph: fx.Graph) -> Sequence[Refused]:
+    return ()
+
+
+def _has_not_packed(module: nn.Module, name: str) -> Packed | None:
+    return None
+
+
+def _holds_no_experts(module: nn.Module) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """What one library's quantized weights look like; what it leaves out, it does not have.
+
+    Attributes:
+        name: of the package that is imported.
+        namespaces: of the operators that read packed weights.
+        parameters: the classes of its parameters that hold packed weights, by name. What they store
+            may look like values.
+        match: what a node of a joint or inference graph computes with a packed weight.
+        is_product: whether a node that `match` knows, and a pass may leave alone, is a product.
+        packs_anew: the calls of Dynamo's graph whose weights the same graph packs in another way.
+            Such a graph runs once.
+        packed: what a module holds under a name, if this library has packed it. Only types and
+            plain attributes are looked at; nothing of a module is run.
+        holds_experts: whether a module is a layer of experts, with their weights fused into one
+            parameter for each projection.
+    """
+
+    name: str
+    namespaces: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    match: Callable[[fx.Node], Match] = _matches_nothing
+    is_product: Callable[[fx.Node], bool] = _is_no_product
+    packs_anew: Callable[[fx.Graph], Sequence[Refused]] = _packs_nothing
+    packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
+    holds_experts: Callable[[nn.Module], bool] = _holds_no_experts

@@ -1,0 +1,18 @@
+"""torchao: tensor subclasses, recognized for reports. None of its layouts is one of our formats."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from inductor_q.capture.library import Library, Packed
+
+
+def _packed(module: nn.Module, name: str) -> Packed | None:
+    tensor = module._parameters.get(name)
+    kind = type(tensor)
+    if tensor is None or kind.__module__.partition(".")[0] != "torchao":
+        return None
+    return Packed(kind.__name__, tuple(tensor.shape))
+
+
+TORCHAO = Library(name="torchao", packed=_packed)
