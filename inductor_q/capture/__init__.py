@@ -46,4 +46,9 @@ def packed_weight(module: nn.Module, name: str) -> Packed | None:
     return None
 
 
-__all__ = ["LIBRARIES", "is_product", "match", "packed_weight", "packs_anew"]
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module is a layer of experts with fused weights."""
+    return any(library.holds_experts(module) for library in LIBRARIES)
+
+
+__all__ = ["LIBRARIES", "holds_experts", "is_product", "match", "packed_weight", "packs_anew"]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from inductor_q import ops
-from inductor_q.experts.modules import bnb_packed
+from inductor_q.capture.library import Stored
+from inductor_q.experts.modules import packed_experts
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
 from inductor_q.ops.routing import Routing, route
@@ -58,16 +59,16 @@ def experts_forward(
 
 
 def project(layer: Any, name: str, x: Tensor, routing: Routing, **how: Any) -> Tensor:
-    """One projection: an `ExpertStack`, or a parameter, packed by bitsandbytes or not."""
+    """One projection: an `ExpertStack`, or a parameter, packed by its library or not."""
     bias = getattr(layer, f"{name}_bias") if layer.has_bias else None
     stack = layer._modules.get(name)
     if isinstance(stack, ExpertStack):
         result: Tensor = stack(x, routing, bias=bias, **how)
         return result
-    packed = bnb_packed(layer, name)
+    packed = packed_experts(layer, name)
     if packed is None:
         weight = getattr(layer, name)
-        packed = [weight], DENSE, list(weight.shape)
+        packed = Stored([weight], DENSE, list(weight.shape))
         x = x.to(weight.dtype)
     operands, format, shape = packed
     return ops.scatter2scatter(

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.capture import holds_experts, packed_weight
+from inductor_q.capture.library import Stored
 from inductor_q.exc import NoExperts, UnknownProjection
 from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
@@ -21,8 +22,6 @@ from inductor_q.kernels.calls import DENSE
 #: The fused parameters of an expert layer, in the order in which a layer registers them.
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
-_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
-
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
     """The expert layers by name.
@@ -30,11 +29,7 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     Raises:
         NoExperts: the model has none that transformers' experts interface knows.
     """
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if all(hasattr(module, flag) for flag in _FLAGS)
-    }
+    found = {name: module for name, module in model.named_modules() if holds_experts(module)}
     if not found:
         raise NoExperts(model=type(model).__name__)
     return found
@@ -52,19 +47,13 @@ def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Ite
             yield name
 
 
-def bnb_packed(layer: nn.Module, name: str) -> tuple[list[Tensor], str, list[int]] | None:
-    """The operands, format and shape of a parameter that bitsandbytes' `replace_parameter_4bit` has
-    packed. Its parametrization is not run: that would dequantize every expert."""
-    parametrizations: Any = layer._modules.get("parametrizations")
-    if parametrizations is None or name not in parametrizations:
+def packed_experts(layer: Any, name: str) -> Stored | None:
+    """A projection that a library has packed in one of our formats; None for any other."""
+    found = packed_weight(layer, name)
+    if found is None or found.read is None:
         return None
-    steps = parametrizations[name]
-    state = getattr(steps[0], "quant_state", None)
-    if state is None:
-        return None
-    operands, format, shape = bnb_operands(steps.original, state)
-    experts: Any = layer.num_experts
-    return operands, format, expert_shape(shape, experts)
+    stored = found.read()
+    return stored._replace(shape=expert_shape(stored.shape, layer.num_experts))
 
 
 def as_stack(layer: Any, name: str) -> ExpertStack:
@@ -72,7 +61,7 @@ def as_stack(layer: Any, name: str) -> ExpertStack:
     current = layer._modules.get(name)
     if isinstance(current, ExpertStack):
         return current
-    packed = bnb_packed(layer, name)
+    packed = packed_experts(layer, name)
     if packed is None:
         weight = layer._parameters[name]
         return put_stack(layer, name, {"weight": weight}, DENSE, weight.shape)
