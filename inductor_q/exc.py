@@ -121,6 +121,18 @@ class UnknownFormat(_UnknownName):
     message = "no quantization format {name!r}{hint} Known: {known!j}"
 
 
+class NoQuantizer(QfuseError, ValueError):
+    """A format that is only read: weights in it come from elsewhere."""
+
+    name: str
+    known: Collection[str]
+    message = "{name} is a format to read; nothing here quantizes to it. Quantize to {some!j}"
+
+    @property
+    def some(self) -> Collection[str]:
+        return _first(self.known)
+
+
 class UnknownAbsmax(_UnknownName):
     message = "no absmax of k-bit blocks is called {name!r}{hint} Known: {known!j}"
 

@@ -57,7 +57,7 @@ def pointwise(
     }
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     device = operands[0].get_device()
-    loops = Loops(loaders, device.type)
+    loops = Loops(loaders, device.type, shape[-1] if shape else 1)
 
     def inner(index: Sequence[sympy.Expr]) -> Any:
         i = sum((x * s for x, s in zip(index, strides, strict=True)), sympy.S.Zero)

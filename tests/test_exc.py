@@ -160,6 +160,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.NoQuantizer(name="mxfp4", known=("nf4_b64", "kbit4_e4m4")),
+        "mxfp4 is a format to read; nothing here quantizes to it. Quantize to nf4_b64, kbit4_e4m4",
+        ValueError,
+    ),
+    (
         exc.UnsupportedBits(k=6, supported=(2, 3, 4, 5)),
         "k=6 bits are not supported. Quantize with one of 2, 3, 4, 5",
         ValueError,

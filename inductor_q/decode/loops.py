@@ -21,9 +21,38 @@ class Loops:
     It is NVIDIA's: AMD's GPUs, which torch calls "cuda" too, keep the FMA.
     """
 
-    def __init__(self, loaders: Mapping[str, Loader], device: str) -> None:
+    def __init__(self, loaders: Mapping[str, Loader], device: str, columns: Any = None) -> None:
         self._loaders = loaders
+        self._columns = columns
         self._contracts = device == "cuda" and torch.version.hip is None
+
+    def row(self, i: Any) -> Any:
+        return FloorDiv(i, self.columns())
+
+    def column(self, i: Any) -> Any:
+        return ModularIndexing(i, 1, self.columns())
+
+    def columns(self) -> Any:
+        assert self._columns is not None, "a format that goes by rows, and no number of columns"
+        return self._columns
+
+    def zero(self, like: Any) -> Any:
+        return sympy.S.Zero
+
+    def idiv(self, a: Any, n: int) -> Any:
+        return FloorDiv(a, n)
+
+    def imod(self, a: Any, n: int) -> Any:
+        return ModularIndexing(a, 1, n)
+
+    def isub(self, a: int, b: Any) -> Any:
+        return a - b
+
+    def iadd(self, a: Any, b: Any) -> Any:
+        return a + b
+
+    def imul(self, a: Any, b: Any) -> Any:
+        return a * b
 
     def load(self, name: str, i: Any) -> Any:
         return self._loaders[name]([i])
@@ -51,26 +80,11 @@ class Loops:
 
         return tree(0, 0)
 
-    def idiv(self, a: Any, n: int) -> Any:
-        return FloorDiv(a, n)
+    def to_int(self, a: Any) -> Any:
+        return ops.to_dtype(a, torch.int32)
 
-    def imod(self, a: Any, n: int) -> Any:
-        return ModularIndexing(a, 1, n)
-
-    def isub(self, a: int, b: Any) -> Any:
-        return a - b
-
-    def iadd(self, a: Any, n: int) -> Any:
-        return a + n
-
-    def imul(self, a: Any, n: int) -> Any:
-        return a * n
-
-    def zero(self, like: Any) -> Any:
-        return sympy.S.Zero
-
-    def bits(self, byte: Any, lane: Any, bits: int) -> Any:
-        word = ops.to_dtype(byte, torch.int32)
+    def bits(self, word: Any, lane: Any, bits: int) -> Any:
+        word = ops.to_dtype(word, torch.int32)
         shifted = ops.bitwise_right_shift(word, ops.index_expr(lane * bits, torch.int32))
         return ops.bitwise_and(shifted, ops.constant((1 << bits) - 1, torch.int32))
 
@@ -78,20 +92,32 @@ class Loops:
         shifted = ops.bitwise_left_shift(bit, ops.constant(position, torch.int32))
         return ops.bitwise_or(code, shifted)
 
-    def minifloat(self, code: Any, mantissa_bits: int, bias: int) -> Any:
-        code = ops.to_dtype(code, torch.int32)
-        rebias = ops.constant((127 - bias) << mantissa_bits, torch.int32)
-        shift = ops.constant(23 - mantissa_bits, torch.int32)
-        normal = ops.bitwise_left_shift(ops.add(code, rebias), shift)
-        unit = ops.constant(2.0 ** (1 - bias - mantissa_bits), torch.float32)
-        return ops.where(
-            ops.lt(code, ops.constant(1 << mantissa_bits, torch.int32)),
-            ops.mul(ops.to_dtype(code, torch.float32), unit),
-            ops.to_dtype_bitcast(normal, torch.float32, torch.int32),
-        )
+    def add_int(self, a: Any, n: int) -> Any:
+        return ops.add(a, ops.constant(n, torch.int32))
+
+    def and_int(self, a: Any, n: int) -> Any:
+        return ops.bitwise_and(a, ops.constant(n, torch.int32))
+
+    def or_int(self, a: Any, n: int) -> Any:
+        return ops.bitwise_or(a, ops.constant(n, torch.int32))
+
+    def shift_left(self, a: Any, n: int) -> Any:
+        return ops.bitwise_left_shift(a, ops.constant(n, torch.int32))
+
+    def less(self, a: Any, n: int) -> Any:
+        return ops.lt(a, ops.constant(n, torch.int32))
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        return ops.where(condition, a, b)
 
     def to_float(self, a: Any) -> Any:
         return ops.to_dtype(a, torch.float32)
+
+    def as_float(self, a: Any) -> Any:
+        return ops.to_dtype_bitcast(a, torch.float32, torch.int32)
+
+    def times(self, a: Any, factor: float) -> Any:
+        return ops.mul(a, ops.constant(factor, torch.float32))
 
     def mul(self, a: Any, b: Any) -> Any:
         if not self._contracts:
@@ -102,3 +128,6 @@ class Loops:
 
     def add(self, a: Any, b: Any) -> Any:
         return ops.add(a, b)
+
+    def sub(self, a: Any, b: Any) -> Any:
+        return ops.sub(a, b)

@@ -1,24 +1,30 @@
-"""A printer of Triton device code: straight-line source for one scale and one value.
+"""A printer of Triton device code: straight-line source for what a kernel computes of a format.
 
-The printed functions are pure tile code: indices in, values out. `value_<name>(code, scale, ...)`
-decodes a tile of codes, `scale_<name>(i, ...)` finds the scales of a tile of flat indices. Kernels
-call them and never look at a format's name.
+The printed functions are pure tile code: indices in, values out. `decode_fn(i, ...)` decodes the
+elements of a tile of indices. A kernel that unpacks codes itself, whole words at a time, calls its
+two parts: `scale_fn(i, ...)` finds what a tile of elements shares, `value_fn(code, ...)` decodes a
+tile of codes. None of them looks at a format's name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from inductor_q.formats import QuantFormat
 
 
 class Printer:
-    """Interprets a decode by writing one assignment per operation."""
+    """Interprets a decode by writing one assignment per operation.
+
+    mask: the name of what masks every load of an operand; None for none.
+    """
 
     def __init__(self, mask: str | None) -> None:
         self.lines: list[str] = []
         self.operands: dict[str, None] = {}
+        self.tables: dict[tuple[float, ...], None] = {}
+        self.by_rows = False
         self._mask = mask
 
     def _let(self, expression: str) -> str:
@@ -29,6 +35,34 @@ class Printer:
     def _read(self, pointer: str, index: str) -> str:
         guard = f", mask={self._mask}, other=0" if self._mask else ""
         return self._let(f"tl.load({pointer} + {index}{guard})")
+
+    def row(self, i: str) -> str:
+        return self._let(f"{i} // {self.columns()}")
+
+    def column(self, i: str) -> str:
+        return self._let(f"{i} % {self.columns()}")
+
+    def columns(self) -> str:
+        self.by_rows = True
+        return "columns"
+
+    def zero(self, like: str) -> str:
+        return self._let(f"{like} * 0")
+
+    def idiv(self, a: str, n: int) -> str:
+        return self._let(f"{a} // {n}")
+
+    def imod(self, a: str, n: int) -> str:
+        return self._let(f"{a} % {n}")
+
+    def isub(self, a: int, b: str) -> str:
+        return self._let(f"{a} - {b}")
+
+    def iadd(self, a: str, b: str | int) -> str:
+        return self._let(f"{a} + {b}")
+
+    def imul(self, a: str, b: str | int) -> str:
+        return self._let(f"{a} * {b}")
 
     def load(self, name: str, i: str) -> str:
         self.operands.setdefault(name)
@@ -41,27 +75,46 @@ class Printer:
     def codebook(self, values: tuple[float, ...], code: str) -> str:
         # From the L1 cache: all lanes of a warp fall into one 64-byte line. A select tree costs 15
         # instructions an element instead, which binds before memory does.
+        self.tables.setdefault(values)
+        assert len(self.tables) == 1, "printed code takes one codebook"
         return self._let(f"tl.load(codebook + {code})")
 
-    def idiv(self, a: str, n: int) -> str:
-        return self._let(f"{a} // {n}")
+    def to_int(self, a: str) -> str:
+        return self._let(f"{a}.to(tl.int32)")
 
-    def zero(self, like: str) -> str:
-        return self._let(f"{like} * 0")
+    def bits(self, word: str, lane: str, bits: int) -> str:
+        word = self.to_int(word)
+        return self._let(f"({word} >> ({lane} * {bits}).to(tl.int32)) & {(1 << bits) - 1}")
 
-    def minifloat(self, code: str, mantissa_bits: int, bias: int) -> str:
-        code = self._let(f"{code}.to(tl.int32)")
-        rebias = (127 - bias) << mantissa_bits
-        normal = self._let(f"({code} + {rebias}) << {23 - mantissa_bits}")
-        unit = 2.0 ** (1 - bias - mantissa_bits)
-        subnormal = self._let(f"{code}.to(tl.float32) * {unit!r}")
-        return self._let(
-            f"tl.where({code} < {1 << mantissa_bits}, {subnormal}, "
-            f"{normal}.to(tl.float32, bitcast=True))"
-        )
+    def with_bit(self, code: str, bit: str, position: int) -> str:
+        return self._let(f"{code} | ({bit} << {position})")
+
+    def add_int(self, a: str, n: int) -> str:
+        return self._let(f"{a} + {n}")
+
+    def and_int(self, a: str, n: int) -> str:
+        return self._let(f"{a} & {n}")
+
+    def or_int(self, a: str, n: int) -> str:
+        return self._let(f"{a} | {n}")
+
+    def shift_left(self, a: str, n: int) -> str:
+        return self._let(f"{a} << {n}")
+
+    def less(self, a: str, n: int) -> str:
+        return self._let(f"{a} < {n}")
+
+    def where(self, condition: str, a: str, b: str) -> str:
+        return self._let(f"tl.where({condition}, {a}, {b})")
 
     def to_float(self, a: str) -> str:
         return self._let(f"{a}.to(tl.float32)")
+
+    def as_float(self, a: str) -> str:
+        return self._let(f"{a}.to(tl.float32, bitcast=True)")
+
+    def times(self, a: str, factor: float) -> str:
+        return self._let(f"{a} * {factor!r}")
 
     def mul(self, a: str, b: str) -> str:
         return self._let(f"{a} * {b}")
@@ -69,37 +122,71 @@ class Printer:
     def add(self, a: str, b: str) -> str:
         return self._let(f"{a} + {b}")
 
+    def sub(self, a: str, b: str) -> str:
+        return self._let(f"{a} - {b}")
+
 
 @dataclass(frozen=True)
 class DeviceFunctions:
     """Printed device code of a format and what it needs to be called.
 
-    `scale_operands` are pointer arguments of `scale_fn`. `value_fn` reads a table through its last
-    argument: the values `codebook`, or the operand that `table` names (both empty: none).
+    `scale_operands` are pointer arguments of `scale_fn`, and `by_rows` says whether `columns`
+    follows them. It returns as many values as `shared` names, which `value_fn` takes behind a code.
+    `value_fn` reads a table through its last argument: the values `codebook`, or the operand that
+    `table` names (both empty: none).
     """
 
     source: str
     scale_operands: tuple[str, ...]
     codebook: tuple[float, ...]
     table: str = ""
+    shared: tuple[str, ...] = ("scale",)
+    by_rows: bool = False
 
 
 def device_functions(fmt: QuantFormat) -> DeviceFunctions:
-    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, scale, table)`."""
+    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, *shared, table)`."""
     scale = Printer(mask="mask")
-    scale_result = fmt.scale.decode(scale, "i")
+    found = [part.decode(scale, "i") for part in fmt.shared]
+    shared = ("scale",) if len(found) == 1 else tuple(f"shared{n}" for n in range(len(found)))
     value = Printer(mask=None)
-    value_result = fmt.decode_code(value, "code", "scale")
+    result = fmt.codec.decode(value, "code", *shared)
     names = tuple(scale.operands)
     table = next(iter(value.operands), "")
+    columns = ("columns",) if scale.by_rows else ()
     source = (
-        _function("scale_fn", ("i", "mask", *names), scale.lines, scale_result)
+        _function("scale_fn", ("i", "mask", *names, *columns), scale.lines, found)
         + "\n\n"
-        + _function("value_fn", ("code", "scale", table or "codebook"), value.lines, value_result)
+        + _function("value_fn", ("code", *shared, table or "codebook"), value.lines, [result])
     )
-    return DeviceFunctions(source, names, getattr(fmt.codec, "values", ()), table)
+    codebook = next(iter(value.tables), ())
+    return DeviceFunctions(source, names, codebook, table, shared, scale.by_rows)
 
 
-def _function(name: str, args: tuple[str, ...], lines: list[str], result: Any) -> str:
-    body = "\n".join(f"    {line}" for line in [*lines, f"return {result}"])
+@dataclass(frozen=True)
+class DecodeFunction:
+    """Printed `decode_fn(i, mask, *operands)`: all of a decode, by element.
+
+    Behind the operands it takes a pointer to the values `codebook`, where there are any, and then,
+    where `by_rows`, the number of columns.
+    """
+
+    source: str
+    codebook: tuple[float, ...]
+    by_rows: bool
+
+
+def decode_function(fmt: QuantFormat) -> DecodeFunction:
+    """Print the whole decode of `fmt`; `qweight` points to units of its packing."""
+    printer = Printer(mask="mask")
+    result = fmt.decode(printer, "i")
+    arguments = ["i", "mask", *fmt.operands]
+    arguments += ["codebook"] if printer.tables else []
+    arguments += ["columns"] if printer.by_rows else []
+    source = _function("decode_fn", arguments, printer.lines, [result])
+    return DecodeFunction(source, next(iter(printer.tables), ()), printer.by_rows)
+
+
+def _function(name: str, args: Sequence[str], lines: list[str], results: Sequence[str]) -> str:
+    body = "\n".join(f"    {line}" for line in [*lines, f"return {', '.join(results)}"])
     return f"@triton.jit\ndef {name}({', '.join(args)}):\n{body}\n"

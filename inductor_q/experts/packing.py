@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from inductor_q.exc import MissingExtra, UnknownFormat, WrongShape
-from inductor_q.formats import BNB_QUANT_TYPES, FORMATS, get_format
+from inductor_q.exc import NoQuantizer, WrongShape
+from inductor_q.formats import QuantFormat, bnb, get_format
+from inductor_q.formats.bnb import BNB_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
-from inductor_q.formats.scale import NestedScale
 from inductor_q.kernels.calls import DENSE
 
 
@@ -20,34 +20,29 @@ def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
     codebook. "dense" keeps the weight.
 
     Raises:
-        UnknownFormat, MissingExtra.
+        UnknownFormat, NoQuantizer, MissingExtra.
     """
     weight = weight.detach()
     if format == DENSE:
         return {"weight": weight}
     fmt = get_format(format)
-    quant_type = format.partition("_")[0]
-    if quant_type in BNB_QUANT_TYPES:
-        try:
-            from bitsandbytes.functional import quantize_4bit
-        except ImportError:
-            raise MissingExtra(package="bitsandbytes", extra="bnb", feature=format) from None
-        from inductor_q.capture.bnb_state import bnb_operands
+    quantizer = QUANTIZERS.get(fmt)
+    if quantizer is None:
+        raise NoQuantizer(name=format, known=[known.name for known in QUANTIZERS])
+    return dict(zip(fmt.operands, quantizer(weight, fmt), strict=True))
 
-        packed, state = quantize_4bit(
-            weight.contiguous(),
-            blocksize=fmt.scale.block,
-            quant_type=quant_type,
-            compress_statistics=isinstance(fmt.scale, NestedScale),
-        )
-        operands = bnb_operands(packed, state)[0]
-    elif fmt in KBIT_FORMATS:
-        from inductor_q import kbit
 
-        operands = kbit.quantize(weight, fmt.packing.bits, absmax=format.partition("_")[2]).operands
-    else:
-        raise UnknownFormat(name=format, known=tuple(FORMATS))
-    return dict(zip(fmt.operands, operands, strict=True))
+def _quantize_kbit(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
+    from inductor_q import kbit
+
+    return kbit.quantize(weight, fmt.planes, absmax=fmt.name.partition("_")[2]).operands
+
+
+#: Formats are also read that only others write.
+QUANTIZERS: dict[QuantFormat, Callable[[Tensor, QuantFormat], list[Tensor]]] = {
+    **dict.fromkeys(BNB_FORMATS, bnb.quantize),
+    **dict.fromkeys(KBIT_FORMATS, _quantize_kbit),
+}
 
 
 def operand_names(format: str) -> tuple[str, ...]:

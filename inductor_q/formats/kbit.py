@@ -11,19 +11,17 @@ from __future__ import annotations
 import functools
 import statistics
 
-from inductor_q.formats.codec import Table
+from inductor_q.formats.codec import Codec, Number, Table
+from inductor_q.formats.minifloat import E4M4
 from inductor_q.formats.packing import BitPlanes
 from inductor_q.formats.quant_format import QuantFormat
-from inductor_q.formats.scale import BlockScale, MinifloatScale, Scale
+from inductor_q.formats.scale import BlockScale
 
 KBITS = (2, 3, 4, 5)
 BLOCK = BitPlanes.block
 
-E4M4 = MinifloatScale("absmax", BLOCK, mantissa_bits=4, bias=11)
-KBIT_SCALES: dict[str, Scale] = {
-    "e4m4": E4M4,
-    "fp16": BlockScale("absmax", BLOCK, dtypes=("float16",)),
-}
+#: What a scale may be stored as.
+KBIT_SCALES: dict[str, Codec] = {"e4m4": E4M4, "fp16": Number(("float16",))}
 
 
 def kbit_format_name(k: int, absmax: str) -> str:
@@ -48,8 +46,8 @@ KBIT_FORMATS = tuple(
         name=kbit_format_name(k, absmax),
         packing=BitPlanes(bits=k),
         codec=Table("codebook", 2**k),
-        scale=scale,
+        shared=(BlockScale("absmax", BLOCK, stored),),
     )
     for k in KBITS
-    for absmax, scale in KBIT_SCALES.items()
+    for absmax, stored in KBIT_SCALES.items()
 )

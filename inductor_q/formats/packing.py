@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from inductor_q.formats.layout import LOW_FIRST, Order
 from inductor_q.formats.operand import Operand
+from inductor_q.formats.ops import I, Ops, V
 
 
 class Packing(Protocol):
@@ -21,40 +23,70 @@ class Packing(Protocol):
         """The dtype, by torch's name, of the units of `qweight` that `code` loads."""
         ...
 
+    @property
+    def block(self) -> int:
+        """Neighbours whose codes lie together, apart from those of others."""
+        ...
+
+    @property
+    def nibbles(self) -> tuple[int, int] | None:
+        """The right shifts that bring down the codes of a byte, where it holds two neighbours."""
+        ...
+
+    @property
+    def planes(self) -> int:
+        """Words of a block of 32 codes in bit planes; 0: this is another packing."""
+        ...
+
     def operands(self, numel: int) -> tuple[Operand, ...]:
         """What holds `numel` codes."""
         ...
 
-    def code(self, o: Any, i: Any) -> Any:
+    def code(self, o: Ops[I, V], i: I) -> V:
         """The code of element `i`."""
         ...
 
 
 @dataclass(frozen=True)
 class BytePacking:
-    """`8 // bits` codes in each byte, stored in any dtype."""
+    """`8 // bits` codes in each byte, stored in any dtype.
+
+    order: of the codes in each `word` bytes, the lowest byte first.
+    """
 
     bits: int
-    high_first: bool
+    order: Order = LOW_FIRST
+    word: int = 1
     unit = "uint8"
+    planes = 0
 
     @property
     def per_byte(self) -> int:
         return 8 // self.bits
 
+    @property
+    def block(self) -> int:
+        return self.per_byte * self.word
+
+    @property
+    def nibbles(self) -> tuple[int, int] | None:
+        if self.bits != 4 or self.word != 1:
+            return None
+        first, second = self.order.places(2)
+        return 4 * first, 4 * second
+
     def operands(self, numel: int) -> tuple[Operand, ...]:
-        return (Operand("qweight", -(-numel // self.per_byte), ()),)
+        return (Operand("qweight", -(-numel // self.block) * self.word, ()),)
 
-    def shift(self, lane: int) -> int:
-        """The right shift that brings the code of a byte's `lane`-th element down."""
-        return self.bits * (self.per_byte - 1 - lane if self.high_first else lane)
-
-    def code(self, o: Any, i: Any) -> Any:
-        byte = o.load("qweight", o.idiv(i, self.per_byte))
-        lane = o.imod(i, self.per_byte)
-        if self.high_first:
-            lane = o.isub(self.per_byte - 1, lane)
-        return o.bits(byte, lane, self.bits)
+    def code(self, o: Ops[I, V], i: I) -> V:
+        if self.bits == 8 and self.word == 1:
+            return o.to_int(o.load("qweight", i))
+        byte, lane = o.idiv(i, self.block), o.imod(i, self.block)
+        lane = self.order.place(o, lane, self.block)
+        if self.word > 1:
+            byte = o.iadd(o.imul(byte, self.word), o.idiv(lane, self.per_byte))
+            lane = o.imod(lane, self.per_byte)
+        return o.bits(o.load("qweight", byte), lane, self.bits)
 
 
 @dataclass(frozen=True)
@@ -68,11 +100,16 @@ class BitPlanes:
     bits: int
     unit = "int32"
     block = 32
+    nibbles = None
+
+    @property
+    def planes(self) -> int:
+        return self.bits
 
     def operands(self, numel: int) -> tuple[Operand, ...]:
         return (Operand("qweight", -(-numel // self.block) * self.bits, (self.unit,)),)
 
-    def code(self, o: Any, i: Any) -> Any:
+    def code(self, o: Ops[I, V], i: I) -> V:
         first = o.imul(o.idiv(i, self.block), self.bits)
         lane = o.imod(i, self.block)
         code = o.bits(o.load("qweight", first), lane, 1)

@@ -1,27 +1,37 @@
 """One description per format; everything else interprets `QuantFormat.decode`.
 
-`decode(o, i)` is written once against a small set of operations `o` and run by the interpreters in
-`inductor_q.decode`: eager torch (the reference and the fake), Inductor's loop-level ops (the
-lowering) and a printer of Triton device code. Nothing here knows torch.
+`decode(o, i)` is written once against the operations `o` of `formats.ops` and run by the
+interpreters in `inductor_q.decode`: eager torch (the reference and the fake), Inductor's loop-level
+ops (the lowering) and a printer of Triton device code. Nothing here knows torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inductor_q.exc import UnknownFormat
 from inductor_q.formats.codec import Codec
 from inductor_q.formats.operand import Operand
+from inductor_q.formats.ops import I, Ops, V
 from inductor_q.formats.packing import Packing
-from inductor_q.formats.scale import Scale
+from inductor_q.formats.sample import random_operand
+from inductor_q.formats.scale import Blockwise, Scale
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """A quantized weight: packing (index -> code), codec (code -> value), scale (index -> scale).
+    """A quantized weight: where codes lie, what they mean, and what neighbours share.
+
+    packing: index -> code.
+    codec: code and what is shared -> value.
+    shared: index -> number, the scale and, where the codec takes one, the zero point.
 
     Frozen, hashable and comparable. Only `name` crosses an operator schema.
     """
@@ -29,48 +39,117 @@ class QuantFormat:
     name: str
     packing: Packing
     codec: Codec
-    scale: Scale
+    shared: tuple[Scale, ...]
 
     def __hash__(self) -> int:
         return hash(self.name)  # of all the rest it would take as long as a launch
 
-    def decode(self, o: Any, i: Any) -> Any:
-        """Element `i` of the flattened weight in float32."""
-        return self.decode_code(o, self.packing.code(o, i), self.scale.decode(o, i))
-
-    def decode_code(self, o: Any, code: Any, scale: Any) -> Any:
-        """The value of one `code` under its `scale`: what tile decoders call once per lane."""
-        return o.mul(self.codec.decode(o, code), scale)
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        """Element `i` of the weight, counted through its rows, in float32."""
+        code = self.packing.code(o, i)
+        return self.codec.decode(o, code, *(scale.decode(o, i) for scale in self.shared))
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Operand names in first-use order, found by running `decode`, never written by hand."""
-        probe = _Probe()
-        self.decode(probe, 0)
-        return tuple(probe.seen)
+        return tuple(self._probe.seen)
 
-    def requirements(self, numel: int) -> tuple[Operand, ...]:
-        """What each of `operands`, in their order, has to be for a weight of `numel` elements."""
-        parts = (
-            *self.packing.operands(numel),
-            *self.scale.operands(numel),
-            *self.codec.operands(),
-        )
+    def requirements(self, shape: Sequence[int]) -> tuple[Operand, ...]:
+        """What each of `operands`, in their order, has to be for a weight of `shape`.
+
+        The last dimension is that of columns; all others count rows, as in a stack of weights.
+        """
+        rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
+        parts = [*self.packing.operands(rows * columns), *self.codec.operands()]
+        for scale in self.shared:
+            parts += scale.operands(rows, columns)
         by_name = {operand.name: operand for operand in parts}
         return tuple(by_name[name] for name in self.operands)
 
+    def sample(self, shape: Sequence[int], generator: Generator) -> list[Tensor]:
+        """Random operands of a weight of `shape`, in the order of `operands`."""
+        return [random_operand(operand, generator) for operand in self.requirements(shape)]
+
+    # --- what kernels ask, in place of how a format is composed -----------------------------------
+
+    @property
+    def nibbles(self) -> tuple[int, int] | None:
+        """The right shifts that bring down the two codes of a byte, or None: (4, 0), high first."""
+        return self.packing.nibbles
+
+    @property
+    def planes(self) -> int:
+        """Bits of codes that lie in bit planes, blocks of 32; 0: they do not."""
+        return self.packing.planes
+
+    @property
+    def lut16(self) -> tuple[float, ...] | None:
+        """The values of 16 codes, where one scale times the value of the code is all, or None."""
+        values = self.codec.values
+        one_scale = self.packing.bits == 4 and len(self.shared) == 1
+        return values if one_scale and values is not None and len(values) == 16 else None
+
+    @property
+    def table(self) -> Operand | None:
+        """The operand that holds the values of codes, where one scale is all there is more."""
+        return self.codec.table if len(self.shared) == 1 else None
+
+    @property
+    def blockwise(self) -> Blockwise | None:
+        """The one scale of consecutive elements, as far as kernels know it, or None."""
+        return self.shared[0].blockwise if len(self.shared) == 1 else None
+
+    def run(self, columns: int) -> int:
+        """How many elements, counted through the rows from the first, share all; 0: all do."""
+        return math.gcd(*(scale.run(columns) for scale in self.shared))
+
+    def group(self, columns: int) -> int:
+        """How many neighbours share all, at every multiple of it in a row of `columns`."""
+        return math.gcd(columns, self.run(columns))
+
+    def period(self, columns: int) -> int:
+        """At multiples of how many elements a weight may be cut into weights of their own."""
+        return math.lcm(self.packing.block, *(scale.period(columns) for scale in self.shared))
+
+    @cached_property
+    def plain(self) -> QuantFormat:
+        """The same codes under scales that are stored one by one; itself where they are."""
+        shared = tuple(scale.plain or scale for scale in self.shared)
+        if shared == self.shared:
+            return self
+        return replace(self, name=f"{self.name}_plain", shared=shared)
+
+    @cached_property
+    def by_rows(self) -> bool:
+        """Whether the value of an element depends on how many columns the weight has."""
+        return self._probe.by_rows
+
+    @cached_property
+    def _probe(self) -> _Probe:
+        probe = _Probe()
+        o: Any = probe  # every operation that it has none of is a no-op
+        self.decode(o, 0)
+        return probe
+
 
 class _Probe:
-    """An interpreter that only notes which operands a decode reads."""
+    """An interpreter that only notes which operands a decode reads and whether it goes by rows."""
 
     def __init__(self) -> None:
         self.seen: dict[str, None] = {}
+        self.by_rows = False
 
     def load(self, name: str, *index: Any) -> int:
         self.seen.setdefault(name)
         return 0
 
     gather = load
+
+    def row(self, *index: Any) -> int:
+        self.by_rows = True
+        return 0
+
+    column = columns = row
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: 0

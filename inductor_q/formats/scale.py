@@ -1,76 +1,196 @@
-"""Which scale an element has: flat index -> float32 scale."""
+"""What neighbouring elements share, a scale or a zero point: index -> float32 number."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from inductor_q.formats.codec import Codec
+from inductor_q.formats.codec import Codec, Number
+from inductor_q.formats.layout import ROW_MAJOR, Grid
 from inductor_q.formats.operand import FLOATS, Operand
+from inductor_q.formats.ops import I, Ops, V
+
+FLOAT = Number()
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """A scale per `block` consecutive elements, as kernels read it that have code of their own.
+
+    operands: the scale's; of a nested one its codes, its table, the outer scale and the offset.
+    codec: what the first of them holds.
+    outer: how many scales share an outer one; 0: the scale is not nested.
+    """
+
+    block: int
+    operands: tuple[str, ...]
+    codec: Codec
+    outer: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        """Whether scales are floating-point numbers that are stored as they are."""
+        return set(self.codec.dtypes) <= set(FLOATS)
 
 
 class Scale(Protocol):
+    """Something that neighbours share."""
+
     @property
-    def block(self) -> int:
-        """Consecutive elements that share a scale."""
+    def blockwise(self) -> Blockwise | None:
+        """This scale as kernels may know it, or None."""
         ...
 
-    def operands(self, numel: int) -> tuple[Operand, ...]:
-        """What holds the scales of `numel` elements."""
+    @property
+    def plain(self) -> BlockScale | None:
+        """The scale that has the values of this one stored one by one; None where they are."""
         ...
 
-    def decode(self, o: Any, i: Any) -> Any: ...
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        """What holds the scales of a weight."""
+        ...
+
+    def run(self, columns: int) -> int:
+        """How many elements, counted through the rows from the first, share it; 0: all do."""
+        ...
+
+    def period(self, columns: int) -> int:
+        """After how many elements, or multiples of it, the operands of others begin."""
+        ...
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        """That of element `i`."""
+        ...
 
 
 @dataclass(frozen=True)
 class BlockScale:
-    """One float scale per `block` consecutive elements."""
+    """One per `block` consecutive elements; blocks run on through the rows."""
 
     operand: str
     block: int
-    dtypes: tuple[str, ...] = FLOATS
+    codec: Codec = FLOAT
+    plain = None
 
-    def operands(self, numel: int) -> tuple[Operand, ...]:
-        return (Operand(self.operand, -(-numel // self.block), self.dtypes),)
+    @property
+    def blockwise(self) -> Blockwise:
+        return Blockwise(self.block, (self.operand,), self.codec)
 
-    def decode(self, o: Any, i: Any) -> Any:
-        return o.to_float(o.load(self.operand, o.idiv(i, self.block)))
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        blocks = -(-(rows * columns) // self.block)
+        return (Operand(self.operand, blocks, self.codec.dtypes), *self.codec.operands())
+
+    def run(self, columns: int) -> int:
+        return self.block
+
+    def period(self, columns: int) -> int:
+        return self.block
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        return self.codec.decode(o, o.load(self.operand, o.idiv(i, self.block)))
 
 
 @dataclass(frozen=True)
-class MinifloatScale:
-    """One unsigned 8-bit float per `block` consecutive elements: no sign, no infinity, no NaN.
+class GroupScale:
+    """One per `group` columns of a row; the last group of a row may be shorter.
 
-    With m of `mantissa_bits` bits and e the bits above them, the value is
-    2^(e - bias) * (1 + m / 2^mantissa_bits), and for e = 0 2^(1 - bias) * m / 2^mantissa_bits.
+    layout: of the matrix that has a row per row of the weight and a column per group.
     """
 
     operand: str
-    block: int
-    mantissa_bits: int
-    bias: int
+    group: int
+    codec: Codec = FLOAT
+    layout: Grid = ROW_MAJOR
+    blockwise = None
+    plain = None
 
-    @property
-    def smallest_normal(self) -> float:
-        return math.ldexp(1.0, 1 - self.bias)
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        numel = self.layout.numel(rows, -(-columns // self.group))
+        return (Operand(self.operand, numel, self.codec.dtypes), *self.codec.operands())
 
-    @property
-    def largest(self) -> float:
-        exponent_bits, m = 8 - self.mantissa_bits, 2**self.mantissa_bits
-        return math.ldexp(2 - 1 / m, 2**exponent_bits - 1 - self.bias)
+    def run(self, columns: int) -> int:
+        return math.gcd(self.group, columns)
 
-    def operands(self, numel: int) -> tuple[Operand, ...]:
-        return (Operand(self.operand, -(-numel // self.block), ("uint8",)),)
+    def period(self, columns: int) -> int:
+        return self.layout.rows * columns
 
-    def decode(self, o: Any, i: Any) -> Any:
-        code = o.load(self.operand, o.idiv(i, self.block))
-        return o.minifloat(code, self.mantissa_bits, self.bias)
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        groups = o.idiv(o.iadd(o.columns(), self.group - 1), self.group)
+        group = o.idiv(o.column(i), self.group)
+        place = self.layout.place(o, o.row(i), group, groups)
+        return self.codec.decode(o, o.load(self.operand, place))
+
+
+@dataclass(frozen=True)
+class RowScale:
+    """One per row."""
+
+    operand: str
+    codec: Codec = FLOAT
+    blockwise = None
+    plain = None
+
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        return (Operand(self.operand, rows, self.codec.dtypes), *self.codec.operands())
+
+    def run(self, columns: int) -> int:
+        return columns
+
+    def period(self, columns: int) -> int:
+        return columns
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        return self.codec.decode(o, o.load(self.operand, o.row(i)))
+
+
+@dataclass(frozen=True)
+class TensorScale:
+    """One for the whole weight, or for a stack of weights."""
+
+    operand: str
+    codec: Codec = FLOAT
+    blockwise = None
+    plain = None
+
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        return (Operand(self.operand, 1, self.codec.dtypes), *self.codec.operands())
+
+    def run(self, columns: int) -> int:
+        return 0
+
+    def period(self, columns: int) -> int:
+        return 1
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        return self.codec.decode(o, o.load(self.operand, o.zero(i)))
+
+
+@dataclass(frozen=True)
+class ProductScale:
+    """The product of two scales, rounded to float32 before an element is scaled."""
+
+    first: Scale
+    second: Scale
+    blockwise = None
+    plain = None
+
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        return (*self.first.operands(rows, columns), *self.second.operands(rows, columns))
+
+    def run(self, columns: int) -> int:
+        return math.gcd(self.first.run(columns), self.second.run(columns))
+
+    def period(self, columns: int) -> int:
+        return math.lcm(self.first.period(columns), self.second.period(columns))
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        return o.mul(self.first.decode(o, i), self.second.decode(o, i))
 
 
 @dataclass(frozen=True)
 class NestedScale:
-    """A scale that is quantized itself: `codec(scale code) * outer + offset`.
+    """A scale that is quantized itself: `codec(scale code) * outer`, and `+ offset` if it has one.
 
     QLoRA's double quantization, https://arxiv.org/abs/2305.14314, section 3."""
 
@@ -78,18 +198,37 @@ class NestedScale:
     block: int
     codec: Codec
     outer: BlockScale
-    offset: str
+    offset: str | None = None
 
-    def operands(self, numel: int) -> tuple[Operand, ...]:
-        blocks = -(-numel // self.block)
+    @property
+    def blockwise(self) -> Blockwise | None:
+        if self.codec.table is None or self.offset is None:
+            return None
+        names = (self.operand, self.codec.table.name, self.outer.operand, self.offset)
+        return Blockwise(self.block, names, self.codec, self.outer.block)
+
+    @property
+    def plain(self) -> BlockScale:
+        return BlockScale(self.operand, self.block)
+
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        blocks = -(-(rows * columns) // self.block)
+        offset = () if self.offset is None else (Operand(self.offset, 1, FLOATS),)
         return (
-            Operand(self.operand, blocks, ("uint8",)),
+            Operand(self.operand, blocks, self.codec.dtypes),
             *self.codec.operands(),
-            *self.outer.operands(blocks),
-            Operand(self.offset, 1, FLOATS),
+            *self.outer.operands(1, blocks),
+            *offset,
         )
 
-    def decode(self, o: Any, i: Any) -> Any:
+    def run(self, columns: int) -> int:
+        return self.block
+
+    def period(self, columns: int) -> int:
+        return self.block * self.outer.block
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
         b = o.idiv(i, self.block)
         value = self.codec.decode(o, o.load(self.operand, b))
-        return o.add(o.mul(value, self.outer.decode(o, b)), o.load(self.offset, o.zero(b)))
+        scale = o.mul(value, self.outer.decode(o, b))
+        return scale if self.offset is None else o.add(scale, o.load(self.offset, o.zero(b)))

@@ -62,7 +62,7 @@ class KBitLinear(nn.Linear):
         shape = (out_features, in_features)
         tensors = {
             spec.name: torch.empty(spec.numel, dtype=getattr(torch, spec.dtypes[0]), device=device)
-            for spec in FORMATS[format].requirements(out_features * in_features)
+            for spec in FORMATS[format].requirements(shape)
         }
         weight = KBitTensor(shape=shape, dtype=dtype, **tensors)
         values = torch.empty(out_features, dtype=dtype, device=device) if bias else None

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from inductor_q import ops
 from inductor_q.exc import NotFinite, ScaleOutOfRange, WrongCodebook
-from inductor_q.formats.kbit import E4M4, kbit_format_name, normal_float
+from inductor_q.formats.kbit import kbit_format_name, normal_float
+from inductor_q.formats.minifloat import E4M4
 from inductor_q.kernels.quantize_kbit_reference import decode_e4m4, encode_e4m4
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 

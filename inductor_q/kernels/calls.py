@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -198,8 +197,7 @@ def check_operands(
             ),
             remedy="Move the quantization state with the weight: module.to(device).",
         )
-    numel = math.prod(shape)
-    for operand, tensor in zip(fmt.requirements(numel), operands, strict=True):
+    for operand, tensor in zip(fmt.requirements(shape), operands, strict=True):
         if operand.dtypes:
             _check_typed(operand, tensor)
         else:

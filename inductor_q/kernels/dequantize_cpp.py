@@ -13,11 +13,9 @@ from torch import Tensor
 from inductor_q.csrc import build
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.codec import Codebook, Table
-from inductor_q.formats.kbit import KBITS
-from inductor_q.formats.packing import BitPlanes, BytePacking
-from inductor_q.formats.scale import BlockScale, MinifloatScale, NestedScale
+from inductor_q.formats.kbit import BLOCK, KBITS
 from inductor_q.kernels.kernel import DequantizeKernel, Launch
+from inductor_q.kernels.nibbles import HIGH_FIRST
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SOURCE = "dequantize.cpp"
@@ -33,16 +31,14 @@ class Cpp(DequantizeKernel):
         return function if isinstance(function, str) else ""
 
     def decodes(self, fmt: QuantFormat) -> str:
-        if isinstance(fmt.packing, BitPlanes):
+        if fmt.planes:
             return _decodes_planes(fmt)
-        packed = isinstance(fmt.packing, BytePacking) and fmt.packing.bits == 4
-        if not packed or not isinstance(fmt.codec, Codebook):
+        if fmt.nibbles is None or fmt.lut16 is None:
             return f"csrc/{SOURCE} decodes 4-bit codebooks, not {fmt.name}"
-        if not isinstance(fmt.scale, (BlockScale, NestedScale)):
+        scale = fmt.blockwise
+        if scale is None or not (scale.is_float or scale.outer):
             return f"csrc/{SOURCE} does not know the scale of {fmt.name}"
-        if isinstance(fmt.scale, NestedScale) and fmt.scale.outer.block & (
-            fmt.scale.outer.block - 1
-        ):
+        if scale.outer & (scale.outer - 1):
             return "the nested blocksize is not a power of two"
         return ""
 
@@ -55,18 +51,17 @@ class Cpp(DequantizeKernel):
             return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
         if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
             return "the output is not a matrix with unit column stride"
-        function = _kbit_function() if isinstance(fmt.packing, BitPlanes) else _function()
+        function = _kbit_function() if fmt.planes else _function()
         return function if isinstance(function, str) else ""
 
     def prepare(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Launch:
-        planes = isinstance(fmt.packing, BitPlanes)
-        return functools.partial(_launch_planes if planes else _launch_codes, fmt)
+        return functools.partial(_launch_planes if fmt.planes else _launch_codes, fmt)
 
 
 def _decodes_planes(fmt: QuantFormat) -> str:
-    scaled = isinstance(fmt.scale, (BlockScale, MinifloatScale))
-    whole = scaled and fmt.scale.block == BitPlanes.block
-    if fmt.packing.bits not in KBITS or not isinstance(fmt.codec, Table) or not whole:
+    scale = fmt.blockwise
+    per_block = scale is not None and scale.block == BLOCK and not scale.outer
+    if fmt.planes not in KBITS or fmt.table is None or not per_block:
         return f"csrc/{KBIT_SOURCE} decodes 2 to 5 bits with a scale per 32, not {fmt.name}"
     return ""
 
@@ -75,27 +70,23 @@ def _launch_codes(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) -> 
     function = _function()
     assert not isinstance(function, str), function
     named = dict(zip(fmt.operands, operands, strict=True))
-    packing, scale = fmt.packing, fmt.scale
-    assert isinstance(packing, BytePacking), f"{fmt.name=}"
-    nested = isinstance(scale, NestedScale)
+    scale = fmt.blockwise
+    assert scale is not None, f"{fmt.name=}"
     for name, tensor in named.items():
-        if name != "qweight" and not (nested and name == "absmax"):
+        if name != "qweight" and not (scale.outer and name == scale.operands[0]):
             tensor = tensor.to(torch.float32)  # half-precision scales, as some checkpoints have
         named[name] = tensor.contiguous()  # held until the call returns; most often itself
-    pointers = {name: tensor.data_ptr() for name, tensor in named.items()}
+    scales = [named[name].data_ptr() for name in scale.operands]
     function(
-        pointers["qweight"],
+        named["qweight"].data_ptr(),
         _codebook(fmt).ctypes_pointer,
-        pointers["absmax"],
-        pointers.get("nested_codebook"),
-        pointers.get("nested_absmax"),
-        pointers.get("nested_offset"),
-        scale.outer.block if isinstance(scale, NestedScale) else 1,
+        *(scales if scale.outer else (*scales, None, None, None)),
+        scale.outer or 1,
         scale.block,
         out.shape[0],
         out.shape[1],
         out.stride(0),
-        int(packing.high_first),
+        int(fmt.nibbles == HIGH_FIRST),
         DTYPES[out.dtype],
         out.data_ptr(),
     )
@@ -105,7 +96,8 @@ def _launch_planes(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) ->
     function = _kbit_function()
     assert not isinstance(function, str), function
     qweight, absmax, codebook = (t.contiguous() for t in operands)
-    scale_table = _scale_table(fmt.scale) if isinstance(fmt.scale, MinifloatScale) else None
+    assert fmt.blockwise is not None, f"{fmt.name=}"
+    scale_table = None if fmt.blockwise.is_float else _scale_table(fmt)
     if scale_table is None:
         absmax = absmax.to(torch.float32)
     codebook = codebook.to(torch.float32)
@@ -117,18 +109,17 @@ def _launch_planes(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) ->
         out.shape[0],
         out.shape[1],
         out.stride(0),
-        fmt.packing.bits,
+        fmt.planes,
         DTYPES[out.dtype],
         out.data_ptr(),
     )
 
 
 @functools.cache
-def _scale_table(scale: MinifloatScale) -> Tensor:
+def _scale_table(fmt: QuantFormat) -> Tensor:
     """What each 8-bit scale stands for."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    values: Tensor = scale.decode(Eager({scale.operand: codes}), codes.long() * scale.block)
-    return values
+    assert fmt.blockwise is not None, f"{fmt.name=}"
+    return fmt.blockwise.codec.decode(Eager({}), torch.arange(256, dtype=torch.uint8))
 
 
 class _CodebookArray:
@@ -139,8 +130,8 @@ class _CodebookArray:
 
 @functools.cache
 def _codebook(fmt: QuantFormat) -> _CodebookArray:
-    assert isinstance(fmt.codec, Codebook)
-    return _CodebookArray(fmt.codec.values)
+    assert fmt.lut16 is not None, f"{fmt.name=}"
+    return _CodebookArray(fmt.lut16)
 
 
 @functools.cache

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.codec import Table
-from inductor_q.formats.packing import BitPlanes
-from inductor_q.formats.scale import BlockScale, MinifloatScale, Scale
+from inductor_q.formats.codec import Codec
+from inductor_q.formats.kbit import BLOCK, KBIT_SCALES, KBITS
 from inductor_q.kernels.gpu import unfit
 from inductor_q.kernels.kernel import DequantizeKernel, Launch
 
@@ -26,6 +25,8 @@ SOURCE = "kbit.cu"
 #: The storage types of csrc/numeric.cuh.
 TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 VECTOR_BYTES = 16
+#: The scales of csrc/kbit.cu.
+SCALES: dict[str, Codec] = {"E4M4": KBIT_SCALES["e4m4"], "Float16": KBIT_SCALES["fp16"]}
 RUN = 8  # neighbouring elements of a lane
 
 
@@ -39,15 +40,9 @@ class Config:
 DEFAULT = Config()
 
 
-def scale_type(scale: Scale) -> str:
-    """The type of csrc/kbit.cu that decodes `scale`; empty where there is none."""
-    if scale.block != BitPlanes.block:
-        return ""
-    if isinstance(scale, MinifloatScale) and (scale.mantissa_bits, scale.bias) == (4, 11):
-        return "E4M4"
-    if isinstance(scale, BlockScale) and scale.dtypes == ("float16",):
-        return "Float16"
-    return ""
+def scale_type(stored: Codec) -> str:
+    """The type of csrc/kbit.cu that decodes what a scale is stored as; empty: there is none."""
+    return next((name for name, codec in SCALES.items() if codec == stored), "")
 
 
 class Cuda(DequantizeKernel):
@@ -59,11 +54,12 @@ class Cuda(DequantizeKernel):
         return library if isinstance(library, str) else ""
 
     def decodes(self, fmt: QuantFormat) -> str:
-        if not isinstance(fmt.packing, BitPlanes) or not 2 <= fmt.packing.bits <= 5:
+        if fmt.planes not in KBITS:
             return f"csrc/{SOURCE} decodes 2 to 5 bit planes, {fmt.name} has another packing"
-        if not isinstance(fmt.codec, Table) or fmt.codec.size != 2**fmt.packing.bits:
+        if fmt.table is None or fmt.table.numel != 2**fmt.planes:
             return f"csrc/{SOURCE} takes the codebook as an operand, {fmt.name} has none"
-        if not scale_type(fmt.scale):
+        scale = fmt.blockwise
+        if scale is None or scale.block != BLOCK or not scale_type(scale.codec):
             return f"csrc/{SOURCE} does not know the scale of {fmt.name}"
         return ""
 
@@ -90,7 +86,7 @@ class Cuda(DequantizeKernel):
     ) -> Launch:
         handle = _function(operands, fmt, out)
         assert not isinstance(handle, str), handle
-        blocks = -(-out.numel() // BitPlanes.block)
+        blocks = -(-out.numel() // BLOCK)
         again = driver.Launch(
             handle,
             out.device.index,
@@ -115,8 +111,9 @@ def _function(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Any:
     layout = "kElements"
     if aligned and cols % RUN == 0 and stride * out.itemsize % VECTOR_BYTES == 0:
         layout = "kFlat" if cols == out.numel() else "kRows"
-    types = f"{scale_type(fmt.scale)}, {TYPES[out.dtype]}"
-    kernel = f"dequantize<{fmt.packing.bits}, {types}, {layout}>"
+    assert fmt.blockwise is not None, f"{fmt.name=}"
+    types = f"{scale_type(fmt.blockwise.codec)}, {TYPES[out.dtype]}"
+    kernel = f"dequantize<{fmt.planes}, {types}, {layout}>"
     return driver.function(SOURCE, kernel, out.device.index)
 
 

@@ -35,8 +35,8 @@ def _decode(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) -> None:
     named = dict(zip(fmt.operands, operands, strict=True))
     unit = getattr(torch, fmt.packing.unit)
     named["qweight"] = named["qweight"].reshape(-1).view(unit)  # from any storage dtype
-    interpreter = Eager(named)
     cols = out.shape[-1]
+    interpreter = Eager(named, cols)
     step = max(1, ROWS_AT_ONCE_NUMEL // max(1, cols))
     rows = out.reshape(-1, cols) if out.is_contiguous() else out
     for start in range(0, rows.shape[0], step):

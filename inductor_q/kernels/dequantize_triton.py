@@ -2,10 +2,11 @@
 
 A lane holds one 32-bit word (8 codes of 4 bits) where shapes and alignment allow it, else one byte;
 of bit planes, the bytes that hold 8 neighbouring codes. What is packed is read once, a scale found
-once, and 8 values leave in one 16-byte store. The device functions that find a scale and decode a
-code are printed from the format (`inductor_q.decode.triton`); this file never looks at a format's
-name. Products of scale and value are not contracted to an FMA, so that results equal the eager
-reference bit for bit.
+once, and 8 values leave in one 16-byte store. Every other format, and one whose neighbours in a
+lane do not share a scale, is decoded element by element. The device functions that find a scale and
+decode a code, or do all of it, are printed from the format (`inductor_q.decode.triton`); this file
+never looks at a format's name. Products of scale and value are not contracted to an FMA, so that
+results equal the eager reference bit for bit.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import functools
 import importlib.util
 import linecache
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inductor_q.decode.triton import device_functions
+from inductor_q.decode.triton import decode_function, device_functions
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.packing import BitPlanes, BytePacking, Packing
+from inductor_q.formats.kbit import BLOCK
 from inductor_q.kernels.gpu import on, unfit
 from inductor_q.kernels.kernel import DequantizeKernel, Launch
 from inductor_q.kernels.triton_launch import prepared
@@ -56,7 +57,6 @@ def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
     packed = qweight.to(tl.pointer_type({unit}))  # whatever dtype the bytes are stored in
 {units}
     i = u * {codes}
-    scale = scale_fn(i, mask, {operands})
 {values}
     x = {joined}
     x = tl.reshape(x, [BLOCK, {codes}])
@@ -85,12 +85,6 @@ class Triton(DequantizeKernel):
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
     def decodes(self, fmt: QuantFormat) -> str:
-        if isinstance(fmt.packing, BitPlanes):
-            return ""
-        if not isinstance(fmt.packing, BytePacking):
-            return f"the Triton kernel does not know the packing of {fmt.name}"
-        if fmt.packing.bits != 4:
-            return f"the Triton kernel decodes 4-bit codes, {fmt.name} has {fmt.packing.bits}"
         return ""
 
     def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
@@ -125,20 +119,18 @@ class _Plan:
         rows, cols = out.shape
         numel, stride = out.numel(), out.stride(0) if rows > 1 else cols
         flat = stride == cols
-        codes = 8
-        if isinstance(fmt.packing, BytePacking) and not _fits_words(
-            operands[0], out, flat, cols, stride
-        ):
-            codes = 2
+        codes = _codes(operands[0], fmt, out, flat, stride)
         units = -(-numel // codes)
+        if codes == 1:  # as many elements in a program as with words, and a warp's worth of each
+            config = replace(config, block=8 * config.block, num_warps=4 * config.num_warps)
         kernel = _kernel(fmt, codes)
         self._jit = kernel.function
         self._again: Callable[..., object] | None = None
         self._compiled: Any = None
         self._codebook = _codebook(fmt, out.device)
         table = fmt.operands.index(kernel.table) if kernel.table else len(fmt.operands)
-        scales = [fmt.operands.index(name) for name in kernel.scale_operands]
-        self._order = (0, table, *scales)  # of the operands and, behind them, the codebook
+        others = [fmt.operands.index(name) for name in kernel.pointers]
+        self._order = (0, table, *others)  # of the operands and, behind them, the codebook
         self._grid = (-(-units // config.block), 1, 1)
         self._sizes = (units, numel, cols, stride)
         self._constants = {
@@ -186,59 +178,119 @@ class _Plan:
         self._compiled = compiled if hasattr(compiled, "__getitem__") else None
 
 
-def _fits_words(qweight: Tensor, out: Tensor, flat: bool, cols: int, stride: int) -> bool:
+def _codes(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, stride: int) -> int:
+    """How many elements a lane decodes; all of them share their scales."""
+    cols = out.shape[1]
+    codes = 1
+    if fmt.planes:
+        codes = 8
+    elif fmt.nibbles:
+        codes = 8 if _fits_words(qweight, out, flat, stride) else 2
+    run = fmt.run(cols)
+    if run % codes and run % 2 == 0 and fmt.nibbles:
+        codes = 2
+    return 1 if run % codes else codes
+
+
+def _fits_words(qweight: Tensor, out: Tensor, flat: bool, stride: int) -> bool:
     if out.numel() % 8 or qweight.data_ptr() % 4:
         return False
-    return flat or (cols % 8 == 0 and stride % 8 == 0)
+    return flat or (out.shape[1] % 8 == 0 and stride % 8 == 0)
 
 
 @dataclass(frozen=True)
 class _Kernel:
+    """A printed kernel, its pointers behind the table, and the operand that is the table."""
+
     function: Any
-    scale_operands: tuple[str, ...]
+    pointers: tuple[str, ...]
     table: str
 
 
 @functools.cache
 def _kernel(fmt: QuantFormat, codes: int) -> _Kernel:
     """Print and compile the kernel of `fmt` for `codes` codes in a lane."""
-    device = device_functions(fmt)
-    unit, units, printed = _units(fmt.packing, codes)
-    values = "\n".join(
-        f"    v{e} = value_fn({code}, scale, codebook).to(out.dtype.element_ty)"
-        for e, code in enumerate(printed)
-    )
-    source = device.source + _KERNEL.format(
-        pointers="".join(f"{name}, " for name in device.scale_operands),
-        operands=", ".join(device.scale_operands),
+    printed = _by_element(fmt) if codes == 1 else _by_unit(fmt, codes)
+    source = printed.functions + _KERNEL.format(
+        pointers="".join(f"{name}, " for name in printed.pointers),
         codes=codes,
-        unit=unit,
-        units=units,
-        values=values,
+        unit=printed.unit,
+        units=printed.units,
+        values="\n".join(f"    {line}" for line in printed.values),
         joined=_join(list(range(codes))),
     )
     function = compile_source(f"<qfuse {fmt.name} x{codes}>", source, "dequantize")
-    return _Kernel(function, device.scale_operands, device.table)
+    return _Kernel(function, printed.pointers, printed.table)
 
 
-def _units(packing: Packing, codes: int) -> tuple[str, str, list[str]]:
+@dataclass(frozen=True)
+class _Printed:
+    """What a kernel is printed from.
+
+    unit: the dtype of what a lane loads.
+    units, values: the lines that load it, and those that make of it the values v0, v1, ...
+    """
+
+    functions: str
+    pointers: tuple[str, ...]
+    table: str
+    unit: str
+    units: str
+    values: list[str]
+
+
+_CAST = ".to(out.dtype.element_ty)"
+
+
+def _by_element(fmt: QuantFormat) -> _Printed:
+    """A lane decodes one element, with the whole decode as it is printed."""
+    decode = decode_function(fmt)
+    table = fmt.table.name if fmt.table else ""
+    names = ["codebook" if name == table else name for name in fmt.operands[1:]]
+    names += ["codebook"] if decode.codebook else []
+    names += ["cols"] if decode.by_rows else []
+    arguments = ", ".join(["i", "mask", "packed", *names])
+    return _Printed(
+        functions=decode.source,
+        pointers=tuple(name for name in fmt.operands[1:] if name != table),
+        table=table,
+        unit=f"tl.{fmt.packing.unit}",
+        units="",
+        values=[f"v0 = decode_fn({arguments}){_CAST}"],
+    )
+
+
+def _by_unit(fmt: QuantFormat, codes: int) -> _Printed:
+    """A lane unpacks the codes of a unit and decodes them under what they share, found once."""
+    device = device_functions(fmt)
+    unit, units, unpacked = _units(fmt, codes)
+    arguments = ["i", "mask", *device.scale_operands, *(["cols"] if device.by_rows else [])]
+    shared = ", ".join(device.shared)
+    values = [f"{shared} = scale_fn({', '.join(arguments)})"]
+    values += [
+        f"v{e} = value_fn({code}, {shared}, codebook){_CAST}" for e, code in enumerate(unpacked)
+    ]
+    return _Printed(device.source, device.scale_operands, device.table, unit, units, values)
+
+
+def _units(fmt: QuantFormat, codes: int) -> tuple[str, str, list[str]]:
     """The dtype of what a lane loads, the loads, and each of its codes as an expression."""
-    if isinstance(packing, BytePacking):
+    if fmt.nibbles:
         load = "    unit = tl.load(packed + u, mask=mask, other=0).to(tl.int32)"
-        shifts = [8 * (e // 2) + packing.shift(e % 2) for e in range(codes)]
+        shifts = [8 * (e // 2) + fmt.nibbles[e % 2] for e in range(codes)]
         return (
             "tl.int32" if codes == 8 else "tl.uint8",
             load,
             [f"(unit >> {s}) & 15" for s in shifts],
         )
-    assert isinstance(packing, BitPlanes), f"{packing=}"
-    per_block = packing.block // 8  # bytes of a plane, each with 8 neighbouring codes
-    lines = [f"    first = (u // {per_block}) * {per_block * packing.bits} + u % {per_block}"]
-    for p in range(packing.bits):
+    assert fmt.planes, f"{fmt.name=}"
+    per_block = BLOCK // 8  # bytes of a plane, each with 8 neighbouring codes
+    lines = [f"    first = (u // {per_block}) * {per_block * fmt.planes} + u % {per_block}"]
+    for p in range(fmt.planes):
         at = f"packed + first + {per_block * p}"
         lines.append(f"    plane{p} = tl.load({at}, mask=mask, other=0).to(tl.int32)")
     bits = [
-        " | ".join(f"(((plane{p} >> {e}) & 1) << {p})" for p in range(packing.bits))
+        " | ".join(f"(((plane{p} >> {e}) & 1) << {p})" for p in range(fmt.planes))
         for e in range(codes)
     ]
     return "tl.uint8", "\n".join(lines), bits
@@ -265,7 +317,7 @@ def compile_source(filename: str, text: str, kernel: str) -> Any:
 @functools.cache
 def _codebook(fmt: QuantFormat, device: torch.device) -> Tensor:
     """The format's table on `device`, made once: a call under graph capture finds it there."""
-    return torch.tensor(getattr(fmt.codec, "values", (0.0,)), dtype=torch.float32, device=device)
+    return torch.tensor(fmt.codec.values or (0.0,), dtype=torch.float32, device=device)
 
 
 KERNEL = Triton()

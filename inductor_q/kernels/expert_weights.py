@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.scale import BlockScale, NestedScale
 from inductor_q.kernels.dequantize import write
 
 
@@ -35,18 +33,16 @@ class ExpertWeights:
         self._operands, self._fmt, self._dtype = list(operands), fmt, dtype
         self._shape = tuple(shape)
         self._numel = math.prod(self._shape[1:])
-        self._whole_blocks = fmt is not None and self._numel % fmt.scale.block == 0
+        columns = self._shape[-1]
+        self._whole_blocks = fmt is not None and self._numel % fmt.plain.period(columns) == 0
 
     @functools.cached_property
     def _sliceable(self) -> tuple[list[Tensor], QuantFormat]:
         """Operands and their format, of which each expert has slices of its own."""
         assert self._fmt is not None and self._whole_blocks
-        scale = self._fmt.scale
-        if not isinstance(scale, NestedScale):
+        if self._numel % self._fmt.period(self._shape[-1]) == 0:
             return self._operands, self._fmt
-        if self._numel % (scale.block * scale.outer.block) == 0:
-            return self._operands, self._fmt
-        return _plain_scales(self._operands, self._fmt, math.prod(self._shape))
+        return _plain_scales(self._operands, self._fmt, self._shape)
 
     def __getitem__(self, expert: int) -> Tensor:
         """[rows, cols] of one expert."""
@@ -59,7 +55,8 @@ class ExpertWeights:
             write(parts, self._sliceable[1], out)
         elif self._numel:
             index = torch.arange(self._numel, device=device) + expert * self._numel
-            values = self._fmt.decode(_interpreter(self._operands, self._fmt), index)
+            interpreter = _interpreter(self._operands, self._fmt, self._shape[-1])
+            values = self._fmt.decode(interpreter, index)
             out.copy_(values.reshape(out.shape))
         return out
 
@@ -99,15 +96,20 @@ class ExpertWeights:
         if out is None:
             device = operands[0].device
             out = torch.empty((experts, rows, cols), dtype=self._dtype, device=device)
-        if self._numel and experts:
-            even = out.stride(0) == rows * out.stride(1)
-            write(operands, fmt, out.view(-1, cols) if even else out.view(experts, -1))
+        if not self._numel or not experts:
+            return out
+        if out.stride(0) == rows * out.stride(1):
+            write(operands, fmt, out.view(-1, cols))
+        elif not fmt.by_rows:
+            write(operands, fmt, out.view(experts, -1))
+        else:  # rows that are no rows of a matrix
+            out.copy_(self._decode(operands, fmt, experts, None))
         return out
 
     def _by_expert(self) -> list[tuple[Tensor, bool]]:
         """Of each operand the parts of the experts [E, ...], or a table that they share."""
         operands, fmt = self._sliceable
-        one, two = fmt.requirements(self._numel), fmt.requirements(2 * self._numel)
+        one, two = fmt.requirements(self._shape[1:]), fmt.requirements((2, *self._shape[1:]))
         found = []
         for operand, of_two, tensor in zip(one, two, operands, strict=True):
             if operand == of_two:
@@ -126,20 +128,19 @@ def _into(out: Tensor | None, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plain_scales(
-    operands: Sequence[Tensor], fmt: QuantFormat, numel: int
+    operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int]
 ) -> tuple[list[Tensor], QuantFormat]:
     """The same weight with its scales in float32."""
-    assert isinstance(fmt.scale, NestedScale)
-    plain = replace(
-        fmt, name=f"{fmt.name}_plain", scale=BlockScale(fmt.scale.operand, fmt.scale.block)
-    )
-    blocks = torch.arange(numel // fmt.scale.block, device=operands[0].device)
-    absmax = fmt.scale.decode(_interpreter(operands, fmt), blocks * fmt.scale.block)
-    named = dict(zip(fmt.operands, operands, strict=True)) | {fmt.scale.operand: absmax}
-    return [named[name] for name in plain.operands], plain
+    interpreter, numel = _interpreter(operands, fmt, shape[-1]), math.prod(shape)
+    named = dict(zip(fmt.operands, operands, strict=True))
+    for scale in fmt.shared:
+        if (plain := scale.plain) is not None:
+            blocks = torch.arange(numel // plain.block, device=operands[0].device)
+            named[plain.operand] = scale.decode(interpreter, blocks * plain.block)
+    return [named[name] for name in fmt.plain.operands], fmt.plain
 
 
-def _interpreter(operands: Sequence[Tensor], fmt: QuantFormat) -> Eager:
+def _interpreter(operands: Sequence[Tensor], fmt: QuantFormat, columns: int) -> Eager:
     named = dict(zip(fmt.operands, operands, strict=True))
     unit = getattr(torch, fmt.packing.unit)
-    return Eager(named | {"qweight": named["qweight"].reshape(-1).view(unit)})
+    return Eager(named | {"qweight": named["qweight"].reshape(-1).view(unit)}, columns)

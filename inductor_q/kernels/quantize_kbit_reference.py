@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from inductor_q.decode.eager import Eager
-from inductor_q.formats.kbit import BLOCK, E4M4
+from inductor_q.formats.kbit import BLOCK
+from inductor_q.formats.minifloat import E4M4
 
 BLOCKS_AT_ONCE = 1 << 17  # 4 million elements: a float32 copy of them is 16 MiB
 
@@ -34,8 +35,7 @@ def encode_e4m4(absmax: Tensor) -> Tensor:
 
 def decode_e4m4(code: Tensor) -> Tensor:
     """The float32 numbers that the uint8 E4M4 codes stand for."""
-    value: Tensor = Eager({}).minifloat(code, E4M4.mantissa_bits, E4M4.bias)
-    return value
+    return E4M4.decode(Eager({}), code)
 
 
 def midpoints(codebook: Tensor) -> Tensor:

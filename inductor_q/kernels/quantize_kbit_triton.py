@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.formats.kbit import BLOCK, E4M4
+from inductor_q.formats.kbit import BLOCK
+from inductor_q.formats.minifloat import E4M4
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT, compile_source
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.quantize_kbit_reference import allocate, midpoints

@@ -19,9 +19,7 @@ from torch.nn.functional import pad
 
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.codec import Codebook, Table
-from inductor_q.formats.packing import BytePacking
-from inductor_q.formats.scale import BlockScale, NestedScale
+from inductor_q.kernels import nibbles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
 
@@ -95,17 +93,17 @@ def _other_format(fmt: QuantFormat | None) -> str:
     """Empty for 4-bit codes in bytes, high nibble first, with a scale for every 64."""
     if fmt is None:
         return "the weight is dense"
-    if fmt.packing != BytePacking(bits=4, high_first=True):
-        return f"{fmt.name} is not packed as nibbles, high one first"
-    if not isinstance(fmt.codec, Codebook) or len(fmt.codec.values) != 16:
-        return f"{fmt.name} has no fixed codebook of 16 values"
-    scale = fmt.scale
+    if refused := nibbles.refuses(fmt):
+        return refused
+    scale = fmt.blockwise
+    if scale is None or not (scale.is_float or scale.outer):
+        return f"{fmt.name} has a scale of another kind"
     if scale.block != BLOCK:
         return f"{fmt.name} does not have a scale for every {BLOCK} elements"
-    if isinstance(scale, NestedScale):
-        known = isinstance(scale.codec, Table) and scale.codec.size == 256
-        return "" if known and scale.outer.block == 256 else f"{fmt.name} has another nested scale"
-    return "" if isinstance(scale, BlockScale) else f"{fmt.name} has a scale of another kind"
+    table = scale.codec.table
+    if scale.outer and (scale.outer != 256 or table is None or table.numel != 256):
+        return f"{fmt.name} has another nested scale"
+    return ""
 
 
 def _other_shape(call: Scatter2Scatter) -> str:
@@ -242,20 +240,15 @@ def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
     """[E, K / 64, N] int32, each a scale as the sum of two bfloat16."""
     assert call.fmt is not None
     e, n, k = call.shape
-    device, scale = call.x.device, call.fmt.scale
+    device, scale = call.x.device, call.fmt.blockwise
+    assert scale is not None, f"{call.fmt.name=}"
     blocks = k // BLOCK
     _, factor = _codebook(call.fmt, device)
     out = torch.empty((e, blocks, n), dtype=torch.int32, device=device)
-    nested = isinstance(scale, NestedScale)
-    if isinstance(scale, NestedScale):
-        assert isinstance(scale.codec, Table)
-        names = (scale.operand, scale.codec.operand, scale.outer.operand, scale.offset)
-        sources: list[Tensor | None] = [operands[name] for name in names]
-    else:
-        assert isinstance(scale, BlockScale)
-        sources = [operands[scale.operand], None, None, None]
+    sources: list[Tensor | None] = [operands[name] for name in scale.operands]
+    sources += [None] * (4 - len(sources))
     _run(
-        f"expand_scales<{'true' if nested else 'false'}>",
+        f"expand_scales<{'true' if scale.outer else 'false'}>",
         (-(-n // 128), -(-blocks // 32), e),
         256,
         [*sources, factor, out],
@@ -270,8 +263,8 @@ def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """The planes [8] int32 that csrc/scatter2scatter.cu looks up, and the factor of the scales."""
-    assert fmt is not None and isinstance(fmt.codec, Codebook)
-    values, stretch = fit(fmt.codec.values, torch.bfloat16)
+    assert fmt is not None and fmt.lut16 is not None
+    values, stretch = nibbles.fit(fmt.lut16, torch.bfloat16)
     bits = values.view(torch.int16).to(torch.int32)
     planes = [
         sum(int(byte) << 8 * j for j, byte in enumerate(plane[i : i + 4]))
@@ -280,21 +273,6 @@ def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Te
     ]
     packed = torch.tensor(planes, dtype=torch.int64).to(torch.int32)
     return packed.to(device), torch.tensor([1 / stretch], dtype=torch.float32, device=device)
-
-
-@functools.cache
-def fit(values: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Values [16] in `dtype`, 16 bits, and a stretch in [1, 2) with `values * stretch` closest.
-
-    A codebook rounded to bfloat16 as it is would add 1.4e-3 to the error of every nf4 weight, whose
-    own rounding is 1.6e-3; stretched by 1.437 first it adds 0.8e-3, and nothing to fp4.
-    """
-    exact = torch.tensor(values, dtype=torch.float64)
-    stretches = torch.linspace(1, 2, 1 << 16, dtype=torch.float64)[:-1, None]
-    rounded = (exact * stretches).to(torch.float32).to(dtype)
-    wrong = ((rounded.double() / stretches - exact) ** 2).sum(1)
-    best = int(wrong.argmin())
-    return rounded[best], float(stretches[best])
 
 
 KERNEL = Cuda()

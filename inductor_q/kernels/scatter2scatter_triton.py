@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,10 @@ from torch import Tensor
 
 from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.codec import Codebook
-from inductor_q.formats.packing import BytePacking
-from inductor_q.kernels import tiles
+from inductor_q.kernels import nibbles, tiles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize_triton import compile_source
 from inductor_q.kernels.gpu import on
-from inductor_q.kernels.scatter2scatter_cuda import fit
 
 MIN_GROUP = 32  # elements of a row that share a scale: fewer make the scales larger than the codes
 MAX_RANK = 128
@@ -49,13 +45,7 @@ class Triton:
 
     def decodes(self, fmt: QuantFormat | None) -> str:
         """Empty for dense experts, and for 4-bit codes in bytes with a fixed codebook."""
-        if fmt is None:
-            return ""
-        if fmt.packing != BytePacking(bits=4, high_first=True):
-            return f"{fmt.name} is not packed as nibbles, high one first"
-        if not isinstance(fmt.codec, Codebook) or len(fmt.codec.values) != 16:
-            return f"{fmt.name} has no fixed codebook of 16 values"
-        return ""
+        return "" if fmt is None else nibbles.refuses(fmt)
 
     def supports(self, call: Scatter2Scatter) -> str:
         if refused := self.available() or self.decodes(call.fmt) or unfit(call):
@@ -108,7 +98,8 @@ def unfit(call: Scatter2Scatter) -> str:
 
 def _group(call: Scatter2Scatter) -> int:
     """How many neighbours in a stored row share a scale: a power of two; 0 for a dense weight."""
-    return math.gcd(call.shape[2], call.fmt.scale.block) if call.fmt else 0
+    group = call.fmt.group(call.shape[2]) if call.fmt else 0
+    return group & -group
 
 
 def work(call: Scatter2Scatter) -> tiles.Work:
@@ -245,12 +236,12 @@ class _Kernel:
 
 @functools.cache
 def _kernel(fmt: QuantFormat, dtype: torch.dtype) -> _Kernel:
-    assert isinstance(fmt.codec, Codebook)
+    assert fmt.lut16 is not None, f"{fmt.name=}"
     device = device_functions(fmt)
-    values, stretch = fit(fmt.codec.values, dtype)
+    values, stretch = nibbles.fit(fmt.lut16, dtype)
     source = device.source + _EXPAND_SCALES.format(
         pointers="".join(f"{name}, " for name in device.scale_operands),
-        operands=", ".join(device.scale_operands),
+        operands=", ".join((*device.scale_operands, *(["columns"] if device.by_rows else []))),
     )
     filename = f"<qfuse experts {fmt.name} {dtype}>"
     return _Kernel(

@@ -32,7 +32,7 @@ def dequantize(
 
     Args:
         operands: the tensors that `FORMATS[format].operands` names, in that order, as
-            `FORMATS[format].requirements(numel)` describes them.
+            `FORMATS[format].requirements(shape)` describes them.
         format: a name in `inductor_q.FORMATS`, for example "nf4_b64_nested".
         shape: the weight's logical shape, row major.
         dtype: float32, bfloat16 or float16; values are computed in float32 and rounded once.

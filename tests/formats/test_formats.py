@@ -19,6 +19,7 @@ from inductor_q.decode.eager import Eager
 from inductor_q.formats import BNB_QUANT_TYPES, FORMATS, bnb_format_name, get_format
 from inductor_q.formats.bnb import BLOCKSIZES
 from inductor_q.formats.codec import Codebook, Table
+from inductor_q.formats.layout import HIGH_FIRST, LOW_FIRST
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import BlockScale, NestedScale
@@ -238,6 +239,7 @@ def test_registry() -> None:
         for blocksize in (32, 64, 128, 256, 512, 1024, 2048, 4096)
         for suffix in ("", "_nested")
     } | {f"kbit{k}_{absmax}" for k in (2, 3, 4, 5) for absmax in ("e4m4", "fp16")}
+    expected |= {"int4_g128", "fp8_e4m3_row", "mxfp4", "nvfp4"}
     assert set(FORMATS) == expected
     assert all(fmt.name == name for name, fmt in FORMATS.items())
     assert all(get_format(name) is fmt for name, fmt in FORMATS.items())
@@ -273,15 +275,15 @@ def test_operands_are_found_by_running_decode(fmt: QuantFormat) -> None:
             read.add(name)
             return super().gather(name, code, size)
 
-    block = fmt.scale.block
+    block = 64
     operands, values = sample(fmt, (2, block))
-    recorder = Recorder(dict(zip(fmt.operands, operands, strict=True)))
+    recorder = Recorder(dict(zip(fmt.operands, operands, strict=True)), block)
     decoded = fmt.decode(recorder, torch.arange(2 * block))
     assert_same_bits(decoded.reshape(2, block), values)
     assert read == set(fmt.operands)
     assert fmt.operands[0] == "qweight"
-    assert fmt.operands[1] == "absmax"
-    required = fmt.requirements(2 * block)
+    assert fmt.operands[1] == ("absmax" if fmt.blockwise else "scale")
+    required = fmt.requirements((2, block))
     assert tuple(operand.name for operand in required) == fmt.operands
     for operand, tensor in zip(required, operands, strict=True):
         assert str(tensor.dtype).removeprefix("torch.") in (operand.dtypes or ("uint8",))
@@ -292,14 +294,14 @@ def test_operands_of_a_new_format() -> None:
     """Nothing about operands is written by hand: a format made of other parts has its own."""
     fmt = QuantFormat(
         name="two_tables",
-        packing=BytePacking(bits=4, high_first=False),
+        packing=BytePacking(bits=4, order=LOW_FIRST),
         codec=Table("values", 16),
-        scale=NestedScale("s", 2, Table("t", 256), BlockScale("outer", 2), "shift"),
+        shared=(NestedScale("s", 2, Table("t", 256), BlockScale("outer", 2), "shift"),),
     )
     assert fmt.operands == ("qweight", "s", "t", "outer", "shift", "values")
-    plain = replace(fmt, scale=BlockScale("s", 2))
+    plain = replace(fmt, shared=(BlockScale("s", 2),))
     assert plain.operands == ("qweight", "s", "values")
-    assert [(o.name, o.numel) for o in plain.requirements(5)] == [
+    assert [(o.name, o.numel) for o in plain.requirements((5,))] == [
         ("qweight", 3),
         ("s", 3),
         ("values", 16),
@@ -312,11 +314,11 @@ def test_operands_of_a_new_format() -> None:
 @pytest.mark.parametrize(
     ("packing", "expected"),
     [
-        (BytePacking(bits=4, high_first=True), [1, 2, 3, 4]),
-        (BytePacking(bits=4, high_first=False), [2, 1, 4, 3]),
-        (BytePacking(bits=2, high_first=True), [0, 1, 0, 2, 0, 3, 1, 0]),
-        (BytePacking(bits=2, high_first=False), [2, 0, 1, 0, 0, 1, 3, 0]),
-        (BytePacking(bits=8, high_first=True), [0x12, 0x34]),
+        (BytePacking(bits=4, order=HIGH_FIRST), [1, 2, 3, 4]),
+        (BytePacking(bits=4, order=LOW_FIRST), [2, 1, 4, 3]),
+        (BytePacking(bits=2, order=HIGH_FIRST), [0, 1, 0, 2, 0, 3, 1, 0]),
+        (BytePacking(bits=2, order=LOW_FIRST), [2, 0, 1, 0, 0, 1, 3, 0]),
+        (BytePacking(bits=8), [0x12, 0x34]),
     ],
     ids=str,
 )
@@ -325,9 +327,9 @@ def test_packing(packing: BytePacking, expected: list[int]) -> None:
     codes = packing.code(Eager({"qweight": data}), torch.arange(len(expected)))
     assert codes.tolist() == expected
     by_shift = [
-        (int(byte) >> packing.shift(lane)) & ((1 << packing.bits) - 1)
+        (int(byte) >> packing.bits * place) & ((1 << packing.bits) - 1)
         for byte in data
-        for lane in range(packing.per_byte)
+        for place in packing.order.places(packing.per_byte)
     ]
     assert by_shift == expected
 
@@ -435,9 +437,9 @@ def test_unsupported_nested_blocksize() -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        {"packing": BytePacking(bits=4, high_first=False)},
+        {"packing": BytePacking(bits=4, order=LOW_FIRST)},
         {"codec": Codebook(tuple(reversed(BNB_QUANT_TYPES["nf4"].values)))},
-        {"scale": BlockScale("absmax", 32)},
+        {"shared": (BlockScale("absmax", 32),)},
     ],
     ids=lambda part: next(iter(part)),
 )

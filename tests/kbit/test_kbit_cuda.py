@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from inductor_q import kbit, ops
 from inductor_q.backend import qfuse
 from inductor_q.formats import FORMATS, QuantFormat
-from inductor_q.formats.codec import Codebook, Table
+from inductor_q.formats.codec import Codebook, Number, Table
+from inductor_q.formats.minifloat import E4M4
 from inductor_q.formats.packing import BitPlanes, BytePacking
-from inductor_q.formats.scale import BlockScale, MinifloatScale
+from inductor_q.formats.scale import BlockScale
 from inductor_q.kernels import (
     DEQUANTIZE,
     QUANTIZE_KBIT,
@@ -36,11 +38,13 @@ ENCODERS = [pytest.param(k, id=k.name) for k in QUANTIZE_KBIT["cuda"]]
 
 # --- what the CUDA kernel refuses ---------------------------------------------------------------
 
-_E4M4 = MinifloatScale("absmax", 32, mantissa_bits=4, bias=11)
+_E4M4 = BlockScale("absmax", 32, E4M4)
+_FP16 = BlockScale("absmax", 32, Number(("float16",)))
+_E5M3 = replace(E4M4, exponent_bits=5, mantissa_bits=3, bias=7)
 
 
 def _format(**parts: Any) -> QuantFormat:
-    whole = {"packing": BitPlanes(4), "codec": Table("codebook", 16), "scale": _E4M4}
+    whole = {"packing": BitPlanes(4), "codec": Table("codebook", 16), "shared": (_E4M4,)}
     return QuantFormat(name="mine", **{**whole, **parts})
 
 
@@ -48,7 +52,7 @@ def _format(**parts: Any) -> QuantFormat:
     ("fmt", "reason"),
     [
         (_format(), ""),
-        (_format(scale=BlockScale("absmax", 32, ("float16",))), ""),
+        (_format(shared=(_FP16,)), ""),
         (FORMATS["nf4_b64"], "decodes 2 to 5 bit planes, nf4_b64 has another packing"),
         (
             _format(packing=BitPlanes(6), codec=Table("codebook", 64)),
@@ -58,9 +62,9 @@ def _format(**parts: Any) -> QuantFormat:
             _format(codec=Codebook((0.0,) * 16)),
             "takes the codebook as an operand, mine has none",
         ),
-        (_format(scale=BlockScale("absmax", 32)), "does not know the scale of mine"),
-        (_format(scale=MinifloatScale("absmax", 32, 3, 7)), "does not know the scale of mine"),
-        (_format(scale=MinifloatScale("absmax", 64, 4, 11)), "does not know the scale of mine"),
+        (_format(shared=(BlockScale("absmax", 32),)), "does not know the scale of mine"),
+        (_format(shared=(BlockScale("absmax", 32, _E5M3),)), "does not know the scale of mine"),
+        (_format(shared=(BlockScale("absmax", 64, E4M4),)), "does not know the scale of mine"),
     ],
 )
 def test_cuda_decodes(fmt: QuantFormat, reason: str) -> None:

@@ -57,7 +57,7 @@ class Jit:
 def served_by_triton(monkeypatch: pytest.MonkeyPatch, fmt: QuantFormat) -> tuple[Jit, FakeDriver]:
     """CPU tensors go to the Triton kernel, whose compiled code and driver are not there."""
     printed = dequantize_triton._kernel(fmt, 8)
-    jit = Jit(3 + len(printed.scale_operands))
+    jit = Jit(3 + len(printed.pointers))
     kernel = replace(printed, function=jit)
     monkeypatch.setattr(dequantize_triton, "_kernel", lambda *_: kernel)
     monkeypatch.setitem(DEQUANTIZE, "cpu", (dequantize_triton.KERNEL, dequantize_reference.KERNEL))
@@ -194,7 +194,7 @@ def test_a_kernel_is_asked_once_for_calls_that_are_alike(monkeypatch: pytest.Mon
 def test_parameters_of_a_compiled_kernel(name: str) -> None:
     """Those that a launch through the driver fills in: pointers, integers, and Triton's own."""
     kernel = dequantize_triton._kernel(FORMATS[name], 8)
-    pointers = ["out", "qweight", "codebook", *kernel.scale_operands]
+    pointers = ["out", "qweight", "codebook", *kernel.pointers]
     constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
     types = {**dict.fromkeys(pointers, "*fp32"), "qweight": "*u8", "out": "*bf16", "absmax": "*u8"}
     found = triton_launch.parameters(compiled(kernel.function, constants, types).asm["ptx"])

@@ -49,7 +49,7 @@ def test_printed_source() -> None:
         "nested_absmax",
         "nested_offset",
     )
-    assert printed.codebook == FORMATS["nf4_b64"].codec.values  # type: ignore[attr-defined]
+    assert printed.codebook == FORMATS["nf4_b64"].lut16
     assert printed.source == (
         "@triton.jit\n"
         "def scale_fn(i, mask, absmax, nested_codebook, nested_absmax, nested_offset):\n"

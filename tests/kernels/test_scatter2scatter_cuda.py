@@ -15,7 +15,7 @@ from torch import Tensor
 from inductor_q import kernels
 from inductor_q.csrc import generate_wgmma
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import grouped_gram_triton, scatter2scatter_cuda
+from inductor_q.kernels import grouped_gram_triton, nibbles, scatter2scatter_cuda
 from inductor_q.ops.routing import route
 from tests.support.gpu_experts import (
     assert_as_near_as_the_loop,
@@ -72,9 +72,10 @@ def test_header_is_what_its_generator_writes() -> None:
 
 def test_stretched_codebooks_are_close() -> None:
     for name, most in (("nf4_b64", 1.2e-3), ("fp4_b64", 1e-6)):
-        codec = FORMATS[name].codec
-        values = torch.tensor(codec.values, dtype=torch.float64)  # type: ignore[attr-defined]
-        rounded, stretch = scatter2scatter_cuda.fit(codec.values, BF16)  # type: ignore[attr-defined]
+        table = FORMATS[name].lut16
+        assert table is not None
+        values = torch.tensor(table, dtype=torch.float64)
+        rounded, stretch = nibbles.fit(table, BF16)
         assert 1 <= stretch < 2
         off = (rounded.double() / stretch - values).norm() / values.norm()
         assert off < most

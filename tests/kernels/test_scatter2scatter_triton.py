@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import scatter2scatter_triton, tiles
+from inductor_q.kernels import nibbles, scatter2scatter_triton, tiles
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.scatter2scatter_triton import KERNEL
 from tests.support.compile_triton import compiled
@@ -70,7 +70,9 @@ def test_printed_look_up_has_the_value_of_every_code(name: str, dtype: torch.dty
 
     from tests.support import ptx
 
-    values, _ = scatter2scatter_triton.fit(FORMATS[name].codec.values, dtype)  # type: ignore[attr-defined]
+    table = FORMATS[name].lut16
+    assert table is not None
+    values, _ = nibbles.fit(table, dtype)
     match = re.search(r'"""(.*?)"""', scatter2scatter_triton._printed_look_up(values), re.DOTALL)
     assert match
     registers = ptx.run(match[1], [np.arange(256, dtype=np.uint8).view(np.uint32)], 4)

@@ -58,7 +58,7 @@ def test_dequantize_kbit(k: int, absmax: str) -> None:
 def test_dequantize_nf4(codes: int) -> None:
     kernel = dequantize_triton._kernel(FORMATS["nf4_b64"], codes)
     constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
-    ptx(kernel.function, constants, dict.fromkeys(kernel.scale_operands, "*fp32"))
+    ptx(kernel.function, constants, dict.fromkeys(kernel.pointers, "*fp32"))
 
 
 @pytest.mark.parametrize("top_k", [0, 8])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.packing import BitPlanes
-from inductor_q.formats.scale import NestedScale
+from inductor_q.formats.bnb import BNB_FORMATS
+from inductor_q.formats.kbit import KBIT_FORMATS
+from tests.support import formulas
 
 bnb: Any = bitsandbytes.functional  # as shipped, it is typed in parts
 
@@ -92,14 +94,23 @@ def by_table(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Te
 def sample(
     fmt: QuantFormat, shape: Sequence[int], *, storage: torch.dtype = torch.uint8, seed: int = 0
 ) -> tuple[list[Tensor], Tensor]:
-    """The operands of a weight in `fmt`, and its float32 values by another way than `decode`."""
-    if isinstance(fmt.packing, BitPlanes):
-        return sample_kbit(fmt, shape, seed=seed)
+    """The operands of a weight in `fmt`, and its float32 values by another way than `decode`.
+
+    Those of a format that no formula is written for are the reference's.
+    """
+    return SAMPLES.get(fmt, sample_any)(fmt, shape, storage, seed)
+
+
+def sample_bnb(
+    fmt: QuantFormat, shape: Sequence[int], storage: torch.dtype, seed: int
+) -> tuple[list[Tensor], Tensor]:
+    """What bitsandbytes makes of a normal weight."""
+    assert fmt.blockwise is not None
     w = quantize(
         shape,
-        fmt.name[:3],
-        blocksize=fmt.scale.block,
-        nested=isinstance(fmt.scale, NestedScale),
+        fmt.name.partition("_")[0],
+        blocksize=fmt.blockwise.block,
+        nested=fmt.blockwise.outer > 0,
         storage=storage,
         seed=seed,
     )
@@ -109,10 +120,10 @@ def sample(
 
 
 def sample_kbit(
-    fmt: QuantFormat, shape: Sequence[int], *, seed: int = 0
+    fmt: QuantFormat, shape: Sequence[int], storage: torch.dtype, seed: int
 ) -> tuple[list[Tensor], Tensor]:
     """Random codes under random scales and a skewed codebook."""
-    k, numel = fmt.packing.bits, math.prod(shape)
+    k, numel = fmt.planes, math.prod(shape)
     blocks = -(-numel // 32)
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(2**k, (blocks, 32), generator=generator)
@@ -126,6 +137,31 @@ def sample_kbit(
         scale = absmax.float()
     values = (codebook[codes] * scale[:, None]).reshape(-1)[:numel].reshape(tuple(shape))
     return [pack_by_hand(codes, k), absmax, codebook], values
+
+
+def sample_any(
+    fmt: QuantFormat, shape: Sequence[int], storage: torch.dtype, seed: int
+) -> tuple[list[Tensor], Tensor]:
+    """Random operands."""
+    operands = fmt.sample(shape, torch.Generator().manual_seed(seed))
+    if fmt.name in formulas.FORMULAS:
+        values = formulas.values(fmt.name, operands, shape)
+    else:
+        named = dict(zip(fmt.operands, operands, strict=True))
+        index = torch.arange(math.prod(shape))
+        values = fmt.decode(Eager(named, shape[-1]), index).reshape(tuple(shape))
+    missing = -operands[0].nbytes % storage.itemsize
+    in_bytes = torch.nn.functional.pad(operands[0].reshape(-1).view(torch.uint8), (0, missing))
+    if not fmt.requirements(shape)[0].dtypes:  # bytes, stored in any dtype
+        operands[0] = in_bytes.view(storage)
+    return operands, values
+
+
+#: What `sample` does for the formats of a family.
+SAMPLES: dict[QuantFormat, Callable[..., tuple[list[Tensor], Tensor]]] = {
+    **dict.fromkeys(BNB_FORMATS, sample_bnb),
+    **dict.fromkeys(KBIT_FORMATS, sample_kbit),
+}
 
 
 def e4m4_by_hand(code: int) -> float:

@@ -1,0 +1,108 @@
+"""The operations in which a decode is written: the contract between formats and interpreters."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+I = TypeVar("I")  # noqa: E741
+V = TypeVar("V")
+
+
+class Ops(Protocol[I, V]):
+    """An interpreter of `QuantFormat.decode`.
+
+    An index `I` is the number of an element, counted through the rows of the weight, or the place
+    of something stored. A value `V` is what is stored there, an integer (int32 unless an operation
+    says otherwise), a float32 number or a truth value. An interpreter is made for one weight, whose
+    columns it knows.
+    """
+
+    # --- indices ---
+
+    def row(self, i: I) -> I:
+        """The row of element `i`."""
+        ...
+
+    def column(self, i: I) -> I:
+        """The column of element `i`."""
+        ...
+
+    def columns(self) -> I:
+        """How many columns the weight has."""
+        ...
+
+    def zero(self, like: I) -> I: ...
+
+    def idiv(self, a: I, n: int) -> I: ...
+
+    def imod(self, a: I, n: int) -> I: ...
+
+    def isub(self, a: int, b: I) -> I: ...
+
+    def iadd(self, a: I, b: I | int) -> I: ...
+
+    def imul(self, a: I, b: I | int) -> I: ...
+
+    # --- what is stored ---
+
+    def load(self, name: str, i: I) -> V:
+        """Element `i` of an operand, in its own dtype."""
+        ...
+
+    def gather(self, name: str, code: V, size: int) -> V:
+        """Element `code` of an operand of `size` elements."""
+        ...
+
+    def codebook(self, values: tuple[float, ...], code: V) -> V:
+        """`values[code]` in float32."""
+        ...
+
+    # --- integers ---
+
+    def to_int(self, a: V) -> V:
+        """An integer of any width as int32."""
+        ...
+
+    def bits(self, word: V, lane: I, bits: int) -> V:
+        """The `lane`-th group of `bits` bits of a word, counted from the lowest."""
+        ...
+
+    def with_bit(self, code: V, bit: V, position: int) -> V:
+        """`code` with `bit` put in at `position`, where it has none."""
+        ...
+
+    def add_int(self, a: V, n: int) -> V: ...
+
+    def and_int(self, a: V, n: int) -> V: ...
+
+    def or_int(self, a: V, n: int) -> V: ...
+
+    def shift_left(self, a: V, n: int) -> V: ...
+
+    def less(self, a: V, n: int) -> V:
+        """Whether the integer `a` is less than `n`: a condition for `where`."""
+        ...
+
+    def where(self, condition: V, a: V, b: V) -> V: ...
+
+    # --- floats ---
+
+    def to_float(self, a: V) -> V:
+        """A number of any dtype in float32."""
+        ...
+
+    def as_float(self, a: V) -> V:
+        """The float32 number whose bits are the int32 `a`."""
+        ...
+
+    def times(self, a: V, factor: float) -> V:
+        """`a * factor`, where `factor` is a power of two or -1, so that no rounding is involved."""
+        ...
+
+    def mul(self, a: V, b: V) -> V:
+        """The product, rounded by itself: never one FMA with a sum that follows."""
+        ...
+
+    def add(self, a: V, b: V) -> V: ...
+
+    def sub(self, a: V, b: V) -> V: ...

@@ -1,0 +1,115 @@
+"""What formats mean, written by another way than `QuantFormat.decode`: in float64, without bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+NAN, INF = float("nan"), float("inf")
+
+
+def number(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
+    """A floating-point number of a sign, an exponent and a mantissa."""
+    above, m = divmod(code, 2**mantissa_bits)
+    sign, e = divmod(above, 2**exponent_bits)
+    magnitude = (2**mantissa_bits + m) * 2.0 ** (e - 1) if e else float(m)
+    return math.ldexp(-magnitude if sign else magnitude, 1 - bias - mantissa_bits)
+
+
+def _e5m2(code: int) -> float:
+    e, m = divmod(code % 128, 4)
+    return number(code, 5, 2, 15) if e < 31 else NAN if m else math.copysign(INF, 127.5 - code)
+
+
+E2M1 = torch.tensor([number(code, 2, 1, 1) for code in range(16)], dtype=torch.float64)
+E4M3 = torch.tensor(
+    [NAN if code % 128 == 127 else number(code, 4, 3, 7) for code in range(256)],
+    dtype=torch.float64,
+)
+E5M2 = torch.tensor([_e5m2(code) for code in range(256)], dtype=torch.float64)
+E8M0 = torch.tensor([*(2.0 ** (code - 127) for code in range(255)), NAN], dtype=torch.float64)
+E4M4 = torch.tensor([number(code, 4, 4, 11) for code in range(256)], dtype=torch.float64)
+
+
+def _nibbles(qweight: Tensor, rows: int, columns: int) -> Tensor:
+    """The low one of each byte first."""
+    in_bytes = qweight.reshape(-1).view(torch.uint8).long()
+    both = torch.stack([in_bytes % 16, in_bytes // 16], 1).flatten()
+    return both[: rows * columns].reshape(rows, columns)
+
+
+def _by_group(stored: Tensor, columns: int, group: int) -> Tensor:
+    """[rows, columns] of what is stored [rows, groups]."""
+    return stored.reshape(-1, -(-columns // group)).repeat_interleave(group, 1)[:, :columns]
+
+
+def mxfp4(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale = operands
+    values = E2M1[_nibbles(qweight, rows, columns)]
+    return values * _by_group(E8M0[scale.long()], columns, 32)
+
+
+def nvfp4(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale, global_scale = operands
+    scales = (E4M3[scale.long()] * global_scale.double()).float().double()  # is rounded once
+    return E2M1[_nibbles(qweight, rows, columns)] * _by_group(scales, columns, 16)
+
+
+def int4_g128(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale, zero_point = operands
+    codes = _nibbles(qweight, rows, columns).double()
+    zeros = _by_group(zero_point.double(), columns, 128)
+    return (codes - zeros) * _by_group(scale.double(), columns, 128)
+
+
+def fp8_e4m3_row(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale = operands
+    return E4M3[qweight.long()].reshape(rows, columns) * scale.double()[:, None]
+
+
+FORMULAS: dict[str, Callable[[Sequence[Tensor], int, int], Tensor]] = {
+    f.__name__: f for f in (mxfp4, nvfp4, int4_g128, fp8_e4m3_row)
+}
+
+
+def values(name: str, operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The float32 values of a weight in the format called `name`."""
+    columns = shape[-1]
+    return FORMULAS[name](operands, math.prod(shape[:-1]), columns).float().reshape(tuple(shape))
+
+
+# --- all that a weight can consist of ------------------------------------------------------------
+
+#: Scales that round, overflow, are subnormal or no numbers.
+SPECIAL = (1.0, 0.1, -3.7, -0.0, 1e-38, 1.4e-45, 3e38, INF, NAN, 65504.0)
+
+#: Every nibble, the even ones low.
+_ALL = torch.tensor([low + 16 * (low + 1) for low in range(0, 16, 2)], dtype=torch.uint8)
+_CODES = torch.arange(256).to(torch.uint8)
+
+
+def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
+    """Operands and the shape of a weight of every code under every scale that is coded, and every
+    zero point, and under SPECIAL for those that are not."""
+    n = len(SPECIAL)
+    special = torch.tensor(SPECIAL)
+    if name == "mxfp4":
+        return [_ALL.repeat(256 * 2), _CODES], (256, 32)
+    if name == "nvfp4":
+        return [_ALL.repeat(256), _CODES, torch.tensor([0.1])], (256, 16)
+    if name == "int4_g128":
+        zeros = _CODES.repeat_interleave(n)
+        return [_ALL.repeat(256 * n * 8), special.repeat(256), zeros], (256, n * 128)
+    assert name == "fp8_e4m3_row", name
+    return [_CODES.repeat(n), special], (n, 256)
+
+
+def cases(name: str) -> list[tuple[list[Tensor], tuple[int, int]]]:
+    """`exhaustive`, and again for each of SPECIAL where one number scales the whole tensor."""
+    operands, shape = exhaustive(name)
+    if name != "nvfp4":
+        return [(operands, shape)]
+    return [([*operands[:2], torch.tensor([factor])], shape) for factor in SPECIAL]

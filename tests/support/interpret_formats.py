@@ -1,0 +1,52 @@
+"""Printed decodes under Triton's interpreter: run with TRITON_INTERPRET=1.
+
+A program of its own, because Triton decides at import whether it interprets. Prints how many cases
+were equal bit for bit: the whole decode of a format, element by element, to the eager reference;
+the dequantize kernel to a formula in float64. The first that is not raises.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import dequantize_triton
+from tests.support import formulas
+from tests.support.quantized import assert_same_bits, sample
+
+
+def by_element() -> int:
+    """In rows whose groups are whole, and in rows whose are not."""
+    cases = 0
+    for fmt, (rows, cols) in [
+        (fmt, shape) for fmt in FORMATS.values() for shape in ((2, 64), (3, 35))
+    ]:
+        operands, values = sample(fmt, (rows, cols))
+        out = torch.full((rows, cols), 7.0)
+        with mock.patch.object(dequantize_triton, "_codes", return_value=1):
+            dequantize_triton.KERNEL.launch(operands, fmt, out)
+        assert_same_bits(out, values)
+        cases += 1
+    return cases
+
+
+def by_kernel() -> int:
+    """Every code under every scale, contiguous and in longer rows."""
+    cases = 0
+    for name in formulas.FORMULAS:
+        for operands, (rows, cols) in formulas.cases(name):
+            expected = formulas.values(name, operands, (rows, cols))
+            for extra in (0, 3):
+                out = torch.full((rows, cols + extra), 7.0)[:, :cols]
+                fmt = FORMATS[name]
+                assert not dequantize_triton.KERNEL.supports(operands, fmt, out)
+                dequantize_triton.KERNEL.launch(operands, fmt, out)
+                assert_same_bits(out, expected)
+                cases += 1
+    return cases
+
+
+if __name__ == "__main__":
+    print(by_element(), by_kernel())
