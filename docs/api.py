@@ -43,6 +43,8 @@ def signature(name: str, value: Any) -> str:
     parts: list[str] = []
     starred = False
     for parameter in called.parameters.values():
+        if parameter.name.startswith("_"):
+            continue
         starred = starred or parameter.kind is parameter.VAR_POSITIONAL
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parts.append("*")
@@ -64,7 +66,9 @@ def shown(parameter: inspect.Parameter) -> str:
     if parameter.annotation is not parameter.empty:
         annotation = f": {plain(parameter.annotation)}"
     if parameter.default is not parameter.empty:
-        default = f" = {parameter.default!r}" if annotation else f"={parameter.default!r}"
+        made = repr(parameter.default).startswith("<")  # anew for each call
+        value = "..." if made else repr(parameter.default)
+        default = f" = {value}" if annotation else f"={value}"
     return f"{stars}{parameter.name}{annotation}{default}"
 
 

@@ -39,7 +39,7 @@ _LIBRARIES = ("torch", "triton", "bitsandbytes", "peft", "transformers", "torcha
 
 @dataclass
 class Observation:
-    """What was seen; `explanation()` may be asked for at any time, also inside the block."""
+    """Hold what was seen; call `explanation()` at any time, also inside the block."""
 
     target: str = ""
     argv: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from inductor_q.ops.routing import Routing
 
 
 class ExpertStack(nn.Module):
-    """Takes the place, and the name, of a fused expert parameter.
+    """Hold the experts of one projection, in the place and under the name of a fused parameter.
 
     `shape` is [E, N, K], or [E, K, N] where `transposed`.
     Packed weights are buffers named as the format's operands, which casts of the module leave in
@@ -50,7 +50,7 @@ class ExpertStack(nn.Module):
 
     @property
     def operands(self) -> list[Tensor]:
-        """What `ops.scatter2scatter` takes."""
+        """Return the operands that `ops.scatter2scatter` takes."""
         return [getattr(self, name) for name in operand_names(self.format)]
 
     @property
@@ -92,7 +92,7 @@ class ExpertStack(nn.Module):
         )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The base weights, in `shape`."""
+        """Return the base weights, in `shape`."""
         if self.format == DENSE:
             return self.operands[0].detach().to(dtype)
         return ops.dequantize(self.operands, self.format, self.shape, dtype)

@@ -139,7 +139,7 @@ def safetensors() -> Any:
 
 @contextlib.contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Modules made inside have their parameters on the meta device: shapes without memory.
+    """Make the parameters of modules that are built inside on the meta device, without memory.
 
     Buffers stay real, since some (rotary frequencies) are in no checkpoint. For one parameter at a
     time there is memory, before it is registered.

@@ -18,12 +18,12 @@ PACKED = ("qweight", "absmax", "codebook")
 
 
 class KBitLinear(nn.Linear):
-    """`x @ W.t() + bias` with W [out_features, in_features] in k bits, frozen.
+    """Compute `x @ W.t() + bias` with a frozen W [out_features, in_features] in k bits.
 
-    An `nn.Linear`, because PEFT and others decide by that type. Its `weight` is the packed words,
-    as bitsandbytes' is: it tells the device, and what takes it for values (merging an adapter,
-    DoRA) fails on shape and dtype instead of changing a copy. `dequantize()` gives the values,
-    `inductor_q.kbit.dequantize_model` ordinary layers.
+    It is an `nn.Linear`, because PEFT and others decide by that type. Its `weight` is the packed
+    words, as bitsandbytes' is: it shows the device, and what takes it for values (merging an
+    adapter, DoRA) fails on shape and dtype instead of changing a copy. `dequantize()`
+    gives the values, `inductor_q.kbit.dequantize_model` ordinary layers.
 
     The state dict consists of qweight (int32), absmax (uint8 or float16), codebook (float32) and
     the bias. Integers are frozen parameters, which DDP, unlike buffers, does not send around in
@@ -58,7 +58,7 @@ class KBitLinear(nn.Linear):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "meta",
     ) -> KBitLinear:
-        """A layer of that format, uninitialized: what a checkpoint is loaded into."""
+        """Make an uninitialized layer of that format, into which a checkpoint is loaded."""
         shape = (out_features, in_features)
         tensors = {
             spec.name: torch.empty(spec.numel, dtype=getattr(torch, spec.dtypes[0]), device=device)
@@ -70,18 +70,18 @@ class KBitLinear(nn.Linear):
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
-        """The packed words, int32 [blocks * k]."""
+        """Return the packed words, int32 [blocks * k]."""
         return self.qweight
 
     @property
     def kbit_weight(self) -> KBitTensor:
-        """The weight as it is held."""
+        """Return the weight as it is held."""
         shape = (self.out_features, self.in_features)
         qweight, absmax = self.qweight.detach(), self.absmax.detach()
         return KBitTensor(qweight, absmax, self.codebook, shape, self.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight's values [out_features, in_features]; in its original dtype by default."""
+        """Return the values [out_features, in_features], by default in the original dtype."""
         return dequantize(self.kbit_weight, dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ RANGES = {
 
 @dataclass(frozen=True, eq=False)
 class KBitTensor:
-    """A quantized tensor: the operands of its format, and what it was.
+    """Hold a quantized tensor: the operands of its format, and shape and dtype of the original.
 
     qweight: int32 bit planes; absmax: uint8 (E4M4) or float16, one per 32 elements; codebook:
     float32 [2**k]. `shape` and `dtype` are the original's.
@@ -70,7 +70,7 @@ def quantize(
     *,
     what: str = "tensor to quantize",
 ) -> KBitTensor:
-    """Quantize `tensor` to `k` bits an element, in blocks of 32.
+    """Quantize `tensor` to `k` bits per element, in blocks of 32.
 
     Args:
         tensor: float32, bfloat16 or float16, of any shape and device.
@@ -98,7 +98,9 @@ def quantize(
 
 
 def dequantize(quantized: KBitTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values, in `dtype` or that of the original; computed in float32 and rounded once.
+    """Return the values in `dtype`, by default that of the original.
+
+    They are computed in float32 and rounded once.
 
     Raises:
         CorruptQuantState, WrongDtype: the operands do not fit the shape, or each other.
@@ -108,7 +110,9 @@ def dequantize(quantized: KBitTensor, dtype: torch.dtype | None = None) -> Tenso
 
 
 def normal_float_codebook(k: int, device: torch.device | str = "cpu") -> Tensor:
-    """float32 [2**k]: quantiles of the normal distribution over the last, -1 to 1, without a zero.
+    """Return the default codebook, float32 [2**k]: quantiles of the normal distribution.
+
+    They are divided by the last one, so they reach from -1 to 1, and none of them is zero.
 
     Made once for each `k` and device: do not write into it.
     """
@@ -122,7 +126,9 @@ def _normal_float_codebook(k: int, device: torch.device) -> Tensor:
 
 
 def encode_absmax_e4m4(absmax: Tensor) -> Tensor:
-    """The uint8 E4M4 codes nearest to `absmax`, magnitudes up to 31.0; ties go to the even code.
+    """Return the uint8 E4M4 codes nearest to `absmax`, magnitudes up to 31.0.
+
+    Ties go to the even code.
 
     Raises:
         NotFinite: NaN or infinity.
@@ -136,7 +142,7 @@ def encode_absmax_e4m4(absmax: Tensor) -> Tensor:
 
 
 def decode_absmax_e4m4(codes: Tensor) -> Tensor:
-    """The float32 scales that uint8 E4M4 `codes` stand for."""
+    """Return the float32 scales that uint8 E4M4 `codes` stand for."""
     return decode_e4m4(codes)
 
 

@@ -28,7 +28,7 @@ SCHEMA = "(Tensor[] operands, str format, SymInt[] shape, ScalarType dtype"
 def dequantize(
     operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The values of a quantized weight.
+    """Return the values of a quantized weight.
 
     Args:
         operands: the tensors that `FORMATS[format].operands` names, in that order, as

@@ -18,7 +18,7 @@ from inductor_q.ops.library import define, define_autograd
 
 
 def extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
-    """`cat([*blocks, *(lefts[j] @ rights[j])], -1)`.
+    """Return `cat([*blocks, *(lefts[j] @ rights[j])], -1)`.
 
     Args:
         blocks: [..., K_i] with the same leading dimensions and dtype.

@@ -20,7 +20,7 @@ def linear(
     shape: Sequence[int],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`x @ dequantize(operands).t() + bias`, computed in the dtype of `x`.
+    """Return `x @ dequantize(operands).t() + bias`, computed in the dtype of `x`.
 
     Args:
         x: [..., K] in float32, bfloat16 or float16.

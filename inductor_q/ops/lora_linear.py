@@ -24,7 +24,7 @@ def lora_linear(
     scaling: Sequence[float],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`x @ W.t() + bias + sum_i scaling[i] * (x @ A_i.t()) @ B_i.t()`.
+    """Return `x @ W.t() + bias + sum_i scaling[i] * (x @ A_i.t()) @ B_i.t()`.
 
     Args:
         x: [..., K].

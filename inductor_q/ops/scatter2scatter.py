@@ -48,7 +48,7 @@ def scatter2scatter(
     gates: Tensor | None = None,
     provider: str = "auto",
 ) -> Tensor:
-    """`gate * (x @ W_e' + scaling * (x @ A_e') @ B_e' + bias_e)` for each slot and its expert e.
+    """Return `gate * (x @ W_e' + scaling * (x @ A_e') @ B_e' + bias_e)` of each slot's expert e.
 
     Args:
         x: [R, K] where `grouped_in`, R = tokens * top_k rows in grouped order; else [tokens, K].
@@ -60,7 +60,7 @@ def scatter2scatter(
         lora_a, lora_b: [E, r, K] and [E, N, r], any float dtype; computed in the dtype of `x`.
         scaling: the adapters' factor.
         bias: [E, N] or None.
-        gates: [tokens, top_k], a factor a slot, or None.
+        gates: [tokens, top_k], a factor per slot, or None.
         provider: the kernel to ask first.
 
     Returns:

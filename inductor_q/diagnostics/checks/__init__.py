@@ -52,15 +52,15 @@ MODEL: tuple[Callable[[nn.Module], Iterator[Finding]], ...] = (
 
 
 def check_environment() -> list[Finding]:
-    """The machine, the packages and torch's settings in this process."""
+    """Check the machine, the packages and torch's settings in this process."""
     found = list(caches.check())  # first: without the folder the others cannot import what they ask
     with caches.usable():
         return found + [finding for check in ENVIRONMENT for finding in check()]
 
 
 def check_model(model: nn.Module) -> list[Finding]:
-    """What is known to go wrong when `model`, as it stands, is compiled (or has been).
+    """Find what is known to go wrong when `model`, as it stands, is compiled or has been.
 
-    For a model as it is trained: quantized, with adapters, in its mode. Nothing is run.
+    Pass the model as it is trained: quantized, with adapters, in its mode. Nothing is run.
     """
     return [finding for check in MODEL for finding in check(model)]
