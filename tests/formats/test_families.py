@@ -26,6 +26,7 @@ from inductor_q.formats.mx import E2M1_VALUES
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.scale import BlockScale, GroupScale, NestedScale, ProductScale
 from inductor_q.kernels import choose, dequantize_triton, refusal
+from inductor_q.kernels.expert_weights import ExpertWeights
 from tests.support import formulas
 from tests.support.quantized import DTYPES, assert_same_bits, sample
 
@@ -144,6 +145,17 @@ def test_columns_may_be_symbolic(name: str) -> None:
     for shape in ((5, 34), (3, 272), (8, 64)):
         operands, values = sample(FORMATS[name], shape)
         assert_same_bits(compiled(operands, torch.empty(shape)), values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stack_of_experts(name: str) -> None:
+    """Rows of one expert have scales of their own; a number for the whole tensor is shared."""
+    for shape in ((3, 8, 80), (3, 5, 7)):
+        operands, values = sample(FORMATS[name], shape)
+        weights = ExpertWeights(operands, FORMATS[name], shape, torch.float32)
+        assert_same_bits(weights.all(), values)
+        assert_same_bits(weights.some(torch.tensor([2, 0])), values[[2, 0]])
+        assert_same_bits(weights[1], values[1])
 
 
 @pytest.mark.parametrize("name", NAMES)

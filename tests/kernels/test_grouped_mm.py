@@ -116,7 +116,10 @@ PLACES = {"rows": (5, 48, 72), "experts": (5, 56, 64), "whole": (5, 48, 64)}
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["nf4_b64_nested", "nf4_b4096", "kbit3_e4m4", DENSE])
+@pytest.mark.parametrize(
+    "name",
+    ["nf4_b64_nested", "nf4_b4096", "kbit3_e4m4", "nvfp4", "int4_g128", "fp8_e4m3_row", DENSE],
+)
 def test_experts_are_written_where_they_are_told(name: str, place: str) -> None:
     shape, some = (5, 48, 64), torch.tensor([3, 0])
     fmt = None if name == DENSE else FORMATS[name]

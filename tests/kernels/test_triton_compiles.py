@@ -61,6 +61,30 @@ def test_dequantize_nf4(codes: int) -> None:
     ptx(kernel.function, constants, dict.fromkeys(kernel.pointers, "*fp32"))
 
 
+PRINTED = {
+    "mxfp4": (8, 2, 1),
+    "nvfp4": (8,),
+    "int4_g128": (8, 1),
+    "fp8_e4m3_row": (1,),
+    "nf4_b64_nested": (1,),
+    "kbit3_e4m4": (1,),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"), [(name, codes) for name, widths in PRINTED.items() for codes in widths]
+)
+def test_dequantize_families(name: str, codes: int) -> None:
+    """By the word, by the byte and by the element; subnormal scales are not flushed to zero."""
+    fmt = FORMATS[name]
+    kernel = dequantize_triton._kernel(fmt, codes)
+    constants = {"BLOCK": 128, "FLAT": False, "WHOLE": codes > 1, "WIDE": codes == 1}
+    types = {"uint8": "*u8", "float32": "*fp32", "int32": "*i32"}
+    required = [operand for operand in fmt.requirements((64, 256)) if operand.dtypes]
+    text = ptx(kernel.function, constants, {o.name: types[o.dtypes[0]] for o in required})
+    assert not re.search(r"\.ftz|fma\.rn\.f32", text)
+
+
 @pytest.mark.parametrize("top_k", [0, 8])
 def test_collect(top_k: int) -> None:
     constants = {"TOP_K": top_k, "ROWS": 8, "WIDTH": 256}
