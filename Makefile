@@ -1,11 +1,13 @@
 # make demo   set everything up, then fine-tune a small QLoRA model in eager, Inductor and qfuse
-# make test   set everything up, then run the default test group (CPU)
+# make test   set everything up, then run the default test group (CPU), one worker a core
 #
 # Both build .venv here once and use it again until pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# pytest's processes for the default group; more than eight wait for the slowest test anyway.
+WORKERS ?= auto
 
 BIN := $(VENV)/bin
 # Named by content, not by time: a fresh clone or a branch switch does not reinstall for nothing.
@@ -16,11 +18,12 @@ OLD_BNB := 0.49.2
 OLD_BNB_STAMP := $(VENV)/bnb049/bitsandbytes-$(OLD_BNB).dist-info/METADATA
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench docs clean
+.PHONY: help setup demo test test-slow test-all lint format bench docs clean
 
 help:
 	@echo "make demo    fine-tune a small QLoRA model: eager, stock Inductor, qfuse"
-	@echo "make test    the default tests (CPU); pass more with ARGS='-m gpu'"
+	@echo "make test    the default tests (CPU); pass more with ARGS='-m gpu -n 0'"
+	@echo "make test-slow  the slow tests: whole models, several processes, sweeps"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  apply ruff's fixes and format"
 	@echo "make bench   the benchmarks, at the sizes this machine can take"
@@ -47,7 +50,11 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.finetune $(ARGS)
 
 test: $(STAMP) $(OLD_BNB_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+# One process, so that whole models run as they are shipped: all threads and Inductor's compile pool.
+test-slow: $(STAMP) $(OLD_BNB_STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-all: $(STAMP) $(OLD_BNB_STAMP)
 	$(BIN)/python -m pytest -m '' $(ARGS)

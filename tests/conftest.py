@@ -43,6 +43,20 @@ def told() -> Iterator[list[str]]:
     logging.getLogger("inductor_q").removeHandler(handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the workers of `pytest -n` out of each other's way.
+
+    Two threads, so that Inductor writes parallel kernels on a machine of any size, and a thread
+    that waits leaves its core to the other workers. Each worker compiles its C++ itself: a pool of
+    processes per worker, and per process that a test starts, would only compete with the workers.
+    """
+    if not getattr(config.option, "numprocesses", None):
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests, asked for with `-m gpu`, where there is no device."""
     if torch.cuda.is_available():
