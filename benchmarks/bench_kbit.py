@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from inductor_q import kernels, ops, testing
+from inductor_q import ops, testing
 from inductor_q.formats import FORMATS
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name, normal_float
-from inductor_q.kernels import dequantize_reference
+from inductor_q.kernels import PROVIDERS, dequantize_reference
+from inductor_q.kernels.calls import Dequantize, QuantizeKbit
 from inductor_q.kernels.quantize_kbit_reference import reference
 
 SHAPES = {"cuda": (8192, 8192), "cpu": (1024, 1024)}
@@ -116,17 +117,17 @@ def _dequantize(weights: Sequence[Weight], k: int, absmax: str) -> Calls:
             for w in weights
         ]
     }
-    twin = _twin(kernels.DEQUANTIZE[first.x.device.type])
+    twin = _twin("dequantize", first)
     if twin is not None:
 
         def launch(w: Weight) -> Tensor:
             out = torch.empty_like(w.x)
-            twin.launch(w.operands, fmt, out)
+            twin.run(Dequantize(w.operands, fmt, out))
             return out
 
         calls["triton"] = [functools.partial(launch, w) for w in weights]
     right = torch.empty_like(first.x)
-    dequantize_reference.KERNEL.launch(first.operands, fmt, right)
+    dequantize_reference.KERNEL.run(Dequantize(first.operands, fmt, right))
     for peer, of in calls.items():
         _check(f"{peer} at {fmt.name}", [of[0]()], [right])
     return calls
@@ -138,10 +139,10 @@ def _quantize(weights: Sequence[Weight], k: int, absmax: str) -> Calls:
     calls: Calls = {
         "op": [functools.partial(ops.quantize_kbit, w.x, codebook, k, absmax) for w in weights]
     }
-    twin = _twin(kernels.QUANTIZE_KBIT.get(first.x.device.type, ()))
+    twin = _twin("quantize_kbit", first)
     if twin is not None:
         calls["triton"] = [
-            functools.partial(twin.launch, w.x, codebook, k, absmax) for w in weights
+            functools.partial(twin.run, QuantizeKbit(w.x, codebook, k, absmax)) for w in weights
         ]
     for peer, of in calls.items():
         _check(f"{peer} to {k} bits, {absmax}", of[0](), first.operands[:2])
@@ -151,8 +152,9 @@ def _quantize(weights: Sequence[Weight], k: int, absmax: str) -> Calls:
 VERBS = {"dequantize": _dequantize, "quantize": _quantize}
 
 
-def _twin(of: Sequence[Any]) -> Any:
-    return next((kernel for kernel in of if kernel.name == "triton"), None)
+def _twin(op: str, of: Weight) -> Any:
+    listed = PROVIDERS[op].get(of.x.device.type, ())
+    return next((provider for provider in listed if provider.name == "triton"), None)
 
 
 def _check(what: str, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

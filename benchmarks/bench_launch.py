@@ -17,7 +17,6 @@ On a CPU a call takes as long as its kernel; the two of Triton are left out.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from benchmarks import harness
 from inductor_q import ops, testing
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import POINTWISE, choose
+from inductor_q.kernels.dequantize import POINTWISE, PREPARED, compiled_by
 from inductor_q.kernels.dequantize_triton import Triton
 from inductor_q.lowerings.calls import qfuse_dequantize
 
@@ -38,8 +37,6 @@ PEERS = ("qfuse", "runner", "jit", "op", "bitsandbytes")
 #: Peers that take another way through Triton, as methods of what its kernel prepares.
 WAYS = {"runner": "by_triton", "jit": "by_jit"}
 SHAPE = {"cuda": (1024, 1024), "cpu": (64, 64)}
-#: The module; the package has a function of its name.
-DEQUANTIZE = importlib.import_module("inductor_q.kernels.dequantize")
 
 Call = Callable[[], Any]
 
@@ -76,7 +73,7 @@ def _calls(
     dequantize_4bit = testing.bitsandbytes().functional.dequantize_4bit
     operands, format, shape = bnb_operands(packed, state)
     out = torch.empty(shape, dtype=state.dtype, device=device)
-    provider = choose("dequantize", device.type, fmt=FORMATS[format])
+    provider = compiled_by(device.type, fmt=FORMATS[format])
     provider = "auto" if provider == POINTWISE else provider  # no kernel but the reference
     compiled = functools.partial(qfuse_dequantize, operands, format, provider, out=out)
     known: dict[str, Call] = {
@@ -90,7 +87,7 @@ def _calls(
             harness.console.print(f"[yellow]without {peer}: Triton does not launch on {device}")
             continue
         call, launches = known.get(peer, compiled), dict[Any, Any]()
-        with mock.patch.object(DEQUANTIZE, "_launches", launches):
+        with mock.patch.object(PREPARED, "launches", launches):
             out.zero_()
             result = call()
             if peer in WAYS:
@@ -114,7 +111,7 @@ def _time(
         for order in harness.rotations(list(calls), rounds):
             for peer in order:
                 call, launches = calls[peer]
-                with mock.patch.object(DEQUANTIZE, "_launches", launches):
+                with mock.patch.object(PREPARED, "launches", launches):
                     for _ in range(count // 10):  # what a neighbour left cold
                         call()
                     harness.synchronize(device)

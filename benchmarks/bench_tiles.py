@@ -140,7 +140,7 @@ def milliseconds(call: Scatter2Scatter, tile: tiles.Tile, *, runs: int = 25) -> 
     import triton
     from triton.runtime.errors import PTXASError
 
-    launch = functools.partial(KERNEL.launch, call, tile)
+    launch = functools.partial(KERNEL.run, call, tile)
     try:
         if not runs:
             launch()

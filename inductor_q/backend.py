@@ -17,13 +17,14 @@ import torch
 from torch import fx
 from torch._logging._internal import trace_structured
 
-from inductor_q import capture, kernels, lowerings
+from inductor_q import capture, lowerings
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
 from inductor_q.capture.dynamo import counterparts, device_of, input_sources, is_quantized
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
 from inductor_q.hooks import JointPasses, Partitioner, run_stage
+from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
@@ -100,9 +101,9 @@ def qfuse(
         if isinstance(module, fx.GraphModule):
             module.recompile()
     captured = len(report.passes)
-    provider = context.provider("dequantize", device)
+    provider = context.dequantizer(device)
     patches = {
-        **(FUSION_LIMITS if provider == kernels.POINTWISE else {}),
+        **(FUSION_LIMITS if provider == POINTWISE else {}),
         **resolved.inductor,
     }
     for name, hook in (

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_q import kernels
 from inductor_q.capture.dynamo import input_index, module_names, module_path
 from inductor_q.formats import QuantFormat
 from inductor_q.frames import user_frame
+from inductor_q.kernels.dequantize import compiled_by
 from inductor_q.report import Report, SiteRecord
 from inductor_q.resolved import Resolved
 
@@ -49,9 +49,9 @@ class Context:
         """The provider asked for `op`: the user's, else the preset's, else "auto"."""
         return self.resolved.kernels.get(op, "auto")
 
-    def provider(self, op: str, device: torch.device, fmt: QuantFormat | None = None) -> str:
-        """Who will compute `op` on a device in this compile, for a weight in format `fmt`."""
-        return kernels.choose(op, device.type, self.kernel(op), fmt)
+    def dequantizer(self, device: torch.device, fmt: QuantFormat | None = None) -> str:
+        """Who will dequantize on a device in this compile, a weight in format `fmt`."""
+        return compiled_by(device.type, self.kernel("dequantize"), fmt)
 
     def count_provider(self, op: str, provider: str) -> None:
         self.report.count_provider(op, provider)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels.calls import GroupedGram, unchecked
+from inductor_q.kernels.calls import GroupedGram, TileMap, unchecked
 from inductor_q.kernels.dequantize import write
-from inductor_q.kernels.dispatch import run_grouped_gram, run_scatter2scatter, run_tile_map
+from inductor_q.kernels.dispatch import serve
 
 
 def qfuse_dequantize(
@@ -23,14 +23,17 @@ def qfuse_dequantize(
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     """The op with its arguments as traced: checked then."""
     *inputs, provider = args
-    return run_scatter2scatter(unchecked(inputs), provider)
+    result: tuple[Tensor, Tensor] = serve("scatter2scatter", unchecked(inputs), provider)
+    return result
 
 
 def qfuse_grouped_gram(*args: Any) -> Tensor:
     """The op with its arguments as traced: checked then."""
-    return run_grouped_gram(GroupedGram(*args))
+    result: Tensor = serve("grouped_gram", GroupedGram(*args))
+    return result
 
 
 def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:
     """The op with its arguments as traced: checked then."""
-    return run_tile_map(offsets, rows)
+    result: Tensor = serve("tile_map", TileMap(offsets, rows))
+    return result

@@ -19,8 +19,8 @@ from torch._inductor.virtualized import V, ops
 
 from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
-from inductor_q.kernels import POINTWISE, choose, refusal
-from inductor_q.kernels.dequantize import tell_once
+from inductor_q.kernels.dequantize import POINTWISE, compiled_by, refusal
+from inductor_q.kernels.provider import warn_once
 from inductor_q.lowerings.in_force import in_force
 
 OP = "dequantize"
@@ -36,9 +36,9 @@ def lower(
     fmt = get_format(format)
     device = operands[0].get_device()
     wanted = in_force().kernel(OP)
-    provider = choose(OP, device.type, wanted, fmt)
+    provider = compiled_by(device.type, wanted, fmt)
     if wanted not in ("auto", provider):
-        tell_once(wanted, refusal(OP, device.type, wanted, fmt))
+        warn_once(OP, wanted, refusal(device.type, wanted, fmt))
     if V.graph.cpp_wrapper or len(shape) != 2:
         provider = POINTWISE  # the kernels are Python calls on a matrix
     in_force().count_provider(OP, provider)

@@ -61,9 +61,8 @@ class Canonicalize:
                 continue
             reason = _too_few_rows(found, context)
             weight = found.weight.operands[0]
-            provider = context.provider(
-                "dequantize", tensor(node).device, get_format(found.weight.format)
-            )
+            fmt = get_format(found.weight.format)
+            provider = context.dequantizer(tensor(node).device, fmt)
             yield Site(node, reason, weight, by_choice=True, provider=provider)
             if isinstance(found, Decoded) and _leaves(node):
                 yield Site(node, LEAVES, weight)

@@ -28,8 +28,9 @@ from inductor_q.capture.expert_slots import match_gathered, match_summed
 from inductor_q.capture.experts_graph import Batched, Grouped, match_batched, match_grouped
 from inductor_q.context import Context
 from inductor_q.formats import get_format
-from inductor_q.kernels import scatter2scatter_kernels
+from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.provider import on_device
 from inductor_q.passes.graph import CAST, MUL, RESHAPE, emit, tensor
 from inductor_q.passes.runner import Site
 
@@ -218,8 +219,9 @@ def _site(node: fx.Node, plan: _Plan, context: Context) -> Site:
 def _provider(x: Any, format: str, context: Context) -> str:
     """Who is asked first for weights in `format` on the device of `x`."""
     fmt = None if format == DENSE else get_format(format)
-    kernels = scatter2scatter_kernels(tensor(x).device.type, context.kernel(OP))
-    return next(k.name for k in kernels if not k.available() and not k.decodes(fmt))
+    wanted, listed = context.kernel(OP), on_device(PROVIDERS[OP], tensor(x).device.type)
+    order = sorted(listed, key=lambda p: p.name != wanted)
+    return next(p.name for p in order if not p.missing() and not p.unknown(fmt))
 
 
 def _emit_sorted(x: fx.Node, graph: fx.Graph, like: fx.Node) -> _Nodes:

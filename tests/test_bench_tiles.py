@@ -33,7 +33,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> fl
         run()
         return 2.0
 
-    monkeypatch.setattr(KERNEL, "launch", launch)
+    monkeypatch.setattr(KERNEL, "run", launch)
     monkeypatch.setattr(triton.testing, "do_bench", bench)
     return bench_tiles.milliseconds(layer(FIT, dtype=BF16).call(), TILE)
 

@@ -38,7 +38,7 @@ from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import _peer_options  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
-from inductor_q.kernels.dispatch import run_scatter2scatter  # noqa: E402
+from inductor_q.kernels.dispatch import serve  # noqa: E402
 
 CPU = torch.device("cpu")
 COMMIT = "0" * 40
@@ -382,7 +382,7 @@ def test_bench_tiles_has_the_products_of_a_layer(product: str) -> None:
     """Each is one that the Triton kernel would take on a GPU, of the sizes of its case."""
     call = bench_tiles.make("tiny", 12, product, CPU)
     assert not scatter2scatter_triton.unfit(call)
-    y, rank = run_scatter2scatter(call, "auto")
+    y, rank = serve("scatter2scatter", call)
     assert y.shape == (24 if call.grouped_out else 12, call.out_features)
     assert rank.shape == (24, bench_tiles.RANK) and y.any()
     features = {"up": 128, "down": 64, "up dX": 64, "down dX": 64}

@@ -23,8 +23,21 @@ DENSE = "dense"
 _REMEDY = "The state belongs to another weight, blocksize or format: quantize the weight again."
 
 
+class Call:
+    """What an op asks of its providers: its arguments, checked."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        raise NotImplementedError
+
+    def empty(self) -> Any:
+        """Return the result where there is nothing to compute, and None elsewhere."""
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Scatter2Scatter:
+class Scatter2Scatter(Call):
     """One call as a kernel gets it: the arguments of `scatter2scatter`, checked.
 
     A kernel returns the result and `x @ A_e'` [R, r] in grouped order ([R, 0] without adapters),
@@ -48,6 +61,19 @@ class Scatter2Scatter:
     scaling: float
     bias: Tensor | None
     gates: Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def empty(self) -> tuple[Tensor, Tensor] | None:
+        return self.results() if self.rows == 0 else None
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """The op's results, not written to."""
+        rows = self.rows if self.grouped_out else self.tokens
+        x = self.x
+        return x.new_empty((rows, self.out_features)), x.new_empty((self.rows, self.rank))
 
     @property
     def num_experts(self) -> int:
@@ -136,7 +162,50 @@ def unchecked(args: Sequence[Any]) -> Scatter2Scatter:
 
 
 @dataclass(frozen=True)
-class GroupedGram:
+class Dequantize(Call):
+    """One call as a kernel gets it: write the values of `operands` into the matrix `out`."""
+
+    operands: Sequence[Tensor]
+    fmt: QuantFormat
+    out: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.out.device
+
+
+@dataclass(frozen=True)
+class QuantizeKbit(Call):
+    """One call as a kernel gets it: the arguments of `quantize_kbit`, checked."""
+
+    x: Tensor
+    codebook: Tensor
+    k: int
+    absmax: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+
+@dataclass(frozen=True)
+class TileMap(Call):
+    """One call as a kernel gets it: the arguments of `tile_map`, checked."""
+
+    offsets: Tensor
+    rows: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.offsets.device
+
+    @property
+    def num_experts(self) -> int:
+        return self.offsets.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class GroupedGram(Call):
     """One call as a kernel gets it: the arguments of `grouped_gram`, checked."""
 
     left: Tensor
@@ -151,6 +220,13 @@ class GroupedGram:
     @property
     def rows(self) -> int:
         return self.order.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    def empty(self) -> Tensor | None:
+        return None if self.rows else self.left.new_zeros(self.shape, dtype=self.dtype)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -1,12 +1,11 @@
-"""Who serves a call of dequantize: the first kernel of the device's list that supports it.
+"""Who dequantizes: the first provider of the device's list that does not refuse the call.
 
-What a kernel has prepared for a call is kept and launched again for all calls that are like it, so
-that a launch costs the host little.
+What a provider has prepared for a call is kept and launched again for all calls that are like it,
+so that a launch costs the host little.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,76 +18,96 @@ from inductor_q.kernels import (
     dequantize_reference,
     dequantize_triton,
 )
-from inductor_q.kernels.kernel import DequantizeKernel, Launch
+from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.provider import (
+    REFERENCE,
+    Launch,
+    Table,
+    not_listed,
+    on_device,
+    select,
+)
 
-log = logging.getLogger("inductor_q")
-
-DEQUANTIZE: dict[str, tuple[DequantizeKernel, ...]] = {
+DEQUANTIZE: Table = {
     "cpu": (dequantize_cpp.KERNEL, dequantize_reference.KERNEL),
     "cuda": (dequantize_cuda.KERNEL, dequantize_triton.KERNEL, dequantize_reference.KERNEL),
 }
+
+#: The provider of compiled code that is no kernel: Inductor's own loops, fused with their
+#: neighbours.
+POINTWISE = "inductor"
 
 #: Kinds of calls that are remembered: many models' weights. With more all are forgotten, and come
 #: back.
 KEPT = 4096
 
 
-def candidates(device_type: str, wanted: str = "auto") -> list[DequantizeKernel]:
-    """The kernels in the order in which they are asked, `wanted` first."""
-    kernels = DEQUANTIZE.get(device_type, DEQUANTIZE["cpu"][-1:])
-    return sorted(kernels, key=lambda kernel: kernel.name != wanted)
+class Prepared:
+    """The providers of `table`, asked at the first call of a kind.
 
-
-def write(
-    operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, provider: str = "auto"
-) -> None:
-    """Write the values into the matrix `out` with the first kernel that supports the call.
-
-    A kernel named by `provider` is asked before the others; where the device has none of that name,
-    a warning says so once. Kernels are asked at the first call of a kind; what the one that serves
-    it has prepared is launched again for those that `DequantizeKernel` counts as like it.
+    What the one that serves it has prepared is launched again for those that `DequantizeProvider`
+    counts as like it.
     """
-    key = (
-        *(fmt, provider, out.device, out.dtype, out.shape, out.stride(), out.data_ptr() % 16),
-        *[(t.dtype, t.is_contiguous(), t.data_ptr() % 16) for t in operands],
-    )
-    launch = _launches.get(key)
-    if launch is None:
-        if len(_launches) >= KEPT:
-            _launches.clear()
-        launch = _launches[key] = _prepare(operands, fmt, out, provider)
-    launch(operands, out)
 
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.launches: dict[tuple[Any, ...], Launch] = {}
 
-_launches: dict[tuple[Any, ...], Launch] = {}
+    def write(
+        self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, wanted: str = "auto"
+    ) -> None:
+        """Write the values of a weight into the matrix `out`, by `wanted` if it can."""
+        key = (
+            *(fmt, wanted, out.device, out.dtype, out.shape, out.stride(), out.data_ptr() % 16),
+            *[(t.dtype, t.is_contiguous(), t.data_ptr() % 16) for t in operands],
+        )
+        launch = self.launches.get(key)
+        if launch is None:
+            if len(self.launches) >= KEPT:
+                self.launches.clear()
+            call = Dequantize(operands, fmt, out)
+            launch = self.launches[key] = self._prepare(call, wanted)
+        launch(operands, out)
 
-
-def _prepare(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, provider: str) -> Launch:
-    if out.numel() == 0:
-        return _nothing
-    kernels = candidates(out.device.type, provider)
-    if provider != "auto" and kernels[0].name != provider:
-        tell_once(provider, f"there is none of that name for {out.device.type} tensors")
-    for kernel in kernels:
-        reason = kernel.supports(operands, fmt, out)
-        if not reason:
-            return kernel.prepare(operands, fmt, out)
-        if not kernel.decodes(fmt):  # a kernel for other formats is no news
-            tell_once(kernel.name, reason)
-    raise AssertionError("the reference kernel serves every call")
+    def _prepare(self, call: Dequantize, wanted: str) -> Launch:
+        if call.out.numel() == 0:
+            return _nothing
+        provider: Any = select("dequantize", self.table, call, wanted)
+        launch: Launch = provider.prepare(call)
+        return launch
 
 
 def _nothing(operands: Sequence[Tensor], out: Tensor) -> None:
-    """Of no elements."""
+    """Launch nothing, for a weight without elements."""
 
 
-_told: set[tuple[str, str]] = set()
+PREPARED = Prepared(DEQUANTIZE)
+write = PREPARED.write
 
 
-def tell_once(kernel: str, reason: str) -> None:
-    """Warn that a kernel was passed over, once for each reason."""
-    if (kernel, reason) not in _told:
-        _told.add((kernel, reason))
-        log.warning(
-            "dequantize: kernel %r not used: %s; another one serves the call", kernel, reason
-        )
+def compiled_by(device_type: str, wanted: str = "auto", fmt: QuantFormat | None = None) -> str:
+    """Who dequantizes in compiled code: `wanted` where it can, else the fastest that can.
+
+    Without `fmt`, for some format.
+    """
+    if wanted == POINTWISE or not refusal(device_type, wanted, fmt):
+        return wanted
+    names = kernels_of(device_type)
+    return next((n for n in names if not refusal(device_type, n, fmt)), POINTWISE)
+
+
+def refusal(device_type: str, name: str, fmt: QuantFormat | None = None) -> str:
+    """Return why the provider of that name cannot dequantize here; empty where it can.
+
+    Without `fmt`, whether it could decode some format.
+    """
+    for provider in on_device(DEQUANTIZE, device_type):
+        if provider.name == name:
+            return provider.missing() or (provider.unknown(fmt) if fmt is not None else "")
+    return not_listed(device_type)
+
+
+def kernels_of(device_type: str) -> list[str]:
+    """Names of the providers that can run on this machine, without the reference."""
+    listed = on_device(DEQUANTIZE, device_type)
+    return [p.name for p in listed if p.name != REFERENCE and not p.missing()]

@@ -14,25 +14,27 @@ from inductor_q.csrc import build
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.kbit import BLOCK, KBITS
-from inductor_q.kernels.kernel import DequantizeKernel, Launch
+from inductor_q.kernels.calls import Dequantize
 from inductor_q.kernels.nibbles import HIGH_FIRST
+from inductor_q.kernels.provider import DENSE_WEIGHT, DequantizeProvider, Launch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SOURCE = "dequantize.cpp"
 KBIT_SOURCE = "dequantize_kbit.cpp"
 
 
-class Cpp(DequantizeKernel):
+class Cpp(DequantizeProvider):
     name = "cpp"
 
-    def available(self) -> str:
-        """Empty when this machine can run the kernel, else the reason why not."""
+    def missing(self) -> str:
         function = _function()
         return function if isinstance(function, str) else ""
 
-    def decodes(self, fmt: QuantFormat) -> str:
+    def unknown(self, fmt: QuantFormat | None) -> str:
+        if fmt is None:
+            return DENSE_WEIGHT
         if fmt.planes:
-            return _decodes_planes(fmt)
+            return _unknown_planes(fmt)
         if fmt.nibbles is None or fmt.lut16 is None:
             return f"csrc/{SOURCE} decodes 4-bit codebooks, not {fmt.name}"
         scale = fmt.blockwise
@@ -42,23 +44,24 @@ class Cpp(DequantizeKernel):
             return "the nested blocksize is not a power of two"
         return ""
 
-    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
-        if refused := self.decodes(fmt):
+    def refuses(self, call: Dequantize) -> str:
+        if refused := self.unknown(call.fmt):
             return refused
+        out = call.out
         if out.device.type != "cpu":
             return f"the C++ kernel runs on a CPU, not on {out.device}"
         if out.dtype not in DTYPES:
             return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
         if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
             return "the output is not a matrix with unit column stride"
-        function = _kbit_function() if fmt.planes else _function()
+        function = _kbit_function() if call.fmt.planes else _function()
         return function if isinstance(function, str) else ""
 
-    def prepare(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Launch:
-        return functools.partial(_launch_planes if fmt.planes else _launch_codes, fmt)
+    def prepare(self, call: Dequantize) -> Launch:
+        return functools.partial(_launch_planes if call.fmt.planes else _launch_codes, call.fmt)
 
 
-def _decodes_planes(fmt: QuantFormat) -> str:
+def _unknown_planes(fmt: QuantFormat) -> str:
     scale = fmt.blockwise
     per_block = scale is not None and scale.block == BLOCK and not scale.outer
     if fmt.planes not in KBITS or fmt.table is None or not per_block:

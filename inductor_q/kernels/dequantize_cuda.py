@@ -18,8 +18,9 @@ from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.codec import Codec
 from inductor_q.formats.kbit import BLOCK, KBIT_SCALES, KBITS
+from inductor_q.kernels.calls import Dequantize
 from inductor_q.kernels.gpu import unfit
-from inductor_q.kernels.kernel import DequantizeKernel, Launch
+from inductor_q.kernels.provider import DENSE_WEIGHT, DequantizeProvider, Launch
 
 SOURCE = "kbit.cu"
 #: The storage types of csrc/numeric.cuh.
@@ -45,15 +46,16 @@ def scale_type(stored: Codec) -> str:
     return next((name for name, codec in SCALES.items() if codec == stored), "")
 
 
-class Cuda(DequantizeKernel):
+class Cuda(DequantizeProvider):
     name = "cuda"
 
-    def available(self) -> str:
-        """Empty when this machine can compile the kernel, else the reason why not."""
+    def missing(self) -> str:
         library = nvrtc.library()
         return library if isinstance(library, str) else ""
 
-    def decodes(self, fmt: QuantFormat) -> str:
+    def unknown(self, fmt: QuantFormat | None) -> str:
+        if fmt is None:
+            return DENSE_WEIGHT
         if fmt.planes not in KBITS:
             return f"csrc/{SOURCE} decodes 2 to 5 bit planes, {fmt.name} has another packing"
         if fmt.table is None or fmt.table.numel != 2**fmt.planes:
@@ -63,9 +65,10 @@ class Cuda(DequantizeKernel):
             return f"csrc/{SOURCE} does not know the scale of {fmt.name}"
         return ""
 
-    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
-        if refused := self.decodes(fmt):
+    def refuses(self, call: Dequantize) -> str:
+        if refused := self.unknown(call.fmt):
             return refused
+        operands, out = call.operands, call.out
         if out.device.type != "cuda":
             return f"the CUDA kernel runs on a GPU, not on {out.device}"
         if refused := unfit(out):
@@ -74,17 +77,11 @@ class Cuda(DequantizeKernel):
             return f"the codebook is {operands[2].dtype}, not float32"
         if not all(t.is_contiguous() for t in operands):
             return "an operand is not contiguous"
-        handle = _function(operands, fmt, out)
+        handle = _function(call)
         return handle if isinstance(handle, str) else ""
 
-    def prepare(
-        self,
-        operands: Sequence[Tensor],
-        fmt: QuantFormat,
-        out: Tensor,
-        config: Config = DEFAULT,
-    ) -> Launch:
-        handle = _function(operands, fmt, out)
+    def prepare(self, call: Dequantize, config: Config = DEFAULT) -> Launch:
+        handle, out = _function(call), call.out
         assert not isinstance(handle, str), handle
         blocks = -(-out.numel() // BLOCK)
         again = driver.Launch(
@@ -103,8 +100,9 @@ class Cuda(DequantizeKernel):
         return launch
 
 
-def _function(operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Any:
+def _function(call: Dequantize) -> Any:
     """The specialization of csrc/kbit.cu for calls like this one, or why it is not there."""
+    operands, fmt, out = call.operands, call.fmt, call.out
     assert out.device.index is not None, f"{out.device=}"
     aligned = (operands[0].data_ptr() | out.data_ptr()) % VECTOR_BYTES == 0
     cols, stride = _rows(out)

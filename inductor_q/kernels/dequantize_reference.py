@@ -10,25 +10,17 @@ from torch import Tensor
 
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
-from inductor_q.kernels.kernel import DequantizeKernel, Launch
+from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.provider import REFERENCE, DequantizeProvider, Launch
 
 ROWS_AT_ONCE_NUMEL = 1 << 22  # elements decoded at a time: the int64 indices are 32 MiB
 
 
-class Reference(DequantizeKernel):
-    name = "reference"
+class Reference(DequantizeProvider):
+    name = REFERENCE
 
-    def available(self) -> str:
-        return ""
-
-    def decodes(self, fmt: QuantFormat) -> str:
-        return ""
-
-    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
-        return ""
-
-    def prepare(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> Launch:
-        return functools.partial(_decode, fmt)
+    def prepare(self, call: Dequantize) -> Launch:
+        return functools.partial(_decode, call.fmt)
 
 
 def _decode(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) -> None:

@@ -24,8 +24,9 @@ from torch import Tensor
 from inductor_q.decode.triton import decode_function, device_functions
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.kbit import BLOCK
+from inductor_q.kernels.calls import Dequantize
 from inductor_q.kernels.gpu import on, unfit
-from inductor_q.kernels.kernel import DequantizeKernel, Launch
+from inductor_q.kernels.provider import DequantizeProvider, Launch
 from inductor_q.kernels.triton_launch import prepared
 
 INT32_LIMIT = 2**31
@@ -77,33 +78,21 @@ def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
 """
 
 
-class Triton(DequantizeKernel):
+class Triton(DequantizeProvider):
     name = "triton"
 
-    def available(self) -> str:
-        """Empty when this machine can run the kernel, else the reason why not."""
+    def missing(self) -> str:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
-    def decodes(self, fmt: QuantFormat) -> str:
+    def refuses(self, call: Dequantize) -> str:
+        if refused := unfit(call.out):
+            return refused
+        if not all(t.is_contiguous() for t in call.operands):
+            return "an operand is not contiguous"
         return ""
 
-    def supports(self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor) -> str:
-        if refused := self.decodes(fmt):
-            return refused
-        if refused := unfit(out):
-            return refused
-        if not all(t.is_contiguous() for t in operands):
-            return "an operand is not contiguous"
-        return self.available()
-
-    def prepare(
-        self,
-        operands: Sequence[Tensor],
-        fmt: QuantFormat,
-        out: Tensor,
-        config: Config = DEFAULT,
-    ) -> Launch:
-        return _Plan(operands, fmt, out, config)
+    def prepare(self, call: Dequantize, config: Config = DEFAULT) -> Launch:
+        return _Plan(call, config)
 
 
 class _Plan:
@@ -113,9 +102,8 @@ class _Plan:
     launch what it compiled.
     """
 
-    def __init__(
-        self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, config: Config
-    ) -> None:
+    def __init__(self, call: Dequantize, config: Config) -> None:
+        operands, fmt, out = call.operands, call.fmt, call.out
         rows, cols = out.shape
         numel, stride = out.numel(), out.stride(0) if rows > 1 else cols
         flat = stride == cols

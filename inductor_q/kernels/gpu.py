@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unfit(out: Tensor) -> str:
-    """Empty where `out` is a matrix that kernels write into, else the reason why not."""
+    """Return why `out` is no matrix that kernels write into; empty where it is one."""
     if out.dtype not in DTYPES:
         return f"output dtype {out.dtype} is not one of float32, bfloat16, float16"
     if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):

@@ -13,28 +13,27 @@ from torch import Tensor
 
 from inductor_q.kernels.calls import GroupedGram
 from inductor_q.kernels.gpu import on
+from inductor_q.kernels.provider import Provider
 
 NARROW = 64  # columns of the narrow side that one program holds
 WIDTH = 128
 ROWS = 64
 
 
-class Triton:
+class Triton(Provider[GroupedGram]):
     name = "triton"
 
-    def available(self) -> str:
+    def missing(self) -> str:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
-    def supports(self, call: GroupedGram) -> str:
-        if refused := self.available():
-            return refused
+    def refuses(self, call: GroupedGram) -> str:
         if min(call.left.shape[1], call.right.shape[1]) > NARROW:
             return f"neither side has at most {NARROW} columns"
         if call.left.dtype != call.right.dtype or call.left.dtype.itemsize != 2:
             return "both sides must have one 16-bit dtype"
         return ""
 
-    def launch(self, call: GroupedGram) -> Tensor:
+    def run(self, call: GroupedGram) -> Tensor:
         import triton
 
         from inductor_q.kernels.expert_rows_triton import gram

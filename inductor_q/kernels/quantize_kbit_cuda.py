@@ -9,7 +9,9 @@ from torch import Tensor
 
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats.kbit import BLOCK, KBIT_SCALES
+from inductor_q.kernels.calls import QuantizeKbit
 from inductor_q.kernels.dequantize_cuda import RUN, SOURCE, TYPES, VECTOR_BYTES, scale_type
+from inductor_q.kernels.provider import Provider
 from inductor_q.kernels.quantize_kbit_reference import allocate
 
 
@@ -23,29 +25,27 @@ class Config:
 DEFAULT = Config()
 
 
-class Cuda:
+class Cuda(Provider[QuantizeKbit]):
     name = "cuda"
 
-    def available(self) -> str:
-        """Empty when this machine can compile the kernel, else the reason why not."""
+    def missing(self) -> str:
         library = nvrtc.library()
         return library if isinstance(library, str) else ""
 
-    def supports(self, x: Tensor, codebook: Tensor, k: int, absmax: str) -> str:
+    def refuses(self, call: QuantizeKbit) -> str:
+        x, codebook = call.x, call.codebook
         if x.device.type != "cuda":
             return f"the CUDA kernel runs on a GPU, not on {x.device}"
         if codebook.device != x.device:
             return f"the codebook lies on {codebook.device}, not on {x.device}"
-        launch = _launch(x, k, absmax, DEFAULT)
+        launch = _launch(x, call.k, call.absmax, DEFAULT)
         return launch if isinstance(launch, str) else ""
 
-    def launch(
-        self, x: Tensor, codebook: Tensor, k: int, absmax: str, config: Config = DEFAULT
-    ) -> tuple[Tensor, Tensor]:
-        x, codebook = x.contiguous(), codebook.contiguous()
-        qweight, scales = allocate(x, k, absmax)
+    def run(self, call: QuantizeKbit, config: Config = DEFAULT) -> tuple[Tensor, Tensor]:
+        x, codebook = call.x.contiguous(), call.codebook.contiguous()
+        qweight, scales = allocate(x, call.k, call.absmax)
         if x.numel():
-            launch = _launch(x, k, absmax, config)
+            launch = _launch(x, call.k, call.absmax, config)
             assert not isinstance(launch, str), launch
             launch(x.data_ptr(), codebook.data_ptr(), qweight.data_ptr(), scales.data_ptr())
         return qweight, scales

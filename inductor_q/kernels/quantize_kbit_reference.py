@@ -11,6 +11,8 @@ from torch import Tensor
 from inductor_q.decode.eager import Eager
 from inductor_q.formats.kbit import BLOCK
 from inductor_q.formats.minifloat import E4M4
+from inductor_q.kernels.calls import QuantizeKbit
+from inductor_q.kernels.provider import REFERENCE, Provider
 
 BLOCKS_AT_ONCE = 1 << 17  # 4 million elements: a float32 copy of them is 16 MiB
 
@@ -84,3 +86,13 @@ def allocate(x: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:
     blocks = (x.numel() + BLOCK - 1) // BLOCK
     dtype = torch.uint8 if absmax == "e4m4" else torch.float16
     return x.new_empty(blocks * k, dtype=torch.int32), x.new_empty(blocks, dtype=dtype)
+
+
+class Reference(Provider[QuantizeKbit]):
+    name = REFERENCE
+
+    def run(self, call: QuantizeKbit) -> tuple[Tensor, Tensor]:
+        return reference(call.x, call.codebook, call.k, call.absmax)
+
+
+KERNEL = Reference()

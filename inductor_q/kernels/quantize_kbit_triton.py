@@ -16,8 +16,10 @@ from torch import Tensor
 
 from inductor_q.formats.kbit import BLOCK
 from inductor_q.formats.minifloat import E4M4
+from inductor_q.kernels.calls import QuantizeKbit
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT, compile_source
 from inductor_q.kernels.gpu import on
+from inductor_q.kernels.provider import Provider
 from inductor_q.kernels.quantize_kbit_reference import allocate, midpoints
 
 
@@ -82,32 +84,26 @@ def quantize(x, thresholds, qweight, absmax, numel, blocks,
 """
 
 
-class Triton:
+class Triton(Provider[QuantizeKbit]):
     name = "triton"
 
-    def available(self) -> str:
-        """Empty when this machine can run the kernel, else the reason why not."""
+    def missing(self) -> str:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
-    def supports(self, x: Tensor, codebook: Tensor, k: int, absmax: str) -> str:
-        return self.available()
-
-    def launch(
-        self, x: Tensor, codebook: Tensor, k: int, absmax: str, config: Config = DEFAULT
-    ) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
-        qweight, scales = allocate(x, k, absmax)
+    def run(self, call: QuantizeKbit, config: Config = DEFAULT) -> tuple[Tensor, Tensor]:
+        x = call.x.contiguous()
+        qweight, scales = allocate(x, call.k, call.absmax)
         blocks = scales.numel()
         if blocks:
             with on(x.device):
                 _kernel()[(-(-blocks // config.blocks),)](
                     x,
-                    midpoints(codebook),
+                    midpoints(call.codebook),
                     qweight,
                     scales,
                     x.numel(),
                     blocks,
-                    K=k,
+                    K=call.k,
                     E4M4=scales.dtype == torch.uint8,
                     BLOCKS=config.blocks,
                     WIDE=x.numel() + config.blocks * BLOCK >= INT32_LIMIT,

@@ -22,6 +22,7 @@ from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
+from inductor_q.kernels.provider import Provider
 
 SOURCE = "scatter2scatter.cu"
 CAPABILITY = (9, 0)
@@ -51,10 +52,10 @@ CONFIGS = (
 )
 
 
-class Cuda:
+class Cuda(Provider[Scatter2Scatter]):
     name = "cuda"
 
-    def available(self) -> str:
+    def missing(self) -> str:
         library = nvrtc.library()
         if isinstance(library, str):
             return library
@@ -62,14 +63,12 @@ class Cuda:
             return "triton is not installed"
         return "" if _may_be_hopper() else NOT_HOPPER
 
-    def decodes(self, fmt: QuantFormat | None) -> str:
+    def unknown(self, fmt: QuantFormat | None) -> str:
         return _other_format(fmt)
 
-    def supports(self, call: Scatter2Scatter) -> str:
-        refused = self.available() or self.decodes(call.fmt) or _other_shape(call)
+    def refuses(self, call: Scatter2Scatter) -> str:
+        refused = self.unknown(call.fmt) or _other_shape(call) or _other_operands(call)
         if refused:
-            return refused
-        if refused := _other_operands(call):
             return refused
         device = call.x.device
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
@@ -77,7 +76,7 @@ class Cuda:
         handle = _function(kernel_name(call.transposed, _config(call)), device.index)
         return handle if isinstance(handle, str) else ""
 
-    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+    def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         with on(call.x.device):
             return _launch(call)
 

@@ -15,38 +15,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.formats import QuantFormat
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.expert_active import ActiveExperts, active_experts
 from inductor_q.kernels.expert_weights import ExpertWeights
+from inductor_q.kernels.provider import Provider
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
     adapter,
-    available,
+    missing,
     product,
     project,
     rows_in,
     rows_out,
-    unsupported,
+    unfit,
 )
 
 PITCH = 64  # rows of buffers are multiples of 64 elements long: 128 bytes, a line of the cache
 
 
-class Dequantize:
+class Dequantize(Provider[Scatter2Scatter]):
     name = "dequantize"
 
-    def available(self) -> str:
-        return available()
+    def missing(self) -> str:
+        return missing()
 
-    def decodes(self, fmt: QuantFormat | None) -> str:
-        return ""  # a dense weight in another dtype is cast
-
-    def supports(self, call: Scatter2Scatter) -> str:
+    def refuses(self, call: Scatter2Scatter) -> str:
         if call.fmt is None and call.operands[0].dtype == call.x.dtype:
             return "the weight is dense, in the dtype of the input: there is nothing to decode"
-        return unsupported(call)
+        return unfit(call)  # a dense weight in another dtype is cast
 
-    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+    def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         active = fewer_experts(call)
         if call.rank:
             y, rank = _extended(call, active)

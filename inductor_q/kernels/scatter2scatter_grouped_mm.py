@@ -24,27 +24,28 @@ from inductor_q.kernels.calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_active import ActiveExperts, select_adapter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, owned, scatter
 from inductor_q.kernels.gpu import on
+from inductor_q.kernels.provider import Provider
 
 ALIGNMENT = 8  # elements of 16 bits in the 16 bytes that a row of a grouped product is aligned to
 
 
-class GroupedMm:
+class GroupedMm(Provider[Scatter2Scatter]):
     name = "grouped_mm"
 
-    def available(self) -> str:
-        return available()
+    def missing(self) -> str:
+        return missing()
 
-    def decodes(self, fmt: QuantFormat | None) -> str:
+    def unknown(self, fmt: QuantFormat | None) -> str:
         return "" if fmt is None else f"the weight is {fmt.name}, not dense"
 
-    def supports(self, call: Scatter2Scatter) -> str:
-        if refused := self.decodes(call.fmt) or unsupported(call):
+    def refuses(self, call: Scatter2Scatter) -> str:
+        if refused := self.unknown(call.fmt) or unfit(call):
             return refused
         if call.operands[0].dtype != call.x.dtype:
             return f"the weight is {call.operands[0].dtype}, not {call.x.dtype}: it has to be cast"
         return ""
 
-    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+    def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         x = rows_in(call)
         y, rank = product(call, x, call.operands[0], call.offsets), x.new_empty(call.rows, 0)
         if call.rank:
@@ -55,20 +56,20 @@ class GroupedMm:
         return rows_out(call, y), rank
 
 
-class GroupedGramMm:
+class GroupedGramMm(Provider[GroupedGram]):
     """The Gram products as one grouped GEMM, whose groups are along the sum."""
 
     name = "grouped_mm"
 
-    def available(self) -> str:
-        return available()
+    def missing(self) -> str:
+        return missing()
 
-    def supports(self, call: GroupedGram) -> str:
+    def refuses(self, call: GroupedGram) -> str:
         if call.left.dtype != call.right.dtype:
             return "both sides must have one dtype"
-        return _unsupported(call.left.dtype, call.left.device, ())
+        return _unfit(call.left.dtype, call.left.device, ())
 
-    def launch(self, call: GroupedGram) -> Tensor:
+    def run(self, call: GroupedGram) -> Tensor:
         left = _aligned(gather(call.left, call.grouped_left, call.order, call.top_k), 1)
         right = _aligned(gather(call.right, call.grouped_right, call.order, call.top_k), 1)
         out = torch._grouped_mm(left.t(), right, offs=call.offsets[1:])
@@ -77,19 +78,17 @@ class GroupedGramMm:
         return torch.where(some, out[:, :rows, :cols], 0).to(call.dtype).contiguous()
 
 
-def available() -> str:
-    """Empty when this torch has a grouped GEMM, else the reason why not."""
+def missing() -> str:
+    """Return why this torch has no grouped GEMM; empty where it has one."""
     return "" if hasattr(torch, "_grouped_mm") else "this torch has no _grouped_mm"
 
 
-def unsupported(call: Scatter2Scatter) -> str:
-    """Empty when torch's grouped GEMM can serve the sizes and dtype of `call`."""
-    return _unsupported(call.x.dtype, call.x.device, (call.in_features, call.out_features))
+def unfit(call: Scatter2Scatter) -> str:
+    """Return why torch's grouped GEMM cannot serve the sizes and dtype; empty where it can."""
+    return _unfit(call.x.dtype, call.x.device, (call.in_features, call.out_features))
 
 
-def _unsupported(dtype: torch.dtype, device: torch.device, features: tuple[int, ...]) -> str:
-    if missing := available():
-        return missing
+def _unfit(dtype: torch.dtype, device: torch.device, features: tuple[int, ...]) -> str:
     if dtype is not torch.bfloat16:
         return f"torch's grouped GEMM is fast in bfloat16 only, not in {dtype}"
     if any(n % ALIGNMENT for n in features):

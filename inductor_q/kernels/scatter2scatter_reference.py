@@ -13,25 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from inductor_q.formats import QuantFormat
 from inductor_q.kernels.calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
+from inductor_q.kernels.provider import REFERENCE, Provider
 
 
-class Reference:
-    name = "reference"
+class Reference(Provider[Scatter2Scatter]):
+    name = REFERENCE
 
-    def available(self) -> str:
-        return ""
-
-    def decodes(self, fmt: QuantFormat | None) -> str:
-        return ""
-
-    def supports(self, call: Scatter2Scatter) -> str:
-        return ""
-
-    def launch(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+    def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         x = gather(call.x, call.grouped_in, call.order, call.top_k)
         weights = ExpertWeights(call.operands, call.fmt, call.shape, x.dtype)
         y = x.new_zeros(call.rows, call.out_features)
@@ -46,16 +37,10 @@ class Reference:
         return scatter(y, call), rank
 
 
-class GramReference:
-    name = "reference"
+class GramReference(Provider[GroupedGram]):
+    name = REFERENCE
 
-    def available(self) -> str:
-        return ""
-
-    def supports(self, call: GroupedGram) -> str:
-        return ""
-
-    def launch(self, call: GroupedGram) -> Tensor:
+    def run(self, call: GroupedGram) -> Tensor:
         dtype = torch.promote_types(call.left.dtype, call.dtype)
         left = gather(call.left, call.grouped_left, call.order, call.top_k)
         right = gather(call.right, call.grouped_right, call.order, call.top_k)

@@ -21,6 +21,7 @@ from inductor_q.kernels import nibbles, tiles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize_triton import compile_source
 from inductor_q.kernels.gpu import on
+from inductor_q.kernels.provider import Provider
 
 MIN_GROUP = 32  # elements of a row that share a scale: fewer make the scales larger than the codes
 MAX_RANK = 128
@@ -35,20 +36,20 @@ GROUPED_GEMM_MAJORS = (9, 10)
 FEW_ROWS = 192
 
 
-class Triton:
+class Triton(Provider[Scatter2Scatter]):
     name = "triton"
 
-    def available(self) -> str:
+    def missing(self) -> str:
         if not importlib.util.find_spec("triton"):
             return "triton is not installed"
         return "codes are looked up in PTX, which AMD has not" if torch.version.hip else ""
 
-    def decodes(self, fmt: QuantFormat | None) -> str:
+    def unknown(self, fmt: QuantFormat | None) -> str:
         """Empty for dense experts, and for 4-bit codes in bytes with a fixed codebook."""
         return "" if fmt is None else nibbles.refuses(fmt)
 
-    def supports(self, call: Scatter2Scatter) -> str:
-        if refused := self.available() or self.decodes(call.fmt) or unfit(call):
+    def refuses(self, call: Scatter2Scatter) -> str:
+        if refused := self.unknown(call.fmt) or unfit(call):
             return refused
         device = call.x.device
         if device.type != "cuda":
@@ -59,27 +60,28 @@ class Triton:
             return f"compute capability {major}.{minor} does not multiply {call.x.dtype} matrices"
         return ""
 
-    def launch(
-        self, call: Scatter2Scatter, tile: tiles.Tile | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, call: Scatter2Scatter, tile: tiles.Tile | None = None) -> tuple[Tensor, Tensor]:
         with on(call.x.device):
             return _launch(call, tile or tiles.start(work(call), tiles.limits(call.x.device)))
 
 
-def is_preferred(call: Scatter2Scatter) -> bool:
-    """Whether to ask this kernel before those that hand decoded experts to torch's grouped GEMM.
+def is_slow(call: Scatter2Scatter) -> bool:
+    """Whether to ask this kernel after those that hand decoded experts to torch's grouped GEMM.
 
-    Always where torch has no kernel for that: there it loops over the groups, and waits for the
+    Never where torch has no kernel for that: there it loops over the groups, and waits for the
     device to know their rows (ATen/native/GroupedMMUtils.h). Elsewhere, where decoding all experts
-    first costs more than the slower product here; never for experts that need no decoding.
+    first costs less than the slower product here; always for experts that need no decoding.
     """
-    if torch.cuda.get_device_capability(call.x.device)[0] not in GROUPED_GEMM_MAJORS:
-        return True
-    return call.fmt is not None and call.rows <= FEW_ROWS * call.num_experts
+    device = call.x.device
+    if device.type != "cuda":
+        return False
+    if torch.cuda.get_device_capability(device)[0] not in GROUPED_GEMM_MAJORS:
+        return False
+    return call.fmt is None or call.rows > FEW_ROWS * call.num_experts
 
 
 def unfit(call: Scatter2Scatter) -> str:
-    """Empty where the kernels can do a call in a format they know, else the reason why not."""
+    """Return why the kernels cannot do a call in a format they know; empty where they can."""
     if call.x.dtype not in DTYPES:
         return f"the input is {call.x.dtype}, not bfloat16 or float16"
     if call.rank > MAX_RANK:

@@ -45,29 +45,3 @@ def check_tiles(tiles: Tensor, rows: int, num_experts: int) -> None:
     expected = (length(rows, num_experts), 4)
     if tuple(tiles.shape) != expected:
         raise WrongShape(what="tile map of a routing", expected=expected, got=tuple(tiles.shape))
-
-
-def reference(offsets: Tensor, rows: int) -> Tensor:
-    """The op in plain torch, zeros behind the parts."""
-    num_experts = offsets.shape[0] - 1
-    most = height(rows, num_experts, offsets.device)
-    owned = offsets.diff()
-    parts = (owned + most - 1) // most
-    width = (owned + parts - 1).div(parts.clamp(min=1), rounding_mode="floor")
-    width = (width + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
-    until = parts.cumsum(0, dtype=torch.int32)
-    count = until[-1:].clamp(max=length(rows, num_experts) - 1)  # of more rows than there are
-    index = torch.arange(length(rows, num_experts) - 1, dtype=torch.int32, device=offsets.device)
-    expert = torch.searchsorted(until, index, right=True).clamp(max=num_experts - 1)
-    done = (index - until[expert] + parts[expert]) * width[expert]
-    tiles = torch.stack(
-        [
-            expert.to(torch.int32),
-            offsets[expert] + done,
-            torch.minimum(owned[expert] - done, width[expert]),
-            torch.zeros_like(index),
-        ],
-        1,
-    )
-    tiles = torch.where((index < count).unsqueeze(1), tiles, 0)
-    return torch.cat([torch.nn.functional.pad(count, (0, 3)).unsqueeze(0), tiles])

@@ -6,22 +6,24 @@ import importlib.util
 
 from torch import Tensor
 
+from inductor_q.kernels.calls import TileMap
 from inductor_q.kernels.gpu import on
+from inductor_q.kernels.provider import Provider
 from inductor_q.kernels.tile_map import WIDTH_STEP, height, length
 
 
-class Triton:
+class Triton(Provider[TileMap]):
     name = "triton"
 
-    def available(self) -> str:
+    def missing(self) -> str:
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
-    def launch(self, offsets: Tensor, rows: int) -> Tensor:
+    def run(self, call: TileMap) -> Tensor:
         import triton
 
         from inductor_q.kernels.expert_rows_triton import tile_map
 
-        experts = offsets.shape[0] - 1
+        offsets, rows, experts = call.offsets, call.rows, call.num_experts
         tiles = offsets.new_empty((length(rows, experts), 4))
         with on(offsets.device):
             tile_map[(experts,)](

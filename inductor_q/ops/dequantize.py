@@ -1,7 +1,7 @@
 """`qfuse::dequantize`: a packed weight's values.
 
 Traced, it is one op node; in eager mode the function calls its kernel directly, with no dispatch in
-between. The first kernel of the device's list that supports the call serves it
+between. The first provider of the device's list that does not refuse the call serves it
 (`inductor_q.kernels`), on the current stream, without a host synchronization; what it has prepared
 for the call serves all that are like it.
 """

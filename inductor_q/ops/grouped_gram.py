@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import GroupedGram
-from inductor_q.kernels.dispatch import run_grouped_gram
+from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.library import define
 
 
@@ -43,7 +43,8 @@ def grouped_gram(
 def _grouped_gram(*args: object) -> Tensor:
     call = GroupedGram(*args)  # type: ignore[arg-type]
     call.check()
-    return run_grouped_gram(call)
+    result: Tensor = serve("grouped_gram", call)
+    return result
 
 
 def _fake(*args: object) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from inductor_q.exc import UnknownAbsmax, UnsupportedBits, WrongDtype, WrongShape
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS
-from inductor_q.kernels.calls import DTYPES
-from inductor_q.kernels.dispatch import run_quantize_kbit
+from inductor_q.kernels.calls import DTYPES, QuantizeKbit
+from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.quantize_kbit_reference import allocate
 from inductor_q.ops.library import define, define_autograd
 
@@ -73,7 +73,9 @@ def _check(x: Tensor, codebook: Tensor, k: int, absmax: str) -> None:
 
 def _quantize_kbit(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:
     _check(x, codebook, k, absmax)
-    return run_quantize_kbit(x, codebook, k, absmax)
+    call = QuantizeKbit(x, codebook, k, absmax)
+    result: tuple[Tensor, Tensor] = serve("quantize_kbit", call)
+    return result
 
 
 def _fake(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Tensor, Tensor]:

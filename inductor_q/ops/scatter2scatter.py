@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import Scatter2Scatter, unchecked
-from inductor_q.kernels.dispatch import empty, run_scatter2scatter
+from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.library import define, define_autograd
 
 if TYPE_CHECKING:
@@ -103,11 +103,12 @@ def _checked(args: Sequence[Any]) -> Scatter2Scatter:
 
 def _scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     *inputs, provider = args
-    return run_scatter2scatter(_checked(inputs), provider)
+    result: tuple[Tensor, Tensor] = serve("scatter2scatter", _checked(inputs), provider)
+    return result
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return empty(_checked(args[:-1]))
+    return _checked(args[:-1]).results()
 
 
 def define_scatter2scatter() -> None:

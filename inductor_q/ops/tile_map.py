@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from inductor_q.exc import WrongDtype, WrongShape
-from inductor_q.kernels.dispatch import run_tile_map
+from inductor_q.kernels.calls import TileMap
+from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.tile_map import length
 from inductor_q.ops.library import define
 
@@ -38,7 +39,8 @@ def _tile_map(offsets: Tensor, rows: int) -> Tensor:
     if offsets.dim() != 1 or offsets.shape[0] < 2:
         got = tuple(offsets.shape)
         raise WrongShape(what="offsets of a routing", expected="(experts + 1,)", got=got)
-    return run_tile_map(offsets, rows)
+    result: Tensor = serve("tile_map", TileMap(offsets, rows))
+    return result
 
 
 def _fake(offsets: Tensor, rows: int) -> Tensor:

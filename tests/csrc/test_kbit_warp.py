@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_reference
+from inductor_q.kernels.calls import Dequantize
 from inductor_q.kernels.quantize_kbit_reference import allocate, reference
 from tests.kbit.test_kbit import KBITS, KINDS, codebook, weight
 from tests.support.quantized import assert_same_bits
@@ -92,7 +93,7 @@ def test_dequantize(kernels: ctypes.CDLL, k: int, dtype: torch.dtype) -> None:
         book = codebook(k, "skewed")
         operands = [*reference(weight(rows * cols, seed=cols), book, k, "e4m4"), book]
         expected = torch.empty(rows, cols, dtype=dtype)
-        dequantize_reference.KERNEL.launch(operands, fmt, expected)
+        dequantize_reference.KERNEL.run(Dequantize(operands, fmt, expected))
         for layout in LAYOUTS:
             if (layout != "kElements" and cols % 8) or (layout == "kFlat" and extra):
                 continue

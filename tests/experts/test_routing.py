@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.library import opcheck
 
 from inductor_q import exc
-from inductor_q.kernels.tile_map import height, reference
+from inductor_q.kernels.tile_map import height
+from inductor_q.kernels.tile_map_reference import reference
 from inductor_q.ops.routing import Routing, route
 from inductor_q.ops.tile_map import tile_map
 

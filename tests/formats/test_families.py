@@ -25,7 +25,8 @@ from inductor_q.formats.minifloat import E2M1, E4M3, E4M4, E5M2, E8M0, Minifloat
 from inductor_q.formats.mx import E2M1_VALUES
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.scale import BlockScale, GroupScale, NestedScale, ProductScale
-from inductor_q.kernels import choose, dequantize_triton, refusal
+from inductor_q.kernels import dequantize_triton
+from inductor_q.kernels.dequantize import compiled_by, refusal
 from inductor_q.kernels.expert_weights import ExpertWeights
 from tests.support import formulas
 from tests.support.quantized import DTYPES, assert_same_bits, sample
@@ -88,7 +89,7 @@ def test_eager(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_lowered_on_a_cpu(name: str) -> None:
     """In Inductor's loops, which are all that compiled code has for them on a CPU."""
-    assert choose("dequantize", "cpu", fmt=FORMATS[name]) == "inductor"
+    assert compiled_by("cpu", fmt=FORMATS[name]) == "inductor"
     cases = formulas.cases(name)
 
     def every(weights: list[list[Tensor]]) -> list[Tensor]:
@@ -199,7 +200,7 @@ def test_scales_in_half_precision() -> None:
 
 
 def test_kernels_that_refuse_say_why() -> None:
-    reasons = {name: refusal("dequantize", "cpu", "cpp", FORMATS[name]) for name in NAMES}
+    reasons = {name: refusal("cpu", "cpp", FORMATS[name]) for name in NAMES}
     assert reasons == {
         "mxfp4": "csrc/dequantize.cpp does not know the scale of mxfp4",
         "nvfp4": "csrc/dequantize.cpp does not know the scale of nvfp4",

@@ -19,21 +19,17 @@ from inductor_q.formats.codec import Codebook, Number, Table
 from inductor_q.formats.minifloat import E4M4
 from inductor_q.formats.packing import BitPlanes, BytePacking
 from inductor_q.formats.scale import BlockScale
-from inductor_q.kernels import (
-    DEQUANTIZE,
-    QUANTIZE_KBIT,
-    DequantizeKernel,
-    QuantizeKbitKernel,
-    dequantize_cuda,
-    dequantize_reference,
-)
+from inductor_q.kernels import PROVIDERS, Provider, dequantize_cuda, dequantize_reference
+from inductor_q.kernels.calls import Dequantize, QuantizeKbit
+from inductor_q.kernels.dequantize import DEQUANTIZE
+from inductor_q.kernels.provider import DequantizeProvider
 from inductor_q.kernels.quantize_kbit_reference import pack, reference
 from tests.kbit.test_kbit import ABSMAX, CASES, KBITS, KINDS, SIZES, codebook, weight
 from tests.support.quantized import DTYPES, assert_same_bits, forget_kernels, sample, two_devices
 
 CUDA = dequantize_cuda.KERNEL
 DECODERS = [pytest.param(k, id=k.name) for k in DEQUANTIZE["cuda"][:-1]]
-ENCODERS = [pytest.param(k, id=k.name) for k in QUANTIZE_KBIT["cuda"]]
+ENCODERS = [pytest.param(k, id=k.name) for k in PROVIDERS["quantize_kbit"]["cuda"][:-1]]
 
 
 # --- what the CUDA kernel refuses ---------------------------------------------------------------
@@ -67,12 +63,12 @@ def _format(**parts: Any) -> QuantFormat:
         (_format(shared=(BlockScale("absmax", 64, E4M4),)), "does not know the scale of mine"),
     ],
 )
-def test_cuda_decodes(fmt: QuantFormat, reason: str) -> None:
-    assert CUDA.decodes(fmt) == (reason and f"csrc/kbit.cu {reason}")
+def test_cuda_knows(fmt: QuantFormat, reason: str) -> None:
+    assert CUDA.unknown(fmt) == (reason and f"csrc/kbit.cu {reason}")
 
 
-def test_cuda_decodes_what_the_registry_calls_kbit() -> None:
-    known = {name for name, fmt in FORMATS.items() if not CUDA.decodes(fmt)}
+def test_cuda_knows_what_the_registry_calls_kbit() -> None:
+    known = {name for name, fmt in FORMATS.items() if not CUDA.unknown(fmt)}
     assert known == {f"kbit{k}_{absmax}" for k, absmax in CASES}
     assert not any(isinstance(FORMATS[name].packing, BytePacking) for name in known)
 
@@ -80,11 +76,11 @@ def test_cuda_decodes_what_the_registry_calls_kbit() -> None:
 def test_cuda_refuses_what_is_not_on_a_gpu() -> None:
     fmt = FORMATS["kbit3_e4m4"]
     operands, _ = sample(fmt, (4, 64))
-    assert CUDA.supports(operands, fmt, torch.empty(4, 64)) == (
+    assert CUDA.refuses(Dequantize(operands, fmt, torch.empty(4, 64))) == (
         "the CUDA kernel runs on a GPU, not on cpu"
     )
     x, book = torch.empty(4, 64), codebook(3)
-    assert QUANTIZE_KBIT["cuda"][0].supports(x, book, 3, "e4m4") == (
+    assert PROVIDERS["quantize_kbit"]["cuda"][0].refuses(QuantizeKbit(x, book, 3, "e4m4")) == (
         "the CUDA kernel runs on a GPU, not on cpu"
     )
 
@@ -105,7 +101,7 @@ def random_weight(fmt: QuantFormat, numel: int) -> list[Tensor]:
 
 
 def check_dequantize(
-    kernel: DequantizeKernel,
+    kernel: DequantizeProvider,
     operands: list[Tensor],
     fmt: QuantFormat,
     shape: tuple[int, int],
@@ -119,13 +115,13 @@ def check_dequantize(
     """
     rows, cols = shape
     expected = torch.empty(shape, dtype=dtype)
-    dequantize_reference.KERNEL.launch(operands, fmt, expected)
+    dequantize_reference.KERNEL.run(Dequantize(operands, fmt, expected))
     storage = torch.full((shift + rows * (cols + extra),), 7.0, dtype=dtype, device="cuda")
     wide = storage[shift:].view(rows, cols + extra)
     out = wide[:, :cols]
     moved = [t.cuda() for t in operands]
-    assert kernel.supports(moved, fmt, out) == ""
-    kernel.launch(moved, fmt, out)
+    assert kernel.refuses(Dequantize(moved, fmt, out)) == ""
+    kernel.run(Dequantize(moved, fmt, out))
     assert_same_bits(out.cpu(), expected)
     assert (wide[:, cols:] == 7.0).all(), "wrote beside its columns"
     assert (storage[:shift] == 7.0).all(), "wrote before its rows"
@@ -134,7 +130,7 @@ def check_dequantize(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", DECODERS)
 @pytest.mark.parametrize(("k", "absmax"), CASES)
-def test_gpu_dequantize_sizes(k: int, absmax: str, kernel: DequantizeKernel) -> None:
+def test_gpu_dequantize_sizes(k: int, absmax: str, kernel: DequantizeProvider) -> None:
     fmt = FORMATS[f"kbit{k}_{absmax}"]
     for numel, dtype in itertools.product((*SIZES, 1023, 1024, 1025, 8192 + 40), DTYPES):
         operands = random_weight(fmt, numel)
@@ -145,7 +141,7 @@ def test_gpu_dequantize_sizes(k: int, absmax: str, kernel: DequantizeKernel) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", DECODERS)
 @pytest.mark.parametrize("k", KBITS)
-def test_gpu_dequantize_into_rows(k: int, kernel: DequantizeKernel) -> None:
+def test_gpu_dequantize_into_rows(k: int, kernel: DequantizeProvider) -> None:
     """Rows that vectors fit or straddle, wide rows, storage that is not aligned."""
     fmt = FORMATS[f"kbit{k}_e4m4"]
     shapes = [(9, 1024), (40, 72), (7, 8), (33, 20), (5, 7), (64, 33), (3, 4096)]
@@ -157,7 +153,7 @@ def test_gpu_dequantize_into_rows(k: int, kernel: DequantizeKernel) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", DECODERS)
-def test_gpu_dequantize_misaligned_operands(kernel: DequantizeKernel) -> None:
+def test_gpu_dequantize_misaligned_operands(kernel: DequantizeProvider) -> None:
     for (k, absmax), dtype in itertools.product(CASES, DTYPES):
         fmt = FORMATS[f"kbit{k}_{absmax}"]
         qweight, scale, book = random_weight(fmt, 40 * 64)
@@ -167,16 +163,16 @@ def test_gpu_dequantize_misaligned_operands(kernel: DequantizeKernel) -> None:
             storage[1:] = t.cuda()
             moved.append(storage[1:])
         out = torch.empty(40, 64, dtype=dtype, device="cuda")
-        kernel.launch(moved, fmt, out)
+        kernel.run(Dequantize(moved, fmt, out))
         expected = torch.empty(40, 64, dtype=dtype)
-        dequantize_reference.KERNEL.launch([qweight, scale, book], fmt, expected)
+        dequantize_reference.KERNEL.run(Dequantize([qweight, scale, book], fmt, expected))
         assert_same_bits(out.cpu(), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", DECODERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gpu_every_code_under_every_scale(dtype: torch.dtype, kernel: DequantizeKernel) -> None:
+def test_gpu_every_code_under_every_scale(dtype: torch.dtype, kernel: DequantizeProvider) -> None:
     """32 codes x 256 E4M4 scales, with values that round, overflow and are denormal."""
     fmt = FORMATS["kbit5_e4m4"]
     codes = torch.arange(32).expand(256, 32)
@@ -194,12 +190,12 @@ def test_gpu_every_code_under_every_scale(dtype: torch.dtype, kernel: Dequantize
 
 
 def check_quantize(
-    kernel: QuantizeKbitKernel, x: Tensor, book: Tensor, k: int, absmax: str
+    kernel: Provider[QuantizeKbit], x: Tensor, book: Tensor, k: int, absmax: str
 ) -> None:
     expected = reference(x, book, k, absmax)
     moved = x.cuda()
-    assert kernel.supports(moved, book.cuda(), k, absmax) == ""
-    actual = kernel.launch(moved, book.cuda(), k, absmax)
+    assert kernel.refuses(QuantizeKbit(moved, book.cuda(), k, absmax)) == ""
+    actual = kernel.run(QuantizeKbit(moved, book.cuda(), k, absmax))
     for mine, right in zip(actual, expected, strict=True):
         assert mine.dtype == right.dtype
         assert torch.equal(mine.cpu(), right), f"{x.shape=} {x.dtype=} {k=} {absmax=}"
@@ -209,7 +205,7 @@ def check_quantize(
 @pytest.mark.parametrize("kernel", ENCODERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("k", "absmax"), CASES)
-def test_gpu_quantize(k: int, absmax: str, kind: str, kernel: QuantizeKbitKernel) -> None:
+def test_gpu_quantize(k: int, absmax: str, kind: str, kernel: Provider[QuantizeKbit]) -> None:
     book = codebook(k, kind)
     for numel, dtype in itertools.product((*SIZES, 1023, 1024, 1025), DTYPES):
         x = weight(numel, dtype)
@@ -220,7 +216,7 @@ def test_gpu_quantize(k: int, absmax: str, kind: str, kernel: QuantizeKbitKernel
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ENCODERS)
 @pytest.mark.parametrize("absmax", ABSMAX)
-def test_gpu_quantize_every_magnitude(absmax: str, kernel: QuantizeKbitKernel) -> None:
+def test_gpu_quantize_every_magnitude(absmax: str, kernel: Provider[QuantizeKbit]) -> None:
     """Blocks from denormal to beyond the scale's range, thresholds hit exactly, and -0."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, 32, generator=generator)
@@ -242,17 +238,17 @@ def test_gpu_quantize_every_magnitude(absmax: str, kernel: QuantizeKbitKernel) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ENCODERS)
-def test_gpu_quantize_views(kernel: QuantizeKbitKernel) -> None:
+def test_gpu_quantize_views(kernel: Provider[QuantizeKbit]) -> None:
     """Not contiguous, and not aligned to vectors."""
     for k, dtype in itertools.product(KBITS, DTYPES):
         x = weight(64 * 96, dtype).view(64, 96)
         book = codebook(k)
         on_cpu, on_gpu = ([t.t(), t[:, 5:70], t.reshape(-1)[3:1500]] for t in (x, x.cuda()))
         for view, moved in zip(on_cpu, on_gpu, strict=True):
-            actual = kernel.launch(moved, book.cuda(), k, "e4m4")
+            actual = kernel.run(QuantizeKbit(moved, book.cuda(), k, "e4m4"))
             for mine, right in zip(actual, reference(view, book, k, "e4m4"), strict=True):
                 assert torch.equal(mine.cpu(), right)
-        empty = kernel.launch(x[:0].cuda(), book.cuda(), k, "e4m4")
+        empty = kernel.run(QuantizeKbit(x[:0].cuda(), book.cuda(), k, "e4m4"))
         assert [t.numel() for t in empty] == [0, 0]
 
 
@@ -360,8 +356,8 @@ def test_gpu_ops_are_served_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("asked")
 
     forget_kernels(monkeypatch)
-    for kernel in (*DEQUANTIZE["cuda"][1:], *QUANTIZE_KBIT["cuda"][1:]):
-        monkeypatch.setattr(type(kernel), "supports", refuse)
+    for kernel in (*DEQUANTIZE["cuda"][1:], *PROVIDERS["quantize_kbit"]["cuda"][1:]):
+        monkeypatch.setattr(type(kernel), "refuses", refuse)
     x, operands = quantized(4, (64, 128))
     ops.dequantize(operands, "kbit4_e4m4", x.shape, x.dtype)
 
@@ -375,8 +371,8 @@ def test_gpu_compiled_linear_is_served_by_cuda(
     served: list[Tensor] = []
     original = type(CUDA).prepare
 
-    def prepare(self: Any, operands: Any, fmt: QuantFormat, out: Tensor) -> Any:
-        launch = original(self, operands, fmt, out)
+    def prepare(self: Any, call: Dequantize) -> Any:
+        launch = original(self, call)
 
         def count(operands: Any, out: Tensor) -> None:
             served.append(out)
@@ -408,11 +404,11 @@ def test_gpu_compiled_linear_is_served_by_cuda(
 def test_gpu_offsets_beyond_int32(kernel: str) -> None:
     """More than 2**31 elements: the last are where a 32-bit offset would go wrong."""
     numel, tail = 2**31 + 64, 4096 + 64
-    [encoder] = [k for k in QUANTIZE_KBIT["cuda"] if k.name == kernel]
+    [encoder] = [k for k in PROVIDERS["quantize_kbit"]["cuda"] if k.name == kernel]
     [decoder] = [k for k in DEQUANTIZE["cuda"] if k.name == kernel]
     book = codebook(4)
     x = torch.empty(numel, dtype=torch.bfloat16, device="cuda").normal_()
-    qweight, absmax = encoder.launch(x, book.cuda(), 4, "e4m4")
+    qweight, absmax = encoder.run(QuantizeKbit(x, book.cuda(), 4, "e4m4"))
     last = reference(x[-tail:].cpu(), book, 4, "e4m4")
     assert torch.equal(qweight[-tail // 8 :].cpu(), last[0])
     assert torch.equal(absmax[-tail // 32 :].cpu(), last[1])
@@ -423,11 +419,11 @@ def test_gpu_offsets_beyond_int32(kernel: str) -> None:
         wide = torch.full((rows, cols + extra), 7.0, dtype=torch.bfloat16, device="cuda")
         out = wide[:, :cols]
         operands = [qweight[: rows * cols // 8], absmax[: rows * cols // 32], book.cuda()]
-        decoder.launch(operands, fmt, out)
+        decoder.run(Dequantize(operands, fmt, out))
         end = rows * cols
         expected = torch.empty(1, tail, dtype=torch.bfloat16)
         mine = [qweight[(end - tail) // 8 : end // 8], absmax[(end - tail) // 32 : end // 32]]
-        dequantize_reference.KERNEL.launch([*(t.cpu() for t in mine), book], fmt, expected)
+        dequantize_reference.KERNEL.run(Dequantize([*(t.cpu() for t in mine), book], fmt, expected))
         count = min(rows, -(-tail // cols))
         flat = out[-count:].reshape(-1)[-tail:]
         assert_same_bits(flat.cpu(), expected[0])

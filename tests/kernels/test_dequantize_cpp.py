@@ -13,6 +13,7 @@ from torch import Tensor
 from inductor_q.csrc import build
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.kernels import dequantize_cpp, dequantize_reference
+from inductor_q.kernels.calls import Dequantize
 from tests.support.dequantize_kernels import SCALES, check
 from tests.support.quantized import DTYPES, assert_same_bits, needs_0_50
 
@@ -23,7 +24,7 @@ _FMT = FORMATS["nf4_b64"]
 @given(
     layout=st.tuples(st.integers(1, 9), st.integers(1, 200), st.integers(0, 70)),
     name=st.sampled_from(
-        [f.name for f in FORMATS.values() if not dequantize_cpp.KERNEL.decodes(f)]
+        [f.name for f in FORMATS.values() if not dequantize_cpp.KERNEL.unknown(f)]
     ),
     dtype=st.sampled_from(DTYPES),
 )
@@ -44,8 +45,8 @@ def test_cpp_on_denormal_and_extreme_scales(
     rows = scales.numel() * 64 // cols
     operands = [packed, scales]
     out, expected = torch.empty(rows, cols, dtype=dtype), torch.empty(rows, cols, dtype=dtype)
-    dequantize_cpp.KERNEL.launch(operands, fmt, out)
-    dequantize_reference.KERNEL.launch(operands, fmt, expected)
+    dequantize_cpp.KERNEL.run(Dequantize(operands, fmt, out))
+    dequantize_reference.KERNEL.run(Dequantize(operands, fmt, expected))
     assert_same_bits(out, expected)
 
 

@@ -12,7 +12,10 @@ import inductor_q
 from inductor_q import ops
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import BLOCKSIZES
-from inductor_q.kernels import DEQUANTIZE, DequantizeKernel, dequantize_reference, dequantize_triton
+from inductor_q.kernels import dequantize_reference, dequantize_triton
+from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.dequantize import DEQUANTIZE
+from inductor_q.kernels.provider import DequantizeProvider
 from tests.support.dequantize_kernels import LAYOUTS, SCALES, check
 from tests.support.quantized import (
     DTYPES,
@@ -35,8 +38,8 @@ def positive_zero(x: Tensor) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in DEQUANTIZE["cuda"]])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
-def test_gpu_kernel_equals_the_reference(fmt: QuantFormat, kernel: DequantizeKernel) -> None:
-    if refused := kernel.decodes(fmt):
+def test_gpu_kernel_equals_the_reference(fmt: QuantFormat, kernel: DequantizeProvider) -> None:
+    if refused := kernel.unknown(fmt):
         pytest.skip(refused)
     for layout in [*LAYOUTS, (64, 4096, 0), (64, 4096, 64)]:
         for dtype in DTYPES:
@@ -91,9 +94,9 @@ def test_gpu_denormal_and_extreme_scales() -> None:
     packed = torch.randint(256, (scales.numel() * 32,), dtype=torch.uint8, generator=generator)
     for dtype in DTYPES:
         expected = torch.empty(scales.numel(), 64, dtype=dtype)
-        dequantize_reference.KERNEL.launch([packed, scales], _FMT, expected)
+        dequantize_reference.KERNEL.run(Dequantize([packed, scales], _FMT, expected))
         out = torch.empty(scales.numel(), 64, dtype=dtype, device="cuda")
-        dequantize_triton.KERNEL.launch([packed.cuda(), scales.cuda()], _FMT, out)
+        dequantize_triton.KERNEL.run(Dequantize([packed.cuda(), scales.cuda()], _FMT, out))
         assert_same_bits(out.cpu(), expected)
 
 
@@ -168,8 +171,7 @@ def test_gpu_strided_operands_go_to_the_reference(
     with caplog.at_level(logging.WARNING, "inductor_q"):
         assert_same_bits(ops.dequantize(operands, name, shape, torch.bfloat16), expected)
     assert caplog.messages == [
-        "dequantize: kernel 'triton' not used: an operand is not contiguous; "
-        "another one serves the call"
+        "dequantize: provider 'triton' is not used: an operand is not contiguous"
     ]
 
 
@@ -183,5 +185,5 @@ def test_gpu_offsets_beyond_int32() -> None:
     out = ops.dequantize([packed, absmax], _FMT.name, [rows, cols], torch.bfloat16)
     last = [packed[-tail * cols // 2 :], absmax[-tail * cols // 64 :]]
     expected = torch.empty(tail, cols, dtype=torch.bfloat16, device="cuda")
-    dequantize_reference.KERNEL.launch(last, _FMT, expected)
+    dequantize_reference.KERNEL.run(Dequantize(last, _FMT, expected))
     assert_same_bits(out[-tail:], expected)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import inductor_q
 from inductor_q import exc, ops
@@ -18,13 +17,13 @@ from inductor_q.csrc import driver
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.codec import Codebook
 from inductor_q.kernels import (
-    DEQUANTIZE,
     dequantize,
     dequantize_reference,
     dequantize_triton,
     triton_launch,
 )
-from inductor_q.kernels.dequantize import write
+from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.dequantize import DEQUANTIZE, write
 from inductor_q.lowerings.calls import qfuse_dequantize
 from tests.support.compile_triton import compiled
 from tests.support.fake_driver import FakeDriver
@@ -174,8 +173,8 @@ def test_a_kernel_is_asked_once_for_calls_that_are_alike(monkeypatch: pytest.Mon
     asked: list[QuantFormat] = []
 
     class Counting(dequantize_reference.Reference):
-        def supports(self, operands: Any, fmt: QuantFormat, out: Tensor) -> str:
-            asked.append(fmt)
+        def refuses(self, call: Dequantize) -> str:
+            asked.append(call.fmt)
             return ""
 
     monkeypatch.setitem(DEQUANTIZE, "cpu", (Counting(),))
@@ -234,7 +233,7 @@ def test_gpu_later_launches_go_through_the_driver(
     for seed in range(3):
         operands, _ = sample(FORMATS[name], (48, 256), seed=seed)
         expected = torch.empty(48, 256, dtype=torch.bfloat16)
-        dequantize_reference.KERNEL.launch(operands, FORMATS[name], expected)
+        dequantize_reference.KERNEL.run(Dequantize(operands, FORMATS[name], expected))
         there = [operand.cuda() for operand in operands]
         out = torch.full((48, 256 + pad), 7.0, dtype=torch.bfloat16, device="cuda")
         inside = out[:, :256]

@@ -26,8 +26,8 @@ from inductor_q.kernels import (
 )
 from inductor_q.kernels.calls import DENSE, Scatter2Scatter
 from inductor_q.kernels.dequantize import write
-from inductor_q.kernels.dispatch import _tell_once
 from inductor_q.kernels.expert_weights import ExpertWeights
+from inductor_q.kernels.provider import in_order, on_device, warn_once
 from tests.ops.test_scatter2scatter import SHAPES, check
 from tests.support.gpu_experts import assert_never_synchronizes_and_is_captured
 from tests.support.moe import Sizes, layer, results
@@ -49,14 +49,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     for kernel in KERNELS:
 
-        def launch(
-            call: Scatter2Scatter, kernel: Any = kernel, original: Any = kernel.launch
+        def run(
+            call: Scatter2Scatter, kernel: Any = kernel, original: Any = kernel.run
         ) -> tuple[Tensor, Tensor]:
             names.append(kernel.name)
             result: tuple[Tensor, Tensor] = original(call)
             return result
 
-        monkeypatch.setattr(kernel, "launch", launch, raising=False)
+        monkeypatch.setattr(kernel, "run", run, raising=False)
     yield names
 
 
@@ -240,34 +240,35 @@ def test_a_dense_weight_is_read_where_it_lies(
 @pytest.mark.parametrize("provider", ["grouped_mm", "dequantize"])
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few rows", "many rows"])
 def test_dense_experts(sizes: Sizes, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = layer(sizes, dtype=BF16, quant=DENSE)
     for device in ("cpu", "cuda"):
-        found = kernels.scatter2scatter_kernels(device, provider)
+        listed = on_device(kernels.PROVIDERS["scatter2scatter"], device)
+        found = in_order(listed, {}, case.call(), provider)
         reason = "nothing to decode" if provider == "dequantize" else ""
         assert found[0].name == provider
-        case = layer(sizes, dtype=BF16, quant=DENSE)
-        assert reason in found[0].supports(case.call())
-    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", KERNELS[1:])
+        assert reason in found[0].refuses(case.call())
+    monkeypatch.setitem(kernels.PROVIDERS["scatter2scatter"], "cpu", KERNELS[1:])
     check(sizes, quant=DENSE, dtype=BF16, bias=True, gates=True, sentinel=-1)
 
 
 def test_each_says_what_it_is_not_for(caplog: pytest.LogCaptureFixture) -> None:
-    _tell_once.cache_clear()
+    warn_once.cache_clear()
     packed = layer(MANY, dtype=BF16)
     grouped_mm, dequantize = KERNELS[1:3]
-    assert "nf4_b64_nested, not dense" in grouped_mm.supports(packed.call())
-    assert "bfloat16" in dequantize.supports(layer(MANY).call())
+    assert "nf4_b64_nested, not dense" in grouped_mm.refuses(packed.call())
+    assert "bfloat16" in dequantize.refuses(layer(MANY).call())
     odd = layer(replace(MANY, in_features=60), dtype=BF16)
-    assert "multiples of 8" in dequantize.supports(odd.call())
+    assert "multiples of 8" in dequantize.refuses(odd.call())
     with caplog.at_level(logging.WARNING, "inductor_q"):
         packed(provider="grouped_mm")
-    assert "'grouped_mm' not used: the weight is nf4_b64_nested" in caplog.text
+    assert "'grouped_mm' is not used: the weight is nf4_b64_nested" in caplog.text
 
 
 def test_a_kernel_for_other_formats_is_no_news(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, served: list[str]
 ) -> None:
-    _tell_once.cache_clear()
-    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", KERNELS[1:])
+    warn_once.cache_clear()
+    monkeypatch.setitem(kernels.PROVIDERS["scatter2scatter"], "cpu", KERNELS[1:])
     with caplog.at_level(logging.WARNING, "inductor_q"):
         layer(MANY, dtype=BF16)()
     assert served == ["dequantize"] and not caplog.text
@@ -319,7 +320,7 @@ def test_gpu_is_as_near_as_the_loop(
     transposed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cuda", (kernel, *KERNELS[1:]))
+    monkeypatch.setitem(kernels.PROVIDERS["scatter2scatter"], "cuda", (kernel, *KERNELS[1:]))
     quant = DENSE if kernel.name == "grouped_mm" else "nf4"
     layout: Any = {"transposed": transposed, "grouped": grouped, "sentinel": -1}
     # Six rows a layer are few for a mean: 16 layers.

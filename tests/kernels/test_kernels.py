@@ -17,18 +17,16 @@ from inductor_q.formats.layout import HIGH_FIRST
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.scale import BlockScale, NestedScale
 from inductor_q.kernels import (
-    DEQUANTIZE,
-    OPS,
-    DequantizeKernel,
-    choose,
+    CHOSEN,
+    PROVIDERS,
     dequantize_cpp,
     dequantize_reference,
     dequantize_triton,
     provider_names,
-    providers,
-    refusal,
 )
-from inductor_q.kernels.dequantize import write
+from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.dequantize import DEQUANTIZE, compiled_by, kernels_of, refusal, write
+from inductor_q.kernels.provider import REFERENCE, DequantizeProvider
 from tests.support.dequantize_kernels import LAYOUTS, check
 from tests.support.quantized import (
     DTYPES,
@@ -47,8 +45,8 @@ CPU_KERNELS = [pytest.param(k, id=k.name) for k in DEQUANTIZE["cpu"]]
 @needs_0_50
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
-def test_kernel_equals_the_reference(kernel: DequantizeKernel, fmt: QuantFormat) -> None:
-    if refused := kernel.decodes(fmt):
+def test_kernel_equals_the_reference(kernel: DequantizeProvider, fmt: QuantFormat) -> None:
+    if refused := kernel.unknown(fmt):
         pytest.skip(refused)
     for layout in LAYOUTS:
         for dtype in DTYPES:
@@ -57,26 +55,28 @@ def test_kernel_equals_the_reference(kernel: DequantizeKernel, fmt: QuantFormat)
 
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
-def test_kernel_reads_any_storage(kernel: DequantizeKernel, storage: torch.dtype) -> None:
+def test_kernel_reads_any_storage(kernel: DequantizeProvider, storage: torch.dtype) -> None:
     for name in ("nf4_b64", "fp4_b64_nested"):
         check(kernel, FORMATS[name], (4, 128, 3), torch.bfloat16, storage=storage)
 
 
-def test_every_list_ends_with_the_reference() -> None:
-    for device_type, kernels in DEQUANTIZE.items():
-        assert kernels[-1] is dequantize_reference.KERNEL, device_type
-        names = [kernel.name for kernel in kernels]
-        assert len(set(names)) == len(names)
-    assert OPS == {"dequantize": DEQUANTIZE}
+def test_every_list_has_the_reference_last_of_those_asked_by_default() -> None:
+    for op, table in PROVIDERS.items():
+        for device_type, listed in table.items():
+            names = [provider.name for provider in listed]
+            assert len(set(names)) == len(names)
+            behind = names[names.index(REFERENCE) + 1 :]
+            assert not behind or (op, device_type) == ("scatter2scatter", "cpu")
+    assert PROVIDERS["dequantize"] is DEQUANTIZE and set(CHOSEN) < set(PROVIDERS)
 
 
 def test_provider_names() -> None:
     assert provider_names() == {
         "dequantize": ("inductor", "cpp", "reference", "cuda", "triton"),
-        "scatter2scatter": (*("reference", "grouped_mm", "dequantize", "cuda", "triton"),),
+        "scatter2scatter": ("reference", "grouped_mm", "dequantize", "cuda", "triton"),
     }
-    assert providers("dequantize", "cpu") == ["cpp"]  # the reference is no provider of speed
-    assert providers("dequantize", "xpu") == []
+    assert kernels_of("cpu") == ["cpp"]  # the reference is no provider of speed
+    assert kernels_of("xpu") == []
 
 
 def test_reference_decodes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def check_parts(layout: tuple[int, int, int]) -> None:
     w = quantize((rows, cols), nested=True)
     operands, name, _ = w.operands
     out = torch.empty(rows, cols + extra)[:, :cols]
-    dequantize_reference.KERNEL.launch(operands, FORMATS[name], out)
+    dequantize_reference.KERNEL.run(Dequantize(operands, FORMATS[name], out))
     assert_same_bits(out, by_table(w.packed, w.state, torch.float32))
 
 
@@ -136,7 +136,7 @@ def _operands() -> list[Tensor]:
     ],
 )
 def test_cpp_refuses(fmt: QuantFormat, out: Tensor, reason: str) -> None:
-    assert dequantize_cpp.KERNEL.supports(_operands(), fmt, out) == reason
+    assert dequantize_cpp.KERNEL.refuses(Dequantize(_operands(), fmt, out)) == reason
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,14 @@ def test_cpp_refuses(fmt: QuantFormat, out: Tensor, reason: str) -> None:
     ],
 )
 def test_triton_refuses(fmt: QuantFormat, out: Tensor, reason: str) -> None:
-    assert dequantize_triton.KERNEL.supports(_operands(), fmt, out) == reason
+    assert dequantize_triton.KERNEL.refuses(Dequantize(_operands(), fmt, out)) == reason
 
 
 def test_triton_refuses_strided_operands() -> None:
     operands = _operands()
     operands[1] = torch.stack([operands[1], operands[1]], 1)[:, 0]
     out = torch.empty(4, 64)
-    assert dequantize_triton.KERNEL.supports(operands, _FMT, out) == (
+    assert dequantize_triton.KERNEL.refuses(Dequantize(operands, _FMT, out)) == (
         "an operand is not contiguous"
     )
 
@@ -178,25 +178,24 @@ def test_without_the_kernel_the_reference_serves_and_says_so_once(
         for _ in range(3):
             assert_same_bits(inductor_q.dequantize(w.packed, w.state), by_table(w.packed, w.state))
     assert caplog.messages == [
-        "dequantize: kernel 'cpp' not used: no C++ compiler: set CXX or install g++; "
-        "another one serves the call"
+        "dequantize: provider 'cpp' is not used: no C++ compiler: set CXX or install g++"
     ]
-    assert providers("dequantize", "cpu") == []
-    assert choose("dequantize", "cpu", "cpp") == "inductor"
+    assert kernels_of("cpu") == []
+    assert compiled_by("cpu", "cpp") == "inductor"
 
 
 def test_compiled_code_is_served_by_a_kernel_that_can() -> None:
     """Never by the name of one that is not there: the report says who serves."""
-    fastest = choose("dequantize", "cpu")
+    fastest = compiled_by("cpu")
     assert fastest in ("cpp", "inductor")  # by whether there is a compiler
-    assert choose("dequantize", "cpu", "triton") == fastest
-    assert choose("dequantize", "xpu", "cpp") == "inductor"
+    assert compiled_by("cpu", "triton") == fastest
+    assert compiled_by("xpu", "cpp") == "inductor"
     for name in ("reference", "inductor"):
-        assert choose("dequantize", "cpu", name) == name
+        assert compiled_by("cpu", name) == name
     crumbs = replace(FORMATS["nf4_b64"], packing=BytePacking(bits=2))
-    assert choose("dequantize", "cpu", "cpp", crumbs) == "inductor"
-    assert refusal("dequantize", "cpu", "cpp", crumbs)
-    assert refusal("dequantize", "cpu", "triton") == "there is none of that name for cpu tensors"
+    assert compiled_by("cpu", "cpp", crumbs) == "inductor"
+    assert refusal("cpu", "cpp", crumbs)
+    assert refusal("cpu", "triton") == "there is none of that name for cpu tensors"
 
 
 def test_a_named_kernel_that_the_device_lacks_is_told_once(
@@ -211,13 +210,12 @@ def test_a_named_kernel_that_the_device_lacks_is_told_once(
             write(operands, FORMATS[name], out, "triton")
     assert_same_bits(out, by_table(w.packed, w.state))
     assert caplog.messages == [
-        "dequantize: kernel 'triton' not used: there is none of that name for cpu tensors; "
-        "another one serves the call"
+        "dequantize: provider 'triton' is not used: there is none of that name for cpu tensors"
     ]
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
-def test_strided_and_half_precision_operands(kernel: DequantizeKernel) -> None:
+def test_strided_and_half_precision_operands(kernel: DequantizeProvider) -> None:
     """Views of larger tensors, and scales in the dtype that some checkpoints store."""
     w = quantize((64, 128), nested=True)
     operands, name, shape = w.operands
@@ -225,9 +223,9 @@ def test_strided_and_half_precision_operands(kernel: DequantizeKernel) -> None:
     views = [torch.stack([t.reshape(-1), t.reshape(-1)], 1)[:, 0] for t in operands]
     assert not any(t.is_contiguous() for t in views if t.numel() > 1)
     out = torch.empty(64, 128)
-    kernel.launch(views, FORMATS[name], out)
+    kernel.run(Dequantize(views, FORMATS[name], out))
     assert_same_bits(out, expected)
     half = [*operands[:2], *(t.to(torch.bfloat16) for t in operands[2:])]
     rounded = [*operands[:2], *(t.float() for t in half[2:])]
-    kernel.launch(half, FORMATS[name], out)
+    kernel.run(Dequantize(half, FORMATS[name], out))
     assert_same_bits(out, ops.dequantize(rounded, name, shape, torch.float32))

@@ -60,7 +60,7 @@ def check(sizes: Sizes, **kwargs: Any) -> None:
 
 def refusal(case: Layer, **changes: Any) -> str:
     """Why the CUDA kernel would not serve `case`."""
-    return scatter2scatter_cuda.KERNEL.supports(case.call(**changes))
+    return scatter2scatter_cuda.KERNEL.refuses(case.call(**changes))
 
 
 def test_header_is_what_its_generator_writes() -> None:
@@ -83,7 +83,7 @@ def test_stretched_codebooks_are_close() -> None:
 
 
 @pytest.mark.skipif(
-    bool(scatter2scatter_cuda.KERNEL.available()), reason="NVRTC and Triton are not installed"
+    bool(scatter2scatter_cuda.KERNEL.missing()), reason="NVRTC and Triton are not installed"
 )
 def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
     case = layer(FIT, dtype=BF16)
@@ -141,11 +141,11 @@ def test_gpu_never_synchronizes_and_runs_in_a_captured_graph() -> None:
 @pytest.mark.parametrize("grouped", GROUPED)
 def test_gpu_gram_is_as_near_as_the_reference(narrow: int, grouped: tuple[bool, bool]) -> None:
     call = gram(on_gpu(FIT), 192, narrow, grouped)
-    reference = kernels.GROUPED_GRAM["cpu"][0]
+    reference = kernels.PROVIDERS["grouped_gram"]["cpu"][0]
     double = replace(call, left=call.left.double(), right=call.right.double(), dtype=torch.float64)
-    truth = reference.launch(double)
-    assert not grouped_gram_triton.KERNEL.supports(call)
-    got, peer = grouped_gram_triton.KERNEL.launch(call), reference.launch(call)
+    truth = reference.run(double)
+    assert not grouped_gram_triton.KERNEL.refuses(call)
+    got, peer = grouped_gram_triton.KERNEL.run(call), reference.run(call)
 
     def error(value: Tensor) -> float:
         return float((value.double() - truth).norm() / truth.norm())

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
-from inductor_q.kernels import dispatch, scatter2scatter_cuda
+from inductor_q.kernels import provider as providers
+from inductor_q.kernels import scatter2scatter_cuda
 from inductor_q.kernels.calls import DENSE
 from tests.support.moe import Layer, layer
 from tests.support.tile_cases import BF16, FIT, FP16, device
@@ -30,10 +31,10 @@ def served(
     monkeypatch.setattr(scatter2scatter_cuda, "_function", lambda *_: None)
     launched: list[str] = []
     told: list[str] = []
-    monkeypatch.setattr(dispatch, "_tell_once", lambda *args: told.append(": ".join(args)))
-    for kernel in kernels.SCATTER2SCATTER["cuda"]:
+    monkeypatch.setattr(providers, "warn_once", lambda *args: told.append(": ".join(args[1:])))
+    for kernel in kernels.PROVIDERS["scatter2scatter"]["cuda"]:
         name = kernel.name
-        monkeypatch.setattr(kernel, "launch", lambda _, name=name: launched.append(name))
+        monkeypatch.setattr(kernel, "run", lambda _, name=name: launched.append(name))
     with FakeTensorMode():
 
         def fake(value: Any) -> Any:
@@ -99,7 +100,7 @@ def test_what_it_refuses_is_served_by_another(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_cpu_has_no_triton_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(dispatch, "_tell_once", lambda *args: told.append(": ".join(args)))
+    monkeypatch.setattr(providers, "warn_once", lambda *args: told.append(": ".join(args[1:])))
     case = layer(replace(FIT, tokens=3))
     assert torch.equal(case(provider="triton"), case())
     assert told == ["triton: there is none of that name for cpu tensors"]

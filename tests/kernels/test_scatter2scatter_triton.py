@@ -148,13 +148,13 @@ def test_what_surrounds_the_product_compiles(name: str) -> None:
 
 def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
     case = layer(FIT, dtype=BF16)
-    assert "cpu tensors" in KERNEL.supports(case.call())
-    assert "float32" in KERNEL.supports(layer(FIT).call())
-    assert "nibbles" in KERNEL.supports(case.call(fmt=FORMATS["kbit4_e4m4"]))
-    assert "rows of 48" in KERNEL.supports(layer(replace(FIT, in_features=48), dtype=BF16).call())
-    assert "rank 129" in KERNEL.supports(layer(replace(FIT, rank=129), dtype=BF16).call())
+    assert "cpu tensors" in KERNEL.refuses(case.call())
+    assert "float32" in KERNEL.refuses(layer(FIT).call())
+    assert "nibbles" in KERNEL.refuses(case.call(fmt=FORMATS["kbit4_e4m4"]))
+    assert "rows of 48" in KERNEL.refuses(layer(replace(FIT, in_features=48), dtype=BF16).call())
+    assert "rank 129" in KERNEL.refuses(layer(replace(FIT, rank=129), dtype=BF16).call())
     operands = [case.operands[0].expand(2, -1, -1)[:, ::2], *case.operands[1:]]
-    assert "qweight is not contiguous" in KERNEL.supports(case.call(operands=operands))
+    assert "qweight is not contiguous" in KERNEL.refuses(case.call(operands=operands))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
 
 def check(sizes: Sizes, **kwargs: Any) -> None:
     cases = [on_gpu(sizes, seed=seed, **kwargs) for seed in range(4)]
-    assert all(not KERNEL.supports(case.call()) for case in cases)
+    assert all(not KERNEL.refuses(case.call()) for case in cases)
     assert_as_near_as_the_loop(cases, "triton")
 
 
@@ -222,7 +222,7 @@ def test_gpu_every_candidate_gives_the_result() -> None:
             exact = case.double().loop()
             peer = float((case.loop().double() - exact).norm())
             for tile in fit[::5]:
-                y, _ = KERNEL.launch(call, tile)
+                y, _ = KERNEL.run(call, tile)
                 assert float((y.double() - exact).norm()) <= 1.25 * peer, tile
 
 

@@ -17,7 +17,8 @@ import inductor_q
 from inductor_q import lowerings, ops, testing
 from inductor_q.backend import qfuse
 from inductor_q.capture.bnb_state import bnb_operands
-from inductor_q.kernels import choose, providers
+from inductor_q.kernels.dequantize import compiled_by, kernels_of
+from inductor_q.kernels.provider import warn_once
 from tests.support.compiling import SMALL, Between
 from tests.support.quantized import assert_same_as_native, assert_same_bits, replace_dtype
 
@@ -31,7 +32,7 @@ CPP = {"qfuse.kernels": {"dequantize": "cpp"}}
 TRITON = {"qfuse.kernels": {"dequantize": "triton"}}
 
 needs_cpp = pytest.mark.skipif(
-    "cpp" not in providers("dequantize", "cpu"), reason="no C++ compiler for the CPU kernel"
+    "cpp" not in kernels_of("cpu"), reason="no C++ compiler for the CPU kernel"
 )
 #: The decode as a kernel of its own, told where to write.
 EXTERN = [
@@ -262,7 +263,7 @@ def test_the_provider_is_reported(device: str) -> None:
         code_of(Decode(lambda values: values, BF16, device), options=options)
         report = inductor_q.last_report()
         assert report is not None
-        first = next(iter(providers("dequantize", "cpu")), "inductor")
+        first = next(iter(kernels_of("cpu")), "inductor")
         expected = name or {"cpu": first, "cuda": "triton"}[device]
         assert report.providers == {"dequantize": {expected: 1}}
 
@@ -270,16 +271,15 @@ def test_the_provider_is_reported(device: str) -> None:
 def test_a_named_kernel_that_the_device_lacks_is_not_reported(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inductor_q.kernels.dequantize._told", set())
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "inductor_q"):
         module = Decode(lambda values: values, BF16)
         code_of(module, options={"qfuse.kernels": {"dequantize": "triton"}})
     report = inductor_q.last_report()
     assert report is not None
-    assert report.providers == {"dequantize": {choose("dequantize", "cpu"): 1}}
+    assert report.providers == {"dequantize": {compiled_by("cpu"): 1}}
     assert caplog.messages == [
-        "dequantize: kernel 'triton' not used: there is none of that name for cpu tensors; "
-        "another one serves the call"
+        "dequantize: provider 'triton' is not used: there is none of that name for cpu tensors"
     ]
 
 

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from inductor_q import exc, kernels, ops, testing
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
-    dispatch,
     scatter2scatter_cuda,
     scatter2scatter_dequantize,
     scatter2scatter_grouped_mm,
@@ -130,7 +129,7 @@ def test_every_provider_against_float64(
         on_hopper = torch.cuda.get_device_capability() == scatter2scatter_cuda.CAPABILITY
         providers += ["triton", "cuda"] if on_hopper else ["triton"]
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(dispatch, "_tell_once", lambda *args: told.append(args))
+    monkeypatch.setattr("inductor_q.kernels.provider.warn_once", lambda _, *why: told.append(why))
     sizes, form = LAYERS[name]
     seeds = 4 if name in SHAPES else 1
     cases = [
@@ -308,8 +307,8 @@ def test_dequantize_provider(
 ) -> None:
     # No reference to fall back to: an unsupported call would be an error.
     product, gram = scatter2scatter_dequantize.KERNEL, scatter2scatter_grouped_mm.GRAM
-    monkeypatch.setitem(kernels.SCATTER2SCATTER, "cpu", (product,))
-    monkeypatch.setitem(kernels.GROUPED_GRAM, "cpu", (gram,))
+    monkeypatch.setitem(kernels.PROVIDERS["scatter2scatter"], "cpu", (product,))
+    monkeypatch.setitem(kernels.PROVIDERS["grouped_gram"], "cpu", (gram,))
     check(
         Sizes(rank=rank),
         dtype=torch.bfloat16,
@@ -325,7 +324,7 @@ def test_dequantize_provider_says_why_not() -> None:
     gram = scatter2scatter_grouped_mm.GRAM
     left, order, offsets = torch.ones(2, 3), torch.arange(2), torch.tensor([0, 2])
     call = GroupedGram(left, left, order, offsets, 1, True, True, torch.float32)
-    assert "bfloat16" in gram.supports(call)
+    assert "bfloat16" in gram.refuses(call)
 
 
 # --- as torch sees it ---------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from inductor_q.formats import FORMATS, QuantFormat
-from inductor_q.kernels import DequantizeKernel, dequantize_reference
+from inductor_q.kernels import dequantize_reference
+from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.provider import DequantizeProvider
 from tests.support.quantized import assert_same_bits, sample
 
 #: (rows, cols, extra columns of the output's rows)
@@ -32,7 +34,7 @@ SCALES = {"denormal": _DENORMAL, "extreme": _EXTREME, "ties": _TIES}
 
 
 def check(
-    kernel: DequantizeKernel,
+    kernel: DequantizeProvider,
     fmt: QuantFormat,
     layout: tuple[int, int, int],
     dtype: torch.dtype,
@@ -44,17 +46,17 @@ def check(
     rows, cols, extra = layout
     operands, values = sample(fmt, (rows, cols), storage=storage)
     expected = torch.empty(rows, cols, dtype=dtype)
-    dequantize_reference.KERNEL.launch(operands, fmt, expected)
+    dequantize_reference.KERNEL.run(Dequantize(operands, fmt, expected))
     assert_same_bits(expected, values.to(dtype))
     wide = torch.full((rows, cols + extra), 7.0, dtype=dtype, device=device)
     out = wide[:, :cols]
     moved = [t.to(device) for t in operands]
-    assert kernel.supports(moved, fmt, out) == ""
-    kernel.launch(moved, fmt, out)
+    assert kernel.refuses(Dequantize(moved, fmt, out)) == ""
+    kernel.run(Dequantize(moved, fmt, out))
     assert_same_bits(out.cpu(), expected)
     assert (wide[:, cols:] == 7.0).all(), "wrote beside its columns"
 
 
-def decoded_by(kernel: DequantizeKernel) -> list[str]:
+def decoded_by(kernel: DequantizeProvider) -> list[str]:
     """The names of the formats that `kernel` knows."""
-    return [fmt.name for fmt in FORMATS.values() if not kernel.decodes(fmt)]
+    return [fmt.name for fmt in FORMATS.values() if not kernel.unknown(fmt)]

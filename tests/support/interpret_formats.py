@@ -13,6 +13,7 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_triton
+from inductor_q.kernels.calls import Dequantize
 from tests.support import formulas
 from tests.support.quantized import assert_same_bits, sample
 
@@ -26,7 +27,7 @@ def by_element() -> int:
         operands, values = sample(fmt, (rows, cols))
         out = torch.full((rows, cols), 7.0)
         with mock.patch.object(dequantize_triton, "_codes", return_value=1):
-            dequantize_triton.KERNEL.launch(operands, fmt, out)
+            dequantize_triton.KERNEL.run(Dequantize(operands, fmt, out))
         assert_same_bits(out, values)
         cases += 1
     return cases
@@ -41,8 +42,8 @@ def by_kernel() -> int:
             for extra in (0, 3):
                 out = torch.full((rows, cols + extra), 7.0)[:, :cols]
                 fmt = FORMATS[name]
-                assert not dequantize_triton.KERNEL.supports(operands, fmt, out)
-                dequantize_triton.KERNEL.launch(operands, fmt, out)
+                assert not dequantize_triton.KERNEL.refuses(Dequantize(operands, fmt, out))
+                dequantize_triton.KERNEL.run(Dequantize(operands, fmt, out))
                 assert_same_bits(out, expected)
                 cases += 1
     return cases

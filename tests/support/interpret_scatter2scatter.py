@@ -29,8 +29,9 @@ from inductor_q.kernels import (
     tile_map_triton,
     tiles,
 )
-from inductor_q.kernels.calls import DENSE, Scatter2Scatter
-from inductor_q.kernels.tile_map import WIDTH_STEP, height, reference
+from inductor_q.kernels.calls import DENSE, Scatter2Scatter, TileMap
+from inductor_q.kernels.tile_map import WIDTH_STEP, height
+from inductor_q.kernels.tile_map_reference import reference
 from inductor_q.ops.routing import route
 from inductor_q.testing import relative_error
 from tests.support import ptx
@@ -67,8 +68,8 @@ FORMATS = (("nf4", False, 64), ("nf4", True, 32), ("fp4", False, 128), ("fp4", T
 class Interpreted(scatter2scatter_triton.Triton):
     """The kernel without its question for a GPU."""
 
-    def supports(self, call: Scatter2Scatter) -> str:
-        return self.decodes(call.fmt) or scatter2scatter_triton.unfit(call)
+    def refuses(self, call: Scatter2Scatter) -> str:
+        return self.unknown(call.fmt) or scatter2scatter_triton.unfit(call)
 
 
 def cases() -> Iterator[Layer]:
@@ -121,7 +122,7 @@ def compare_tile_maps(offsets: Tensor, rows: int) -> None:
     expert_rows_triton.tile_map[(experts,)](offsets, memory, experts, len(expected) - 1, **sizes)
     parts = 1 + int(expected[0, 0])
     assert parts <= len(expected), (offsets, rows)
-    for got in (memory, tile_map_triton.KERNEL.launch(offsets, rows)):
+    for got in (memory, tile_map_triton.KERNEL.run(TileMap(offsets, rows))):
         assert int(got[0, 0]) == parts - 1, (offsets, rows)
         assert torch.equal(got[1:parts], expected[1:parts]), (offsets, rows)
     assert (memory[len(expected) :] == -7).all(), (offsets, rows)
@@ -132,9 +133,9 @@ def check_grams() -> None:
     case = make(replace(FIT, tokens=100))
     for columns, grouped in itertools.product(((160, 5), (48, 64)), GROUPED):
         call = gram(case, *columns, grouped)
-        got = grouped_gram_triton.KERNEL.launch(replace(call, dtype=torch.float32))
+        got = grouped_gram_triton.KERNEL.run(replace(call, dtype=torch.float32))
         wide = replace(call, left=call.left.double(), right=call.right.double())
-        truth = kernels.GROUPED_GRAM["cpu"][0].launch(replace(wide, dtype=torch.float64))
+        truth = kernels.PROVIDERS["grouped_gram"]["cpu"][0].run(replace(wide, dtype=torch.float64))
         assert relative_error(got, truth) < 1e-6, (columns, grouped)
         assert_experts_alone_have_the_same_gram(grouped_gram_triton.KERNEL, call)
 
@@ -147,8 +148,11 @@ def main() -> int:
     check_tile_maps()
     check_grams()
     tl.inline_asm_elementwise = ptx.elementwise
-    kernels.SCATTER2SCATTER["cpu"] = (Interpreted(),)
-    kernels.GROUPED_GRAM["cpu"] = (grouped_gram_triton.KERNEL, *kernels.GROUPED_GRAM["cpu"])
+    kernels.PROVIDERS["scatter2scatter"]["cpu"] = (Interpreted(),)
+    kernels.PROVIDERS["grouped_gram"]["cpu"] = (
+        grouped_gram_triton.KERNEL,
+        *kernels.PROVIDERS["grouped_gram"]["cpu"],
+    )
     ours: dict[str, float] = defaultdict(float)
     peer: dict[str, float] = defaultdict(float)
     count = 0

@@ -13,6 +13,7 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_reference, dequantize_triton, quantize_kbit_triton
+from inductor_q.kernels.calls import Dequantize, QuantizeKbit
 from inductor_q.kernels.quantize_kbit_reference import reference
 from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
 from tests.support.quantized import assert_same_bits, sample
@@ -38,16 +39,16 @@ def dequantize() -> int:
     config = dequantize_triton.Config(block=16)
     for name, (rows, cols, extra) in itertools.product(FORMATS, LAYOUTS.values()):
         fmt = FORMATS[name]
-        if dequantize_triton.KERNEL.decodes(fmt):
+        if dequantize_triton.KERNEL.unknown(fmt):
             continue
         operands, _ = sample(fmt, (rows, cols))
         dtype = DTYPES[(cases + cases // len(LAYOUTS)) % 2]  # each layout in both
         wide = torch.full((rows, cols + extra), 7.0, dtype=dtype)
         out = wide[:, :cols]
-        assert not dequantize_triton.KERNEL.supports(operands, fmt, out)
-        dequantize_triton.KERNEL.prepare(operands, fmt, out, config)(operands, out)
+        assert not dequantize_triton.KERNEL.refuses(Dequantize(operands, fmt, out))
+        dequantize_triton.KERNEL.prepare(Dequantize(operands, fmt, out), config)(operands, out)
         expected = torch.empty(rows, cols, dtype=dtype)
-        dequantize_reference.KERNEL.launch(operands, fmt, expected)
+        dequantize_reference.KERNEL.run(Dequantize(operands, fmt, expected))
         assert_same_bits(out, expected)
         assert (wide[:, cols:] == 7.0).all(), "wrote beside its columns"
         cases += 1
@@ -60,7 +61,9 @@ def quantize() -> int:
     for (k, absmax), kind, numel in itertools.product(CASES, KINDS, (1, 33, 1000)):
         x = weight(numel, DTYPES[cases % 2], seed=cases) * 10.0 ** (cases % 6 - 4)
         x[: numel // 8] = 0
-        actual = quantize_kbit_triton.KERNEL.launch(x, codebook(k, kind), k, absmax, config)
+        actual = quantize_kbit_triton.KERNEL.run(
+            QuantizeKbit(x, codebook(k, kind), k, absmax), config
+        )
         expected = reference(x, codebook(k, kind), k, absmax)
         for mine, right in zip(actual, expected, strict=True):
             assert mine.dtype == right.dtype

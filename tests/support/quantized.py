@@ -20,6 +20,8 @@ from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.bnb import BNB_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
+from inductor_q.kernels.dequantize import PREPARED
+from inductor_q.kernels.provider import warn_once
 from tests.support import formulas
 
 bnb: Any = bitsandbytes.functional  # as shipped, it is typed in parts
@@ -222,8 +224,8 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """As in a new process: no kernel was asked, none told. Returns what is prepared from now on."""
     launches: dict[Any, Any] = {}
-    monkeypatch.setattr("inductor_q.kernels.dequantize._told", set())
-    monkeypatch.setattr("inductor_q.kernels.dequantize._launches", launches)
+    warn_once.cache_clear()
+    monkeypatch.setattr(PREPARED, "launches", launches)
     op = sys.modules["inductor_q.ops.dequantize"]  # a function hides it in the package
     monkeypatch.setattr(op, "_checked", set())
     return launches

@@ -24,7 +24,7 @@ def check() -> Iterator[Finding]:
         uses = "the dequantize kernel on a CPU" if gpu else "Inductor on a CPU"
         yield Finding("compiler", failure, f"no C++ compiler; {uses} needs one", INSTALL)
         return
-    reason = dequantize_cpp.KERNEL.available()
+    reason = dequantize_cpp.KERNEL.missing()
     if reason:
         yield Finding("compiler", failure, reason, INSTALL)
     else:
