@@ -71,16 +71,31 @@ def test_results_without_a_digest_become_fewer() -> None:
     assert all(results[name]["created"] < "2026-11-22T09" for name in without)
 
 
+@pytest.fixture(scope="module")
+def whole_history() -> None:
+    if origin._git("rev-parse", "--is-shallow-repository") != b"false\n":
+        pytest.skip("there is no history here to compare with")
+
+
+@pytest.mark.usefixtures("whole_history")
 def test_results_are_those_of_their_commit() -> None:
     for path in FILES:
         result = origin.read(path)
         if path.name in BEFORE_DIGESTS:
             continue
         id, source = result["commit"]["id"], result["commit"]["source"]
-        if origin.commit_files(id) is None:
-            pytest.skip("there is no history here to compare with")
         assert result["commit"]["dirty"] is not None, f"python -m benchmarks origin {path}"
-        assert result["commit"]["dirty"] == origin.differs(id, source), path.name
+        assert result["commit"]["dirty"] is origin.differs(id, source), path.name
+
+
+@pytest.mark.usefixtures("whole_history")
+def test_each_commit_holds_the_script_that_wrote_the_result() -> None:
+    for path in FILES:
+        result = origin.read(path)
+        script = result.get("example") or f"benchmarks.{result['benchmark']}"
+        files = origin.commit_files(result["commit"]["id"])
+        assert files is not None, f"{path.name}: no commit {result['commit']['id']}"
+        assert f"{script.replace('.', '/')}.py" in dict(files), path.name
 
 
 def test_pictures_show_the_results_beside_them() -> None:
