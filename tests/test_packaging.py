@@ -96,7 +96,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
         env=environment_without_checkout(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -123,7 +123,7 @@ def test_build_race(load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compile_one = build._compile
 
     def together(*args: Any) -> str:
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=300)
         return compile_one(*args)
 
     monkeypatch.setattr(build, "_compile", together)

@@ -143,7 +143,7 @@ def test_the_fixture(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     said = done.stdout
     assert "PASSED test_step.py::test_clean" in said

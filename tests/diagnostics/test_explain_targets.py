@@ -232,7 +232,7 @@ def interrupt(command: list[str]) -> tuple[int, str, str]:
         first = process.stdout.readline()
         time.sleep(0.2)  # until it sleeps
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     return process.returncode, first + out, err
@@ -324,7 +324,7 @@ def test_two_ranks_are_two_reports_and_a_merged_one(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
@@ -365,7 +365,7 @@ def test_a_rank_over_budget_does_not_end_one_that_still_works(tmp_path: Path) ->
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert (done.returncode, done.stdout) == (1, "saved\n"), done.stderr
     assert "rank 1: 1 graph break, at most 0 allowed" in done.stderr

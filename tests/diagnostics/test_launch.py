@@ -184,7 +184,7 @@ def test_sigterm_ends_the_target_after_its_report(tmp_path: Path) -> None:
         assert process.stdout.readline() == "ran []\n"
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == -signal.SIGTERM
@@ -244,7 +244,7 @@ def test_a_pytest_node_sees_nothing_of_ours(tmp_path: Path) -> None:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
         )
         assert (done.returncode, said in done.stdout) == (status, True), done.stdout
         assert "warning" not in done.stdout

@@ -492,6 +492,6 @@ def test_torch_is_not_imported_before_the_target_does() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.stdout == "False 1 ['eager']\n", done.stderr

@@ -132,7 +132,7 @@ def test_threads_are_waited_for(folder: Path, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out == "main over\ndone\n"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_pool_that_is_left_open_is_not_waited_for(folder: Path) -> None:
     source = """
         import concurrent.futures

@@ -29,7 +29,7 @@ def test_triton_in_the_interpreter() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     decoded, encoded = map(int, run.stdout.split())

@@ -286,7 +286,7 @@ def test_rows_in_the_interpreter() -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout) == 12

@@ -54,7 +54,7 @@ def test_in_the_interpreter() -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     if "interpreter cannot loop" in run.stderr:
         pytest.skip(run.stderr.splitlines()[-1])

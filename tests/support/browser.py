@@ -76,10 +76,10 @@ class Browser:
         try:
             if hasattr(self, "_session"):
                 request = urllib.request.Request(self._session, method="DELETE")
-                _OPENER.open(request, timeout=30).close()
+                _OPENER.open(request, timeout=120).close()
         finally:
             self._driver.terminate()
-            self._driver.communicate(timeout=30)
+            self._driver.communicate(timeout=120)
             self._profile.cleanup()
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
@@ -88,7 +88,7 @@ class Browser:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with _OPENER.open(request, timeout=60) as answer:
+        with _OPENER.open(request, timeout=300) as answer:
             return json.load(answer)["value"]
 
     def open(self, page: Path) -> None:
