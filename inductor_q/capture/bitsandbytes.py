@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inductor_q.capture import bnb_graph, bnb_state
 from inductor_q.capture.library import Library
+from inductor_q.formats.bnb import BNB_FORMATS
 
 BITSANDBYTES = Library(
     name="bitsandbytes",
@@ -13,4 +14,5 @@ BITSANDBYTES = Library(
     is_product=bnb_graph.is_product,
     packs_anew=bnb_graph.packs_anew,
     packed=bnb_state.packed,
+    quantizers=dict.fromkeys(BNB_FORMATS, bnb_state.quantize),
 )

@@ -1,4 +1,4 @@
-"""bitsandbytes' QuantState as the operands of one of our formats."""
+"""bitsandbytes' QuantState as the operands of one of our formats, and the way there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q.capture.library import Packed, Stored
-from inductor_q.exc import CorruptQuantState, UnknownFormat
+from inductor_q.exc import CorruptQuantState, MissingExtra, UnknownFormat
+from inductor_q.formats import QuantFormat
 from inductor_q.formats.bnb import BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format_name
 
 
@@ -26,11 +27,14 @@ def packed(module: nn.Module, name: str) -> Packed | None:
         return None
     kind, state = type(tensor).__name__, getattr(tensor, "quant_state", None)
     if kind == "Int8Params":
-        return Packed("int8", tuple(tensor.shape))
+        reason = "it holds bitsandbytes' 8-bit codes, which none of our formats describes"
+        return Packed("int8", tuple(tensor.shape), reason=reason)
     if kind == "Params4bit":
         shape = tuple(getattr(state, "shape", None) or ())
-        read = partial(bnb_operands, tensor, state) if state is not None else None
-        return Packed(str(getattr(tensor, "quant_type", "")), shape, read)
+        name = str(getattr(tensor, "quant_type", ""))
+        if state is None:
+            return Packed(name, shape, reason="bitsandbytes quantizes it when it moves to a device")
+        return Packed(name, shape, partial(bnb_operands, tensor, state))
     if name == "weight":
         state = vars(module).get("quant_state")
     elif name == "original" and isinstance(module, nn.ModuleList):
@@ -66,6 +70,27 @@ def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:
     return Stored(operands, name, list(quant_state.shape))
 
 
+def quantize(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
+    """The operands of `weight` in one of bitsandbytes' formats, as bitsandbytes quantizes.
+
+    Raises:
+        MissingExtra.
+    """
+    try:
+        from bitsandbytes.functional import quantize_4bit
+    except ImportError:
+        raise MissingExtra(package="bitsandbytes", extra="bnb", feature=fmt.name) from None
+    scale = fmt.blockwise
+    assert scale is not None, f"{fmt.name=}"
+    packed, state = quantize_4bit(
+        weight.contiguous(),
+        blocksize=scale.block,
+        quant_type=next(name for name, values in BNB_QUANT_TYPES.items() if values == fmt.codec),
+        compress_statistics=scale.outer > 0,
+    )
+    return bnb_operands(packed, state).operands
+
+
 def dequantize(
     weight: Tensor, quant_state: Any = None, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -89,4 +114,4 @@ def dequantize(
     return values.t() if weight.dim() == 2 and weight.shape[0] == 1 else values
 
 
-__all__: Sequence[str] = ["bnb_operands", "dequantize"]
+__all__: Sequence[str] = ["bnb_operands", "dequantize", "packed", "quantize"]

@@ -8,12 +8,14 @@ by name where they are registered, its classes are known by theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+
+from inductor_q.formats import QuantFormat
 
 # --- in a graph ---------------------------------------------------------------------------------
 
@@ -80,12 +82,13 @@ class Packed:
     format: as its library calls it; a name of ours where the layer is ours.
     shape: of its values, as far as the module says it.
     read: gives the weight in one of our formats, and raises where its state does not fit itself.
-        None where we have no such format.
+    reason: why it cannot, where none of our formats is the library's.
     """
 
     format: str
     shape: tuple[int, ...]
     read: Callable[[], Stored] | None = None
+    reason: str = ""
 
     @property
     def kind(self) -> str:
@@ -94,6 +97,9 @@ class Packed:
 
 
 # --- a library ----------------------------------------------------------------------------------
+
+#: The operands of a weight in a format.
+Quantizer: TypeAlias = Callable[[Tensor, QuantFormat], list[Tensor]]
 
 
 def _matches_nothing(node: fx.Node) -> Match:
@@ -133,6 +139,7 @@ class Library:
             plain attributes are looked at; nothing of a module is run.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
             parameter for each projection.
+        quantizers: of the formats that this library writes.
     """
 
     name: str
@@ -143,3 +150,4 @@ class Library:
     packs_anew: Callable[[fx.Graph], Sequence[Refused]] = _packs_nothing
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
+    quantizers: Mapping[QuantFormat, Quantizer] = field(default_factory=dict)

@@ -12,7 +12,8 @@ def _packed(module: nn.Module, name: str) -> Packed | None:
     kind = type(tensor)
     if tensor is None or kind.__module__.partition(".")[0] != "torchao":
         return None
-    return Packed(kind.__name__, tuple(tensor.shape))
+    reason = f"it is torchao's {kind.__name__}, which none of our formats describes"
+    return Packed(kind.__name__, tuple(tensor.shape), reason=reason)
 
 
 TORCHAO = Library(name="torchao", packed=_packed)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
+from inductor_q.capture import LIBRARIES
+from inductor_q.capture.library import Quantizer
 from inductor_q.exc import NoQuantizer, WrongShape
-from inductor_q.formats import QuantFormat, bnb, get_format
-from inductor_q.formats.bnb import BNB_FORMATS
-from inductor_q.formats.kbit import KBIT_FORMATS
+from inductor_q.formats import QuantFormat, get_format
+from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name
 from inductor_q.kernels.calls import DENSE
 
 
 def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
     """The operands of `weight` in `format`, by name; blocks run along the flattened stack.
 
-    bitsandbytes' formats are quantized by bitsandbytes, k-bit formats with the normal-float
-    codebook. "dense" keeps the weight.
+    A library's formats are quantized by the library, k-bit formats with the normal-float codebook.
+    "dense" keeps the weight.
 
     Raises:
         UnknownFormat, NoQuantizer, MissingExtra.
@@ -32,16 +34,20 @@ def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
     return dict(zip(fmt.operands, quantizer(weight, fmt), strict=True))
 
 
-def _quantize_kbit(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
+def _quantize_kbit(weight: Tensor, fmt: QuantFormat, *, k: int, absmax: str) -> list[Tensor]:
     from inductor_q import kbit
 
-    return kbit.quantize(weight, fmt.planes, absmax=fmt.name.partition("_")[2]).operands
+    return kbit.quantize(weight, k, absmax=absmax).operands
 
 
 #: Formats are also read that only others write.
-QUANTIZERS: dict[QuantFormat, Callable[[Tensor, QuantFormat], list[Tensor]]] = {
-    **dict.fromkeys(BNB_FORMATS, bnb.quantize),
-    **dict.fromkeys(KBIT_FORMATS, _quantize_kbit),
+QUANTIZERS: dict[QuantFormat, Quantizer] = {
+    **{fmt: quantize for library in LIBRARIES for fmt, quantize in library.quantizers.items()},
+    **{
+        get_format(kbit_format_name(k, absmax)): partial(_quantize_kbit, k=k, absmax=absmax)
+        for k in KBITS
+        for absmax in KBIT_SCALES
+    },
 }
 
 

@@ -1,6 +1,6 @@
 """What a quantized weight is. Every format the library knows, by name."""
 
-from inductor_q.formats.bnb import BNB_FORMATS, BNB_QUANT_TYPES, bnb_format_name
+from inductor_q.formats.bnb import BNB_FORMATS
 from inductor_q.formats.fp8 import FP8_FORMATS
 from inductor_q.formats.intx import INTX_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
@@ -11,7 +11,7 @@ FORMATS: dict[str, QuantFormat] = {
     fmt.name: fmt for fmt in (*BNB_FORMATS, *KBIT_FORMATS, *INTX_FORMATS, *FP8_FORMATS, *MX_FORMATS)
 }
 
-__all__ = ["BNB_QUANT_TYPES", "FORMATS", "QuantFormat", "bnb_format_name", "get_format"]
+__all__ = ["FORMATS", "QuantFormat", "get_format"]
 
 
 def get_format(name: str) -> QuantFormat:

@@ -6,17 +6,12 @@ appendix E. The first element of a pair lies in the high nibble.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from inductor_q.exc import MissingExtra, UnsupportedBlocksize
+from inductor_q.exc import UnsupportedBlocksize
 from inductor_q.formats.codec import Codebook, Table
 from inductor_q.formats.layout import HIGH_FIRST
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import BlockScale, NestedScale, Scale
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCKSIZE = 256
@@ -93,26 +88,3 @@ BNB_FORMATS = tuple(
     for blocksize in BLOCKSIZES
     for nested in (False, True)
 )
-
-
-def quantize(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
-    """The operands of `weight` in `fmt`, one of BNB_FORMATS, as bitsandbytes quantizes.
-
-    Raises:
-        MissingExtra.
-    """
-    try:
-        from bitsandbytes.functional import quantize_4bit
-    except ImportError:
-        raise MissingExtra(package="bitsandbytes", extra="bnb", feature=fmt.name) from None
-    scale = fmt.blockwise
-    assert scale is not None, f"{fmt.name=}"
-    packed, state = quantize_4bit(
-        weight.contiguous(),
-        blocksize=scale.block,
-        quant_type=fmt.name.partition("_")[0],
-        compress_statistics=scale.outer > 0,
-    )
-    if not scale.outer:
-        return [packed, state.absmax]
-    return [packed, state.absmax, state.state2.code, state.state2.absmax, state.offset]

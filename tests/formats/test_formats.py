@@ -16,8 +16,8 @@ import inductor_q
 from inductor_q import exc, ops
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.decode.eager import Eager
-from inductor_q.formats import BNB_QUANT_TYPES, FORMATS, bnb_format_name, get_format
-from inductor_q.formats.bnb import BLOCKSIZES
+from inductor_q.formats import FORMATS, get_format
+from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, bnb_format_name
 from inductor_q.formats.codec import Codebook, Table
 from inductor_q.formats.layout import HIGH_FIRST, LOW_FIRST
 from inductor_q.formats.packing import BytePacking
