@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from inductor_q.capture import packed_weight
 from inductor_q.capture.packed import holds_codes
 from inductor_q.exc import AlreadyQuantized, NothingToQuantize
 from inductor_q.experts.checkpoint import ExpertCheckpoint
@@ -105,11 +106,10 @@ def _check_not_packed(model: nn.Module, format: str, targets: Collection[str]) -
                 stacked.append(held.format)
                 continue
             stacked.append(DENSE)
-            weight = layer._parameters.get(name)
-            if weight is not None and holds_codes(weight):
+            if found := _foreign(layer, name):
                 raise AlreadyQuantized(
                     what=f"{layer_name}.{name}",
-                    found=f"it holds {weight.dtype}",
+                    found=found,
                     remedy=(
                         "Load the model dequantized (Mxfp4Config(dequantize=True), "
                         "FineGrainedFP8Config(dequantize=True)), or a checkpoint in 16 bits"
@@ -123,6 +123,14 @@ def _check_not_packed(model: nn.Module, format: str, targets: Collection[str]) -
                 f"model anew, with its 16-bit weights, for {format}"
             ),
         )
+
+
+def _foreign(layer: nn.Module, name: str) -> str:
+    """What a projection holds that we neither read nor quantize; "" for values, and for ours."""
+    packed, weight = packed_weight(layer, name), layer._parameters.get(name)
+    if packed is not None and packed.read is None:
+        return packed.reason
+    return f"it holds {weight.dtype}" if weight is not None and holds_codes(weight) else ""
 
 
 def add_lora(

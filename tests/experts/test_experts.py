@@ -481,6 +481,18 @@ def test_codes_of_another_library_are_refused() -> None:
     assert not [*stacks(net)]
 
 
+def test_experts_that_torchao_packs_are_refused() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    net = model("olmoe")
+    layer = net.model.layers[1].mlp.experts
+    rows = quantization.PerRow()
+    packed = quantization.Int8Tensor.from_hp(layer.down_proj.detach(), granularity=rows)
+    layer.down_proj = nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(exc.AlreadyQuantized, match=r"layers\.1.*torchao's Int8Tensor"):
+        experts.quantize(net)
+    assert not [*stacks(net)]
+
+
 def test_another_format_over_packed_experts(told: list[str]) -> None:
     net = experts.quantize(model("olmoe"), "nf4_b64", targets=["down_proj"])
     assert experts.quantize(net, "nf4_b64", targets=["down_proj"]) is net  # has what is asked for
