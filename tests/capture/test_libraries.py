@@ -1,0 +1,269 @@
+"""What each library of the list says of its modules, and of the graphs that they make."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from inductor_q import capture, kbit, ops, testing
+from inductor_q.capture import LIBRARIES
+from inductor_q.capture.bitsandbytes import BITSANDBYTES
+from inductor_q.capture.bnb_graph import GEMV, overload
+from inductor_q.capture.library import Decoded, Library, Linear, Match, Refused
+from inductor_q.capture.own import OWN
+from inductor_q.capture.torchao import TORCHAO
+from inductor_q.capture.transformers import TRANSFORMERS
+from inductor_q.experts.packing import pack
+from inductor_q.experts.stack import ExpertStack
+from inductor_q.formats import FORMATS
+from tests.support.moe_models import model
+
+bnb: Any = pytest.importorskip("bitsandbytes")
+
+BF16 = torch.bfloat16
+N, K = 128, 64
+
+
+def values() -> Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(BF16)
+
+
+def traced(module: Any) -> list[fx.Node]:
+    """The calls of the inference graph of `module`."""
+    graphs: list[fx.Graph] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        run: Any = torch.compile(module, backend=aot_autograd(fw_compiler=keep))
+        run(torch.ones(8, K, dtype=BF16))
+    return [node for node in graphs[0].nodes if node.op == "call_function"]
+
+
+def matched(module: Any, library: Library) -> list[Match]:
+    """What `library` finds in the graph of `module`, which the list finds as well, and no other."""
+    nodes = traced(module)
+    found = [library.match(node) for node in nodes]
+    assert [capture.match(node) for node in nodes] == found
+    return [one for one in found if one is not None]
+
+
+# --- bitsandbytes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+def test_linear_4bit(quant_type: str, nested: bool) -> None:
+    layer = testing.quantized_linear(
+        values(), torch.ones(N, dtype=BF16), quant_type=quant_type, nested=nested
+    )
+    name = f"{quant_type}_b64" + "_nested" * nested
+    packed = BITSANDBYTES.packed(layer, "weight")
+    assert packed is not None and packed.read is not None
+    assert (packed.format, packed.kind, packed.shape) == (quant_type, "linear", (N, K))
+    operands, format, shape = packed.read()
+    assert (format, shape, len(operands)) == (name, [N, K], 5 if nested else 2)
+    want = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    assert torch.equal(ops.dequantize(operands, format, shape, BF16), want)
+    assert BITSANDBYTES.packed(layer, "bias") is None
+
+    (found,) = matched(layer, BITSANDBYTES)
+    assert isinstance(found, Linear)
+    assert found.kernel == "bitsandbytes' kernel"
+    assert (found.weight.format, found.weight.shape) == (name, (N, K))
+    assert len(found.weight.operands) == len(operands)
+    assert found.bias is not None and not found.adapters
+
+
+def test_dequantize_4bit() -> None:
+    state = testing.quantized_linear(values()).weight
+
+    class Dequantize(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            weight = bnb.functional.dequantize_4bit(state.data, state.quant_state)
+            return x @ weight.to(BF16).t()
+
+    (found,) = matched(Dequantize(), BITSANDBYTES)
+    assert isinstance(found, Decoded)
+    assert (found.weight.format, found.dtype) == ("nf4_b64_nested", BF16)
+
+
+def call(name: str, **arguments: Any) -> Any:
+    """A call of an op of bitsandbytes on placeholders A, B and absmax."""
+    graph = fx.Graph()
+    tensors = {key: graph.placeholder(key) for key in ("A", "B", "absmax")}
+    node = graph.call_function(overload(name), kwargs={**tensors, **arguments})
+    node.meta["val"] = torch.empty(8, N, device="meta")
+    return node
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "blocksize", "reason"),
+    [
+        ("int3", 64, "unknown quant_type 'int3'"),
+        ("nf4_b64", 64, "unknown quant_type 'nf4_b64'"),
+        ("nf4", 48, "unsupported blocksize 48"),
+    ],
+)
+def test_refused(quant_type: str, blocksize: int, reason: str) -> None:
+    """With the reason and the weight; the call is a product all the same."""
+    for name, shape, weight in (("gemm_4bit", "shapeB", "B"), ("dequantize_4bit", "shape", "A")):
+        arguments = {"quant_type": quant_type, "blocksize": blocksize, shape: (N, K)}
+        node = call(name, **arguments)
+        assert capture.match(node) == Refused(node, node.kwargs[weight], reason)
+        assert capture.is_product(node) == (name == "gemm_4bit")
+
+
+def test_gemv_is_refused() -> None:
+    node = call("gemv_4bit")
+    assert capture.match(node) == Refused(node, node.kwargs["B"], GEMV)
+    assert not capture.is_product(node)
+
+
+def test_linear_8bit() -> None:
+    """A packed weight that none of our formats describes; its products are bitsandbytes' own."""
+    layer = bnb.nn.Linear8bitLt(K, N, bias=False, has_fp16_weights=False, threshold=0.0).to("cpu")
+    with torch.no_grad():
+        layer(torch.randn(2, K).to(BF16))  # quantizes in its first call
+    packed = BITSANDBYTES.packed(layer, "weight")
+    assert packed is not None and packed.read is None
+    assert (packed.format, packed.kind, packed.shape) == ("int8", "linear", (N, K))
+    assert (
+        packed.reason == "it holds bitsandbytes' 8-bit codes, which none of our formats describes"
+    )
+    assert capture.packed_weight(layer, "weight") == packed
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["stack", "flat"])
+def test_parametrized_experts(flat: bool) -> None:
+    """Under the parameter's name, and where torch keeps the original."""
+    module = nn.Module()
+    stacked = values().reshape(2, N // 2, K)
+    module.up_proj = nn.Parameter(values() if flat else stacked, requires_grad=False)
+    parametrize = importlib.import_module("bitsandbytes.nn.parametrize")
+    parametrize.replace_parameter_4bit(module, "up_proj", compress_statistics=False)
+    packed = BITSANDBYTES.packed(module, "up_proj")
+    assert packed is not None and packed.read is not None
+    assert (packed.format, packed.kind) == ("nf4", "linear" if flat else "experts")
+    operands, format, shape = packed.read()
+    assert (format, [*packed.shape]) == ("nf4_b64", shape)
+    assert torch.equal(ops.dequantize(operands, format, shape, BF16), module.up_proj)
+    parametrized: Any = module.parametrizations
+    again = BITSANDBYTES.packed(parametrized.up_proj, "original")
+    assert again is not None and (again.format, again.shape) == (packed.format, packed.shape)
+
+
+@pytest.mark.parametrize("format", ["nf4_b64", "fp4_b128", "nf4_b256_nested"])
+def test_what_bitsandbytes_writes_is_what_is_read(format: str) -> None:
+    fmt = FORMATS[format]
+    operands = BITSANDBYTES.quantizers[fmt](values(), fmt)
+    for operand, need in zip(operands, fmt.requirements((N, K)), strict=True):
+        assert operand.numel() == need.numel
+    error = ops.dequantize(operands, format, (N, K), BF16) - values()
+    assert float(error.norm() / values().norm()) < 0.15
+
+
+# --- our own ------------------------------------------------------------------------------------
+
+
+def test_kbit_linear() -> None:
+    weight = kbit.quantize(values(), 3)
+    layer = kbit.KBitLinear(weight)
+    packed = OWN.packed(layer, "qweight")
+    assert packed is not None and packed.read is not None
+    assert (packed.format, packed.kind, packed.shape) == ("kbit3_e4m4", "linear", (N, K))
+    operands, format, shape = packed.read()
+    assert torch.equal(ops.dequantize(operands, format, shape, BF16), layer.dequantize())
+    assert OWN.packed(layer, "absmax") is None
+
+    (found,) = matched(layer, OWN)
+    assert isinstance(found, Linear)
+    assert (found.weight.format, found.weight.shape) == ("kbit3_e4m4", (N, K))
+    assert not found.kernel and not found.adapters and found.bias is None
+
+
+def test_linear_with_an_adapter() -> None:
+    weight = kbit.quantize(values(), 4)
+    a, b = torch.ones(8, K, dtype=BF16), torch.ones(N, 8, dtype=BF16)
+
+    def run(x: Tensor) -> Tensor:
+        operands, shape = weight.operands, weight.shape
+        return ops.lora_linear(x, operands, weight.format, shape, [a], [b], [2.0])
+
+    (found,) = matched(run, OWN)
+    assert isinstance(found, Linear)
+    ((left, right, scaling),) = found.adapters
+    assert (left.meta["val"].shape, right.meta["val"].shape, scaling) == ((8, K), (N, 8), 2.0)
+
+
+@pytest.mark.parametrize("format", ["nf4_b64_nested", "kbit2_fp16"])
+def test_expert_stack(format: str) -> None:
+    stack = ExpertStack(pack(torch.randn(2, N, K), format), format, (2, N, K), transposed=False)
+    packed = OWN.packed(stack, FORMATS[format].operands[0])
+    assert packed is not None and packed.read is not None
+    assert (packed.format, packed.kind, packed.shape) == (format, "experts", (2, N, K))
+    read = packed.read()
+    assert all(one is other for one, other in zip(read.operands, stack.operands, strict=True))
+    dense = ExpertStack({"weight": torch.ones(2, N, K)}, "dense", (2, N, K), transposed=False)
+    assert OWN.packed(dense, "weight") is None
+
+
+# --- torchao ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ("Int8WeightOnlyConfig", "Int8Tensor"),
+        ("IntxWeightOnlyConfig", "IntxUnpackedToInt8Tensor"),
+    ],
+)
+def test_torchao(config: str, kind: str) -> None:
+    """Recognized in a module; its product is a plain one, which no library claims."""
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Linear(K, N, bias=False, dtype=BF16)
+    quantization.quantize_(layer, getattr(quantization, config)())
+    packed = TORCHAO.packed(layer, "weight")
+    assert packed is not None and packed.read is None
+    assert (packed.format, packed.kind, packed.shape) == (kind, "linear", (N, K))
+    assert packed.reason == f"it is torchao's {kind}, which none of our formats describes"
+    assert capture.packed_weight(layer, "weight") == packed
+    assert not matched(layer, TORCHAO)
+
+
+# --- transformers, and what is nobody's ---------------------------------------------------------
+
+
+def test_layers_of_experts() -> None:
+    net = model("qwen3_moe")
+    found = [name for name, module in net.named_modules() if TRANSFORMERS.holds_experts(module)]
+    assert found == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert [n for n, module in net.named_modules() if capture.holds_experts(module)] == found
+    experts = net.get_submodule(found[0])
+    assert capture.packed_weight(experts, "gate_up_proj") is None
+
+
+def test_a_dense_layer_is_nobodys() -> None:
+    layer = nn.Linear(K, N, dtype=BF16)
+    assert capture.packed_weight(layer, "weight") is None
+    assert capture.packed_weight(layer, "no_such_name") is None
+    assert not any(capture.match(node) for node in traced(layer))
+    assert not any(capture.is_product(node) for node in traced(layer))
+
+
+def test_the_list() -> None:
+    assert [library.name for library in LIBRARIES] == [
+        "inductor_q",
+        "bitsandbytes",
+        "transformers",
+        "torchao",
+    ]
+    assert [n for library in LIBRARIES for n in library.namespaces] == ["qfuse", "bitsandbytes"]

@@ -1,0 +1,68 @@
+"""Only `capture/` decides by a library's names: everything else asks the list of libraries."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.processes import ROOT
+
+#: Packages, classes and ops of libraries, in an identifier or a text.
+NAMES = re.compile(
+    r"bitsandbytes|bnb|torchao|params4bit|int8params|linear[48]bit|\b(gemm|gemv|dequantize)_4bit",
+    re.IGNORECASE,
+)
+
+#: Where they stand outside of `capture/`, and why that decides nothing about a graph or a weight.
+ALLOWED = {
+    "inductor_q/__init__.py": "the public `dequantize` is named by its module",
+    "inductor_q/testing.py": "makes the model that tests and benchmarks run",
+    "inductor_q/formats": "the family of formats that bitsandbytes has",
+    "inductor_q/diagnostics/checks": "the doctor looks for known mistakes with a library",
+    "inductor_q/diagnostics/fixes.py": "advice, by the file in which a graph breaks",
+    "inductor_q/diagnostics/recompiles.py": "advice",
+    "inductor_q/diagnostics/observation.py": "packages whose versions are reported",
+    "inductor_q/presets": "evidence of what was measured",
+    "inductor_q/diagnostics/live.py": "asks the list from the next commit on",
+}
+
+
+def spelled(path: Path) -> Iterator[str]:
+    """The identifiers and texts of a source file, without its docstrings."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) in docstrings:
+            continue
+        for field in ("id", "attr", "arg", "name", "asname", "module", "value"):
+            if isinstance(text := getattr(node, field, None), str):
+                yield text
+
+
+def named() -> dict[str, list[str]]:
+    """What is spelled with a library's name, by file."""
+    found: dict[str, list[str]] = {}
+    for top in ("inductor_q", "passes", "lowerings", "csrc"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            file = path.relative_to(ROOT)
+            if file.is_relative_to("inductor_q/capture") or any(
+                p.is_symlink() for p in path.parents
+            ):
+                continue
+            for text in filter(NAMES.search, spelled(path)):
+                found.setdefault(str(file), []).append(text)
+    return found
+
+
+def allowing(file: str) -> str | None:
+    return next((place for place in ALLOWED if Path(file).is_relative_to(place)), None)
+
+
+def test_only_capture_decides_by_the_names_of_libraries() -> None:
+    assert not {file: texts for file, texts in named().items() if allowing(file) is None}
+
+
+def test_what_is_allowed_is_there() -> None:
+    assert {allowing(file) for file in named()} == {*ALLOWED}
