@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,11 +75,17 @@ class Loops:
 
         def tree(low: int, level: int) -> Any:
             if level == len(bits):
-                return ops.constant(values[low], torch.float32)
+                return self._number(values[low])
             bit = bits[level]
             return ops.where(is_set[bit], tree(low + bit, level + 1), tree(low, level + 1))
 
         return tree(0, 0)
+
+    def _number(self, value: float) -> Any:
+        """A constant; Triton reads a literal -0.0 as 0.0, so that one is written by its bits."""
+        if value == 0 and math.copysign(1.0, value) < 0:
+            return self.as_float(ops.constant(-(1 << 31), torch.int32))
+        return ops.constant(value, torch.float32)
 
     def to_int(self, a: Any) -> Any:
         return ops.to_dtype(a, torch.int32)
