@@ -35,6 +35,7 @@ from inductor_q.passes.graph import (
     as_matrix,
     emit,
     peel_rows,
+    replace,
     replay,
     rows,
     tensor,
@@ -63,20 +64,19 @@ class Canonicalize:
             weight = found.weight.operands[0]
             fmt = get_format(found.weight.format)
             provider = context.dequantizer(tensor(node).device, fmt)
-            yield Site(node, reason, weight, by_choice=True, provider=provider)
+            yield Site(node, reason, weight, plan=found, by_choice=True, provider=provider)
             if isinstance(found, Decoded) and _leaves(node):
                 yield Site(node, LEAVES, weight)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node = site.node
-        plan = capture.match(node)  # anew: an earlier site may have replaced its input
-        assert isinstance(plan, Linear | Decoded), f"{node=} matched before"
+        plan: Linear | Decoded = site.plan
         with graph.inserting_before(node):
             if isinstance(plan, Linear):
                 new = _emit_linear(graph, node, plan)
             else:
                 new = emit_dequantize(graph, plan.weight, plan.dtype, node)
-        node.replace_all_uses_with(new)
+        replace(node, new)
         graph.erase_node(node)
         if isinstance(plan, Decoded):
             for weight in (new, *_fold_casts(graph, new, plan, context.numerics)):
@@ -166,7 +166,7 @@ def _fold_casts(graph: fx.Graph, node: fx.Node, plan: Decoded, numerics: str) ->
             assert isinstance(dtype, torch.dtype)
             with graph.inserting_before(user):
                 new = emit_dequantize(graph, plan.weight, dtype, user)
-            user.replace_all_uses_with(new)
+            replace(user, new)
             graph.erase_node(user)
             found.append(new)
     return found
@@ -192,4 +192,4 @@ def _split_bias(graph: fx.Graph, weight: fx.Node) -> None:
                 value = replay(graph, view, value, view)
         with graph.inserting_before(top):
             value = emit(graph, ADD, (value, user.args[0]), top)
-        top.replace_all_uses_with(value)
+        replace(top, value)

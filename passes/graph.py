@@ -30,6 +30,9 @@ PAD = aten.constant_pad_nd.default
 CAST = prims.convert_element_type.default
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 
+# Where `replace` leaves the node that stands in for another.
+_REPLACED = "qfuse_replaced_by"
+
 # What a new node inherits from the node it stands for.
 _INHERITED = (
     "stack_trace",
@@ -64,14 +67,31 @@ def arg(node: fx.Node, index: int) -> fx.Node:
 def emit(
     graph: fx.Graph, target: Any, args: Sequence[Any], like: fx.Node, **kwargs: Any
 ) -> fx.Node:
-    """A new call at the graph's insertion point, with fake value and the origin of `like`."""
+    """A new call at the graph's insertion point, with fake value and the origin of `like`.
+
+    An argument that an earlier site has replaced (see `replace`) is read in its new place.
+    """
+    args = fx.node.map_arg(tuple(args), _current)
     node = graph.call_function(target, tuple(args), kwargs)
     with V.fake_mode:
-        values = fx.node.map_arg(tuple(args), lambda a: a.meta["val"])
+        values = fx.node.map_arg(args, lambda a: a.meta["val"])
         node.meta["val"] = target(*values, **kwargs)
     for key in _INHERITED:
         if key in like.meta:
             node.meta[key] = like.meta[key]
+    return node
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let `new` be read instead of `old`, also by what `emit` makes of plans that name `old`."""
+    old.replace_all_uses_with(new)
+    old.meta[_REPLACED] = new
+
+
+def _current(node: fx.Node) -> fx.Node:
+    """What is read in the place of `node` now."""
+    while _REPLACED in node.meta:
+        node = node.meta[_REPLACED]
     return node
 
 

@@ -1,7 +1,17 @@
-"""The pass protocol, and the one object that runs a stage's passes.
+"""The pass protocol, and how a pass is run.
 
 `match` only looks; a site carries what to do, or the reason why it was rejected; `apply` only
 edits. The runner counts, times, sorts, lints and reports, so "why did it not fuse" is data.
+
+All sites of a pass are matched before the first is applied. What `apply` needs is in `site.plan`:
+nodes, numbers and frozen dataclasses of them, found by `match` and by nothing else. Two rules keep
+plans true while earlier sites edit the graph:
+
+- A node that other plans may name is replaced by `graph.replace`: `graph.emit` then reads what
+  stands in for it. So the order of the sites does not matter.
+- Where one edit serves several places, `match` yields a site for each place that counts in the
+  report. The first of them carries the plan of the whole group, the others carry None, which
+  `apply` skips. (A group that counts once, as stacked products do, is one site.)
 """
 
 from __future__ import annotations

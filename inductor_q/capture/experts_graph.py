@@ -1,4 +1,4 @@
-"""transformers' experts as they appear in a joint or inference graph.
+"""The products of transformers' experts as they appear in a joint or inference graph.
 
 `grouped_mm` is a grouped product of sorted rows and a stack, seen transposed or not; in dtypes that
 torch's product does not compile for, an op of transformers' own. `batched_mm` is a product of each
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_q.capture.calls import call
 from inductor_q.kernels.calls import DENSE
 
 aten = torch.ops.aten
@@ -25,27 +26,30 @@ class Stack:
 
     operands: tuple[fx.Node, ...]
     format: str
-    shape: tuple[Any, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """Sorted rows `x` [S, K] times a stack; expert e's rows end at offs[e].
+    """Sorted rows `x` [S, K] times a stack; the rows of expert e end at offs[e].
 
-    `part` is the number of the node's result that this is, None where it has only one.
+    `node` is the call, `result` the same or the one of its results that is the product.
     """
 
+    node: fx.Node
+    result: fx.Node
     x: fx.Node
     stack: Stack
     transposed: bool
     offs: fx.Node
-    part: int | None = None
 
 
 @dataclass(frozen=True)
 class Batched:
-    """Row s of `x` times the expert ids[s]; `x` and the result have one more dimension, `dim`."""
+    """Row s of `x` times the expert ids[s]; `dim` is a dimension of size 1 of `x` and `result`."""
 
+    node: fx.Node
+    result: fx.Node
     x: fx.Node
     stack: Stack
     transposed: bool
@@ -54,27 +58,22 @@ class Batched:
 
 
 def match_grouped(node: fx.Node) -> Grouped | str | None:
-    """A grouped product with packed experts; a reason where they are dense or train; None for
-    anything else."""
-    if node.target is aten._grouped_mm.default:
-        x, mat, offs, *rest = [*node.args, None][:5]
-        if offs is None or any(a is not None for a in (*rest, *node.kwargs.values())):
-            return None
-        return _grouped(x, mat, offs, swapped=False)
-    if node.target is _transformers("grouped_mm_fallback"):
-        return _grouped(*node.args, swapped=False)
-    if node.target is _transformers("grouped_mm_fallback_backward"):
-        _, mat, offs, grad = node.args
-        found = _grouped(grad, mat, offs, swapped=True, part=0)
-        parts = {user.args[1] for user in node.users if user.users}
-        if isinstance(found, Grouped) and parts != {0}:
-            return "the experts' weights train"
-        return found
+    """A grouped product with packed experts; a reason where they are dense or train."""
+    match call(node):
+        case aten._grouped_mm.default, x, mat, offs, *rest if offs is not None:
+            return _grouped(node, x, mat, offs) if all(a is None for a in rest) else None
+        case op, x, mat, offs if op is _transformers("grouped_mm_fallback"):
+            return _grouped(node, x, mat, offs)
+        case op, _, mat, offs, grad if op is _transformers("grouped_mm_fallback_backward"):
+            found = _grouped(node, grad, mat, offs, swapped=True)
+            parts = {user.args[1] for user in node.users if user.users}
+            trains = isinstance(found, Grouped) and parts != {0}
+            return "the experts' weights train" if trains else found
     return None
 
 
 def _grouped(
-    x: Any, mat: Any, offs: Any, *, swapped: bool, part: int | None = None
+    node: fx.Node, x: Any, mat: Any, offs: Any, *, swapped: bool = False
 ) -> Grouped | str | None:
     if mat.meta["val"].dim() != 3 or x.meta["val"].dim() != 2:
         return None  # a product over groups along the sum, as for the weights' gradient
@@ -82,26 +81,26 @@ def _grouped(
     stack = match_stack(source)
     if stack is None or stack.format == DENSE:
         return "the experts are dense: torch's grouped product reads them as they are"
+    result = next((user for user in node.users if swapped and user.args[1] == 0), node)
     # `mat` is [E, in, out]; the stack is stored so unless it was seen swapped.
-    return Grouped(x, stack, transposed=odd == swapped, offs=offs, part=part)
+    return Grouped(node, result, x, stack, transposed=odd == swapped, offs=offs)
 
 
 def match_batched(node: fx.Node) -> Batched | None:
     """A product of rows with gathered experts, packed or dense."""
-    if node.target is not aten.bmm.default:
-        return None
-    left, right = node.args
-    gathered: Any
-    x: Any
-    for gathered, x, dim, swap in ((left, right, 2, False), (right, left, 1, True)):
-        source: Any
-        source, odd = peel_swaps(gathered)
-        if source.target is not aten.index.Tensor or x.meta["val"].shape[dim] != 1:
-            continue
-        experts, indices = source.args
-        stack = match_stack(experts)
-        if stack is not None and len(indices) == 1 and indices[0].meta["val"].dim() == 1:
-            return Batched(x, stack, transposed=odd != swap, ids=indices[0], dim=dim)
+    match call(node):
+        case aten.bmm.default, fx.Node() as left, fx.Node() as right:
+            return _batched(node, left, right, dim=2) or _batched(node, right, left, dim=1)
+    return None
+
+
+def _batched(node: fx.Node, gathered: fx.Node, x: fx.Node, *, dim: int) -> Batched | None:
+    source, odd = peel_swaps(gathered)
+    match call(source):
+        case aten.index.Tensor, experts, [fx.Node() as ids] if x.meta["val"].shape[dim] == 1:
+            stack = match_stack(experts)
+            if stack is not None and ids.meta["val"].dim() == 1:
+                return Batched(node, node, x, stack, transposed=odd != (dim == 1), ids=ids, dim=dim)
     return None
 
 

@@ -1,0 +1,17 @@
+"""Read the calls of an FX graph with `match` statements."""
+
+from __future__ import annotations
+
+from torch import fx
+
+
+def call(node: object) -> tuple[object, ...]:
+    """What a node calls and its arguments, keywords as a dictionary at the end if there are any.
+
+    So `case aten.div.Tensor_mode, x, y, {"rounding_mode": "floor"}` is a division that rounds down,
+    and `case aten.sort.default, x` a sort without further arguments. Empty for anything else.
+    """
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ()
+    keywords = [dict(node.kwargs)] if node.kwargs else []
+    return node.target, *node.args, *keywords

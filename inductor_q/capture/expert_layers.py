@@ -1,0 +1,358 @@
+"""Find the expert layers of transformers in a joint or inference graph.
+
+This is a layer as `grouped_mm` traces it: T tokens have k = top_k slots each, R = T * k in all. A
+sort by expert gives `order`, the slot of each row, and `inverse` is the row of each slot
+(`inductor_q.ops.routing` defines the words and has a picture).
+
+    forward                                   backward
+    tokens [T, H]                             gradients of tokens [T, H]
+      | index by order // k                     ^ index_put by order // k, which adds up
+    rows [R, H]                               gradients of rows [R, H]
+      | (1) @ gate_up                           ^ (4) @ gate_up'
+    rows [R, 2I]                              gradients [R, 2I]
+      | activation                              ^ backward of the activation
+    x [R, I]                                  gradients [R, I]
+      | (2) @ down                              ^ (3) @ down'
+    y [R, H] --------------------.            weighted gradients [R, H]
+      | * gates[order]           |              ^ * gates[order]
+    weighted rows [R, H]   sum of d * y ------ d [R, H]
+      | index by inverse    = gradient          ^ index_put by inverse
+    rows by slot [T, k, H]  of the gates      gradients by slot [T, k, H]
+      | sum over k                              ^ expand
+    output [T, H]                             gradients of the output [T, H]
+
+The products (1) and (3) *gather*: their rows are copies of tokens, which `scatter2scatter` can read
+itself. The products (2) and (4) *sum*: their rows are added up per token, which it can do, too.
+Masks of nobody's rows may stand right before or behind a product. Each product is recognized by
+what surrounds it, so that any may be missing or look otherwise: then its rows stay sorted, as the
+model has them. The products of `batched_mm` take and give scattered rows, with nothing around them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+from inductor_q.capture.calls import call
+from inductor_q.capture.experts_graph import Batched, Grouped, match_batched, match_grouped
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+_VIEWS = (aten.view.default, aten.reshape.default)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """`rows` [R, features] of which row i is slot order[i] of `tokens` [T, features].
+
+    Where the model weights them, `gates` [R] are the factors of the slots, and `column` [R, 1],
+    which is gates[order], those of the rows.
+    """
+
+    tokens: fx.Node
+    rows: fx.Node
+    order: fx.Node
+    top_k: int
+    gates: fx.Node | None = None
+    column: fx.Node | None = None
+
+
+#: Slots, a reason why the graph does not show which they are, or None where it has no such rows.
+_Found = Slots | str | None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A product of a layer, and the slots whose tokens it gathers or sums, if it does.
+
+    `reason` says why not, where rows are copied or added up in a way that cannot be used.
+    """
+
+    product: Grouped | Batched
+    gathers: Slots | None = None
+    sums: Slots | None = None
+    reason: str = ""
+
+    @property
+    def order(self) -> fx.Node | None:
+        slots = self.gathers or self.sums
+        return slots.order if slots else None
+
+    @property
+    def top_k(self) -> int:
+        slots = self.gathers or self.sums
+        return slots.top_k if slots else 1
+
+
+@dataclass(frozen=True)
+class GatesGradient:
+    """`sums` [R, 1] of d * y, where y = x @ w is product (2) and d @ w' product (3), at `back`.
+
+    They are the sums of (d @ w') * x as well, for which y is neither kept nor computed again.
+    """
+
+    sums: fx.Node
+    x: fx.Node
+    back: fx.Node
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The products of a graph that share one routing, in the order of the graph."""
+
+    projections: tuple[Projection, ...]
+    gates_gradients: tuple[GatesGradient, ...]
+
+
+def find_layers(graph: fx.Graph) -> tuple[list[ExpertLayer], dict[fx.Node, str]]:
+    """The expert layers of a graph, and why other products with experts are in none."""
+    layers: dict[tuple[fx.Node, str], list[Projection]] = defaultdict(list)
+    refused: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        found = match_grouped(node) or match_batched(node)
+        if isinstance(found, str):
+            refused[node] = found
+        elif isinstance(found, Grouped):
+            # The size as text, since a symbol has no hash.
+            layers[found.offs, str(_shape(found.x)[0])].append(_projection(found))
+        elif found is not None:
+            layers[found.ids, str(found.stack.shape[0])].append(Projection(found))
+    return [_layer(projections) for projections in layers.values()], refused
+
+
+def _projection(product: Grouped) -> Projection:
+    found = _gathered(product)
+    if isinstance(found, Slots):
+        return Projection(product, gathers=found)
+    found = found or _summed(product)
+    if isinstance(found, Slots):
+        return Projection(product, sums=found)
+    return Projection(product, reason=found or "")
+
+
+def _layer(projections: Sequence[Projection]) -> ExpertLayer:
+    """A layer; of its products, one whose weighted rows have other readers stays sorted."""
+    kept, gradients = [], []
+    for projection in projections:
+        y = projection.sums
+        readers = [u for u in y.rows.users if _unweighted(u)[1] is not y.column] if y else []
+        if y and readers:
+            gradient = _gates_gradient(projection.product, y, readers, projections)
+            if gradient:
+                gradients.append(gradient)
+            else:
+                reason = "rows stay sorted: they are read again"
+                projection = Projection(projection.product, reason=reason)
+        kept.append(projection)
+    return ExpertLayer(tuple(kept), tuple(gradients))
+
+
+def _gates_gradient(
+    product: Grouped | Batched, y: Slots, readers: list[fx.Node], others: Sequence[Projection]
+) -> GatesGradient | None:
+    """The gates' gradient, if it is all that reads the rows y of product (2) but their sums."""
+    sums = _only_user(readers[0])
+    for back in others:
+        d, mirrored = back.gathers, back.product.transposed != product.transposed
+        if d and d.column is y.column and mirrored and back.product.stack == product.stack:
+            match call(sums), [call(reader) for reader in readers]:
+                case (aten.sum.dim_IntList, _, [1], True), [(aten.mul.Tensor, d.rows, y.rows)]:
+                    if sums and _dtype(d.rows) == _dtype(y.rows) == _dtype(sums):
+                        return GatesGradient(sums, product.x, back.product.node)
+    return None
+
+
+# --- what stands before and behind a product ----------------------------------------------------
+
+
+def _gathered(product: Grouped) -> _Found:
+    """The tokens that the rows of a product are copies of: before (1) and (3)."""
+    rows, mask = _unmasked(product.x)
+    rows, column = _unweighted(rows)
+    found: _Found = None
+    match call(rows):
+        case aten.index.Tensor, fx.Node() as tokens, [token_of_row]:
+            found = _by_division(tokens, rows, token_of_row)
+        case aten.index_put.default, zeros, [row_of_slot], by_slot, True if _is_zero(zeros):
+            found = _by_inverse(_repeated(by_slot), rows, row_of_slot)
+    return _complete(found, column, mask, product)
+
+
+def _summed(product: Grouped) -> _Found:
+    """The sums per token of the rows of a product: behind (2) and (4)."""
+    rows, mask = product.result, None
+    masked = _only_user(rows)
+    if masked and _unmasked(masked)[0] is rows:
+        rows, mask = masked, _unmasked(masked)[1]
+    added = next((user for user in rows.users if _unweighted(user)[0] is rows), rows)
+    reader = _only_user(added)
+    found: _Found = None
+    match call(reader):
+        case aten.index_put.default, zeros, [token_of_row], by_row, True if by_row is added:
+            if reader and _is_zero(zeros):
+                found = _by_division(reader, rows, token_of_row)
+        case aten.index.Tensor, by_row, [row_of_slot] if by_row is added:
+            found = _by_inverse(_total(reader), rows, row_of_slot)
+    return _complete(found, _unweighted(added)[1], mask, product)
+
+
+def _complete(
+    found: _Found, column: fx.Node | None, mask: fx.Node | None, product: Grouped
+) -> _Found:
+    """Attach the gates, after proving that the mask hides no expert's rows."""
+    if not isinstance(found, Slots):
+        return found
+    if mask and not _hides_nobodys(mask, found.order, product.offs):
+        return "rows stay sorted: some are masked that may be an expert's"
+    if column is None:
+        return found
+    if _dtype(column) != _dtype(product.x):
+        return "rows stay sorted: their gates are of another dtype"
+    match call(column.args[0]):
+        case _, fx.Node() as gates, [found.order] if _same(_shape(gates), _shape(found.order)):
+            return replace(found, gates=gates, column=column)
+    return "rows stay sorted: their gates are not one a slot"
+
+
+def _by_division(tokens: fx.Node, rows: fx.Node, token_of_row: object) -> _Found:
+    """The slots, if the token of each row is order // top_k."""
+    match call(token_of_row):
+        case aten.div.Tensor_mode, fx.Node() as order, top_k, {"rounding_mode": "floor"}:
+            return _slots(tokens, rows, order, top_k)
+    return "rows stay sorted: their tokens are not slots divided by top_k"
+
+
+def _by_inverse(
+    source: tuple[fx.Node, object] | None, rows: fx.Node, row_of_slot: object
+) -> _Found:
+    """The slots, if the row of each is inverse[slot], where inverse[order] = 0, 1, 2, ..."""
+    inverse = _peel(row_of_slot, aten.alias.default)
+    match call(inverse):
+        case aten.index_put.default, _, [fx.Node() as order], places if source:
+            places = _peel(places, aten.alias.default)
+            match call(places):
+                case prims.iota.default, _, {"start": 0, "step": 1}:
+                    if _same(_shape(inverse), _shape(order), _shape(places)):
+                        tokens, top_k = source
+                        return _slots(tokens, rows, order, top_k)
+    return None
+
+
+def _slots(tokens: fx.Node, rows: fx.Node, order: fx.Node, top_k: object) -> _Found:
+    """The slots, if `order` is a permutation of theirs and there are top_k of each token."""
+    if not isinstance(top_k, int):
+        return "rows stay sorted: top_k is no number"
+    sort = order.args[0] if order.target is operator.getitem and order.args[1] == 1 else None
+    if len(call(sort)) != 2 or call(sort)[0] is not aten.sort.default:
+        return "rows stay sorted: their order is not that of a sort"
+    count, *features = _shape(tokens)
+    if len(features) != 1:
+        return None
+    if not _same(_shape(order), (count * top_k,)):
+        return f"rows stay sorted: they are not {top_k} a token"
+    if not _same(_shape(rows), (count * top_k, *features)):
+        return None
+    return Slots(tokens, rows, order, top_k)
+
+
+def _repeated(by_slot: object) -> tuple[fx.Node, object] | None:
+    """`(tokens, top_k)` if `by_slot` is `tokens` repeated top_k times."""
+    expanded = _peel(by_slot, *_VIEWS, aten.clone.default)
+    match call(expanded):
+        case aten.expand.default, source, _ if _is_flat(by_slot, _shape(expanded)):
+            match call(source):
+                case aten.unsqueeze.default, fx.Node() as tokens, 1:
+                    return tokens, _shape(expanded)[1]
+    return None
+
+
+def _total(by_slot: fx.Node | None) -> tuple[fx.Node, object] | None:
+    """`(sums over the slots of each token, top_k)` if they are all that reads `by_slot`."""
+    view = _only_user(by_slot)
+    total = _only_user(view)
+    match call(total):
+        case aten.sum.dim_IntList, fx.Node(target=target), [1] if target in _VIEWS and total:
+            return (total, _shape(view)[1]) if _is_flat(by_slot, _shape(view)) else None
+    return None
+
+
+# --- single nodes -------------------------------------------------------------------------------
+
+
+def _unmasked(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Rows before some are masked by zeros, and the mask; or as they are."""
+    match call(rows):
+        case aten.where.self, fx.Node() as mask, zero, fx.Node() as kept if _is_zero(zero):
+            return kept, mask
+    return rows, None
+
+
+def _unweighted(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Rows before they are multiplied with a column of gates, and the column; or as they are."""
+    match call(rows):
+        case aten.mul.Tensor, fx.Node() as plain, fx.Node() as column:
+            match call(column):
+                case aten.unsqueeze.default, fx.Node(target=aten.index.Tensor), -1 | 1:
+                    return (plain, column) if len(_shape(column)) == 2 else (rows, None)
+    return rows, None
+
+
+def _hides_nobodys(mask: fx.Node, order: fx.Node, offs: fx.Node) -> bool:
+    """Whether a mask hides only rows behind the last expert's, which are nobody's.
+
+    `offs` counts the sorted ids from `low` to `high`, and the mask has those from `first` on.
+    """
+    match call(mask), call(offs):
+        case (aten.unsqueeze.default, above, -1 | 1), (aten.cumsum.default, counts, *_):
+            match call(above), call(counts):
+                case (aten.ge.Scalar, ids, first), (aten.histc.default, counted, int(), *limits):
+                    counted = _peel(counted, prims.convert_element_type.default)
+                    same = call(ids) == call(counted) == (operator.getitem, order.args[0], 0)
+                    numbers = [n for n in (*limits, first) if isinstance(n, int | float)]
+                    # From 0 to 0 would be from the least to the greatest.
+                    return same and len(numbers) == 3 and numbers[0] < numbers[1] < numbers[2]
+    return False
+
+
+def _is_zero(node: object) -> bool:
+    """Whether a node is a constant zero, of any shape."""
+    match call(node):
+        case (aten.full.default, _, 0, *_) | (aten.scalar_tensor.default, 0, *_):
+            return True
+    return False
+
+
+def _peel(node: object, *targets: object) -> object:
+    """The node below calls of `targets`, which hand on their first argument."""
+    while isinstance(node, fx.Node) and node.target in targets:
+        node = node.args[0]
+    return node
+
+
+def _only_user(node: fx.Node | None) -> fx.Node | None:
+    return next(iter(node.users)) if node and len(node.users) == 1 else None
+
+
+def _shape(node: object) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape) if isinstance(node, fx.Node) else ()
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _is_flat(rows: object, shape: tuple[int, ...]) -> bool:
+    """Whether `rows` [a * b, c] may be a view of the shape [a, b, c]."""
+    return len(shape) == 3 and _same(_shape(rows), (shape[0] * shape[1], shape[2]))
+
+
+def _same(*shapes: tuple[int, ...]) -> bool:
+    """Whether shapes are the same for every value of their symbols."""
+    return all(statically_known_true(sym_eq(shapes[0], other)) for other in shapes[1:])
