@@ -1,9 +1,32 @@
-"""Which rows go to which expert: computed once a layer, on the device, shared by its projections.
+"""Which rows go to which expert: computed once per layer, on the device, for all its projections.
 
-A *slot* is one choice of one token: slot `s` is choice `s % top_k` of token `s // top_k`. Rows in
-*grouped* order are the slots sorted by expert, so each expert's rows lie together; rows in
-*scattered* order are the tokens as the model has them. Shapes depend on the number of tokens only,
-never on where they go, and nothing waits for the device: a layer compiles with fullgraph=True.
+The picture has 4 tokens with top_k = 2 choices each, among experts 0, 1 and 2 on this device:
+
+    token      0       1       2       3
+    slot       0   1   2   3   4   5   6   7      slot // top_k is its token
+    expert     1   0   2   1   1   -   0   1      "-" is the id of an expert of another device
+                      |
+                      v  stable sort by expert
+    row        0   1   2   3   4   5   6   7
+    order      1   6   0   3   4   7   2   5      the slot of each row
+    expert     0   0   1   1   1   1   2   -      the last row is nobody's
+    offsets    0       2               6   7      where each expert's rows start, and all end
+    parts     [0   0] [1   1] [1   1] [2]         if a part had 2 rows at most
+
+- A *slot* is one choice of one token: slot `s` is choice `s % top_k` of token `s // top_k`.
+- A *row* is a place in the sorted order. Rows in *grouped* order are the slots sorted by expert, so
+  that each expert's rows lie together; *sorted* means the same. `order` gives the slot of a row,
+  `inverse` the row of a slot.
+- Rows in *scattered* order are the tokens as the model has them, one row per token.
+- A *sentinel* is the id of an expert that is not on this device. Its slots come last, and their
+  rows are *nobody's*: they are skipped, and zero in every result.
+- A *part* is a run of one expert's rows, of a height that is the same for all parts but an expert's
+  last. `Routing.tiles` lists them (`qfuse::tile_map`).
+- A *tile* is what one program of a kernel computes: rows of a part, or of a piece of one, times
+  some columns of that expert's weight.
+
+Shapes depend on the number of tokens only, never on where they go, and nothing waits for the
+device: a layer compiles with fullgraph=True.
 """
 
 from __future__ import annotations
@@ -19,13 +42,13 @@ from inductor_q.ops.tile_map import tile_map
 class Routing(NamedTuple):
     """The plan of one layer. R = tokens * top_k slots, E experts.
 
-    order: [R] int64, the slot of each grouped row; slots that no expert here takes come last.
-    inverse: [R] int64, the grouped row of each slot.
-    offsets: [E + 1] int32; expert e has the grouped rows offsets[e] to offsets[e + 1]. Rows from
-        offsets[E] on are nobody's: they are skipped, and zero in every result.
+    order: [R] int64, the slot of each row; slots of sentinels come last.
+    inverse: [R] int64, the row of each slot.
+    offsets: [E + 1] int32; expert e has the rows offsets[e] to offsets[e + 1]. Rows from offsets[E]
+        on are nobody's.
     tiles: [1 + E + R // 32, 4] int32, each expert's rows in parts (`ops.tile_map`), for the kind of
         device that it was made on: elsewhere, route again.
-    top_k: choices a token.
+    top_k: choices per token.
     """
 
     order: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from torch.library import opcheck
 from inductor_q import exc
 from inductor_q.kernels.tile_map import height
 from inductor_q.kernels.tile_map_reference import reference
+from inductor_q.ops import routing as routing_module
 from inductor_q.ops.routing import Routing, route
 from inductor_q.ops.tile_map import tile_map
+
+DRAWING = routing_module.__doc__ or ""
 
 CASES = {
     "usual": (7, 2, 5),
@@ -24,6 +28,16 @@ CASES = {
     "one expert": (9, 1, 1),
     "many experts": (3, 8, 300),
 }
+
+
+def test_the_picture_in_the_documentation() -> None:
+    """The numbers drawn in the docstring of ops/routing.py are what `route` computes."""
+    routing = route(torch.tensor([[1, 0], [2, 1], [1, -1], [0, 1]]), 3)
+    drawn = {
+        name: [int(n) for n in numbers.split()]
+        for name, numbers in re.findall(r"^ +(order|offsets) ((?: +\d)+) ", DRAWING, re.MULTILINE)
+    }
+    assert drawn == {"order": routing.order.tolist(), "offsets": routing.offsets.tolist()}
 
 
 def choices(tokens: int, top_k: int, num_experts: int, seed: int = 0) -> Tensor:
