@@ -14,87 +14,47 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from inductor_q.context import Context
-from inductor_q.passes.graph import (
-    CAT,
-    CHAINED,
-    MM,
-    PERMUTE,
-    SLICE,
-    computed_from,
-    emit,
-    peel_transposes,
-    positions,
-    tensor,
-)
+from inductor_q.passes.graph import CAT, MM, PERMUTE, emit, peel_transposes, tensor
 from inductor_q.passes.products import Product, as_product, is_projection
-from inductor_q.passes.runner import Site
+from inductor_q.passes.stack import Stack
 
 
-class StackAdapters:
+class StackAdapters(Stack):
     name: ClassVar[str] = "stack_adapters"
-    stage: ClassVar[str] = "joint"
+    side: ClassVar[int] = 1
 
-    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        quantized, groups = _scan(graph)
-        order = positions(graph)
-        for key, members in groups.items():
-            x = key[0]
-            if x not in quantized:
-                continue  # not the adapters of a quantized layer: none of our business
-            if len(members) > 1:
-                inputs = [n for m in members for n in (m.lhs, m.rhs)]
-                chained = computed_from(inputs, [m.node for m in members], order)
-                yield Site(members[0].node, CHAINED if chained else "", plan=members)
+    def groups(self, graph: fx.Graph) -> Iterator[list[Product]]:
+        """The projections of each input that a quantized layer reads, too.
 
-    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        members = _distinct(site.plan)
-        if len(members) < 2:
-            return
-        first = members[0]
-        with graph.inserting_before(first.node):
-            rows = [_row_major(graph, m) for m in members]
-            stacked = emit(graph, CAT, (rows, 0), first.node)
-            rhs = emit(graph, PERMUTE, (stacked, [1, 0]), first.node)
-            product = emit(graph, MM, (first.lhs, rhs), first.node)
-            start = 0
-            for member in members:
-                end = start + member.cols
-                part = emit(graph, SLICE, (product, 1, start, end), member.node)
-                member.node.replace_all_uses_with(part)
-                start = end
+        An input counts with the tensors one step of casting or dropout away from it, since PEFT
+        applies those before the adapter.
+        """
+        quantized: set[fx.Node] = set()
+        groups: dict[tuple[fx.Node, torch.dtype], list[Product]] = defaultdict(list)
+        for node in graph.find_nodes(op="call_function", target=MM):
+            product = as_product(node)
+            if product is None:
+                continue
+            if product.weight is not None:
+                quantized.add(product.x)
+            elif is_projection(product):
+                groups[product.x, tensor(node).dtype].append(product)
+        quantized |= {user for x in quantized for user in x.users}
+        yield from (members for (x, _), members in groups.items() if x in quantized)
 
+    def arrange(self, members: Sequence[Product]) -> list[Product]:
+        """One product per adapter: the backward of `qfuse::lora_linear` projects x again."""
+        kept: dict[fx.Node, Product] = {}
+        for member in members:
+            first = kept.setdefault(peel_transposes(member.rhs)[0], member)
+            if first is not member:
+                member.node.replace_all_uses_with(first.node)
+        return list(kept.values())
 
-def _scan(
-    graph: fx.Graph,
-) -> tuple[set[fx.Node], dict[tuple[fx.Node, torch.dtype], list[Product]]]:
-    """Inputs of quantized products, and the projections of each input by dtype.
-
-    An input counts with the tensors one step of casting or dropout away from it, since PEFT applies
-    those before the adapter.
-    """
-    quantized: set[fx.Node] = set()
-    groups: dict[tuple[fx.Node, torch.dtype], list[Product]] = defaultdict(list)
-    for node in graph.find_nodes(op="call_function", target=MM):
-        product = as_product(node)
-        if product is None:
-            continue
-        if product.weight is not None:
-            quantized.add(product.x)
-        elif is_projection(product):
-            groups[product.x, tensor(node).dtype].append(product)
-    derived = {user for x in quantized for user in x.users}
-    return quantized | derived, groups
-
-
-def _distinct(members: Sequence[Product]) -> list[Product]:
-    """One product for each adapter: the backward of `qfuse::lora_linear` projects x again."""
-    kept: dict[fx.Node, Product] = {}
-    for member in members:
-        first = kept.setdefault(peel_transposes(member.rhs)[0], member)
-        if first is not member:
-            member.node.replace_all_uses_with(first.node)
-    return list(kept.values())
+    def operands(self, graph: fx.Graph, members: Sequence[Product]) -> tuple[fx.Node, fx.Node]:
+        like = members[0].node
+        stacked = emit(graph, CAT, ([_row_major(graph, m) for m in members], 0), like)
+        return members[0].lhs, emit(graph, PERMUTE, (stacked, [1, 0]), like)
 
 
 def _row_major(graph: fx.Graph, product: Product) -> fx.Node:

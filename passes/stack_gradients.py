@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import fx
 
-from inductor_q.context import Context
 from inductor_q.passes.graph import (
     CAT,
-    CHAINED,
     MM,
     PERMUTE,
     SLICE,
@@ -27,78 +24,57 @@ from inductor_q.passes.graph import (
     as_matrix,
     backward_nodes,
     columns,
-    computed_from,
     emit,
     peel_rows,
     peel_transposes,
-    positions,
     tensor,
 )
-from inductor_q.passes.products import is_rank
-from inductor_q.passes.runner import Site
+from inductor_q.passes.products import Product, is_rank
+from inductor_q.passes.stack import Stack
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """`left' @ x` with `left` [M, r]."""
-
-    node: fx.Node
-    left: fx.Node
-    right: fx.Node
-    rank: int
-
-
-class StackGradients:
+class StackGradients(Stack):
     name: ClassVar[str] = "stack_gradients"
-    stage: ClassVar[str] = "joint"
+    side: ClassVar[int] = 0
 
-    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+    def groups(self, graph: fx.Graph) -> Iterator[list[Product]]:
+        """Products `dXA' @ x` [r, K] in backward, by x."""
         backward = backward_nodes(graph)
-        groups: dict[tuple[fx.Node, torch.dtype], list[_Gradient]] = defaultdict(list)
+        groups: dict[tuple[fx.Node, torch.dtype], list[Product]] = defaultdict(list)
         for node in graph.find_nodes(op="call_function", target=MM):
-            gradient = _as_gradient(node)
-            if gradient is not None and node in backward and gradient.left in backward:
-                groups[peel_rows(gradient.right), tensor(node).dtype].append(gradient)
-        order = positions(graph)
-        for members in groups.values():
-            if len(members) > 1:
-                inputs = [n for m in members for n in (m.left, m.right)]
-                chained = computed_from(inputs, [m.node for m in members], order)
-                yield Site(members[0].node, CHAINED if chained else "", plan=members)
+            lhs, rhs = arg(node, 0), arg(node, 1)
+            left, transposed = peel_transposes(lhs)
+            rank, cols = tensor(node).shape
+            static = isinstance(rank, int) and isinstance(cols, int)
+            if transposed and static and is_rank(rank, cols) and {node, left} <= backward:
+                product = Product(node, lhs, rhs, x=peel_rows(lhs))
+                groups[peel_rows(rhs), tensor(node).dtype].append(product)
+        yield from groups.values()
 
-    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        members: list[_Gradient] = sorted(site.plan, key=_position)
-        first = members[0]
-        with graph.inserting_before(site.node):
-            left = _side_by_side(graph, members)
-            lhs = emit(graph, PERMUTE, (left, [1, 0]), first.node)
-            product = emit(graph, MM, (lhs, first.right), first.node)
-            start = 0
-            for member in members:
-                end = start + member.rank
-                part = emit(graph, SLICE, (product, 0, start, end), member.node)
-                member.node.replace_all_uses_with(part)
-                start = end
+    def arrange(self, members: Sequence[Product]) -> list[Product]:
+        """Slices of one buffer in the order of their columns, others in place."""
+        return sorted(members, key=_position)
+
+    def operands(self, graph: fx.Graph, members: Sequence[Product]) -> tuple[fx.Node, fx.Node]:
+        like = members[0].node
+        left = _side_by_side(graph, [_left(m) for m in members], like)
+        return emit(graph, PERMUTE, (left, [1, 0]), like), members[0].rhs
 
 
-def _as_gradient(node: fx.Node) -> _Gradient | None:
-    left, transposed = peel_transposes(arg(node, 0))
-    rank, cols = tensor(node).shape
-    if not transposed or not isinstance(rank, int) or not isinstance(cols, int):
-        return None
-    return _Gradient(node, left, arg(node, 1), rank) if is_rank(rank, cols) else None
+def _left(product: Product) -> fx.Node:
+    """The gradient dXA [M, r]."""
+    return peel_transposes(product.lhs)[0]
 
 
-def _position(gradient: _Gradient) -> tuple[str, int]:
-    """Slices of one buffer in the order of their columns, others in place."""
-    span = columns(peel_rows(gradient.left))
+def _position(product: Product) -> tuple[str, int]:
+    span = columns(peel_rows(_left(product)))
     return (span[0].name, span[1]) if span else ("", 0)
 
 
-def _side_by_side(graph: fx.Graph, members: Sequence[_Gradient]) -> fx.Node:
-    spans = [columns(peel_rows(m.left)) for m in members]
+def _side_by_side(graph: fx.Graph, lefts: Sequence[fx.Node], like: fx.Node) -> fx.Node:
+    spans = [columns(peel_rows(left)) for left in lefts]
     first, last = spans[0], spans[-1]
     adjacent = all(a and b and a[0] is b[0] and a[2] == b[1] for a, b in pairwise(spans))
     if adjacent and first and last:
-        return emit(graph, SLICE, (first[0], 1, first[1], last[2]), members[0].node)
-    return emit(graph, CAT, ([as_matrix(graph, m.left) for m in members], 1), members[0].node)
+        return emit(graph, SLICE, (first[0], 1, first[1], last[2]), like)
+    return emit(graph, CAT, ([as_matrix(graph, left) for left in lefts], 1), like)
