@@ -40,10 +40,9 @@ class Context:
     def numerics(self) -> str:
         return self.resolved.numerics
 
-    def threshold(self, name: str, default: int) -> int:
-        """A threshold of the preset; `default` where the preset says nothing."""
-        entry = self.resolved.preset.thresholds.get(name)
-        return default if entry is None else int(entry.value)
+    def threshold(self, name: str) -> int:
+        """A threshold in force: the user's, else the preset's, which has every one."""
+        return int(self.resolved.preset.thresholds[name].value)
 
     def kernel(self, op: str) -> str:
         """The provider asked for `op`: the user's, else the preset's, else "auto"."""

@@ -86,7 +86,7 @@ class Canonicalize:
 def _too_few_rows(found: Linear | Decoded, context: Context) -> str:
     if isinstance(found, Decoded) or not found.kernel:
         return ""
-    least, count = context.threshold("canonicalize.min_rows", 0), rows(found.x)
+    least, count = context.threshold("canonicalize.min_rows"), rows(found.x)
     if count < least:
         return (
             f"{count} rows, fewer than canonicalize.min_rows={least} of the preset: "

@@ -248,7 +248,7 @@ def _impossible(found: _Sum) -> str:
 def _unwanted(found: _Sum, context: Context) -> str:
     if context.numerics == "strict":
         return STRICT
-    least, count = context.threshold("extend_k.min_rows", 1024), rows(found.node)
+    least, count = context.threshold("extend_k.min_rows"), rows(found.node)
     if count < least:
         return f"{count} rows, fewer than extend_k.min_rows={least} of the preset"
     return FACTOR if any(low.scaled for low in found.lows) else ""
