@@ -14,9 +14,10 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from inductor_q.files import replacing
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 
@@ -36,8 +37,11 @@ def load(source: str) -> ctypes.CDLL | str:
     path = Path(__file__).with_name(source)
     try:  # a compiler that does not run, a cache folder that cannot be written, a broken library
         target = _target(path, cxx)
-        failed = "" if target.exists() else _compile(path, cxx, target)
-        return failed or ctypes.CDLL(str(target))
+        if not target.exists():
+            _compile(path, cxx, target)
+        return ctypes.CDLL(str(target))
+    except RuntimeError as error:
+        return str(error)
     except OSError as error:
         return f"csrc/{source} was not built with {shlex.join(cxx)}: {error}"
 
@@ -55,14 +59,16 @@ def _target(path: Path, cxx: Sequence[str]) -> Path:
     return Path(cache_dir()) / "qfuse" / f"{path.stem}-{digest}.so"
 
 
-def _compile(path: Path, cxx: Sequence[str], target: Path) -> str:
-    """Build `target`; returns the error, or an empty string."""
+def _compile(path: Path, cxx: Sequence[str], target: Path) -> None:
+    """Build `target`.
+
+    Raises:
+        RuntimeError: the compiler failed.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(handle)
-    run = subprocess.run([*cxx, *FLAGS, "-o", scratch, str(path)], capture_output=True, text=True)
-    if run.returncode:
-        os.unlink(scratch)
-        return f"{shlex.join(cxx)} failed on {path.name}: {run.stderr.strip()[-400:]}"
-    os.replace(scratch, target)
-    return ""
+    with replacing(target) as scratch:
+        command = [*cxx, *FLAGS, "-o", str(scratch), str(path)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            error = run.stderr.strip()[-400:]
+            raise RuntimeError(f"{shlex.join(cxx)} failed on {path.name}: {error}")

@@ -15,7 +15,6 @@ import ctypes.util
 import functools
 import hashlib
 import importlib.util
-import logging
 import os
 import re
 import threading
@@ -24,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inductor_q.files import write_whole
-
-log = logging.getLogger("inductor_q")
+from inductor_q.log import warn_once
 
 #: Products and sums are not contracted: results equal the eager reference bit for bit.
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -121,12 +119,7 @@ def _write(name: str, cubin: Cubin) -> None:
     try:
         write_whole(_folder() / name, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     except OSError as error:
-        _warn_once(f"compiled kernels are not kept for the next process: {error}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning("%s", message)
+        warn_once(f"compiled kernels are not kept for the next process: {error}")
 
 
 # --- the compiler -------------------------------------------------------------------------------

@@ -4,24 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file, and its folder, so that a reader sees all of it or none.
+@contextlib.contextmanager
+def replacing(path: Path, *, fsync: bool = False) -> Iterator[Path]:
+    """A path to write a file to, which takes the place of `path` when the block ends.
 
-    Its permissions are those of any new file, where `tempfile` would keep it to its owner.
+    A reader of `path` sees all of it or none; after an exception it is as it was before. Its
+    permissions are those of any new file, where `tempfile` would keep it to its owner. With `fsync`
+    it is on the disk before it is in place, so that a power cut leaves one of both whole.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        yield scratch
+        if fsync:
+            with scratch.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write a file, and its folder, by `replacing`.
 
     Raises:
         OSError: the file is then as it was before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
+    with replacing(path) as scratch:
         scratch.write_bytes(data.encode() if isinstance(data, str) else data)
-        os.replace(scratch, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
-        raise
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder if it is not there, and a file in it that is gone at once.
+
+    Raises:
+        OSError: that cannot be done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder):
+        pass

@@ -7,6 +7,7 @@ no key of torch's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,53 +28,72 @@ def run_stage(stage: str, graph: fx.Graph, context: Context, *, edit: bool = Tru
             run(step, graph, context, edit=edit)
 
 
-class _Hook:
-    """What both hooks share: the context, the pass that was there before, the key."""
+class Hook(ABC):
+    """A hook of Inductor's configuration that also calls what was configured there before."""
 
-    def __init__(self, context: Context, previous: Any) -> None:
-        self.context = context
+    def __init__(self, previous: Any) -> None:
         self.previous = previous
+
+    @abstractmethod
+    def own_key(self) -> tuple[str, ...]:
+        """What this hook adds to the keys of torch's caches."""
 
     def uuid(self) -> Any:
         previous = previous_uuids(self.previous)
         if previous is None:
             return None  # an uncacheable pass of the user's: torch bypasses its caches
-        return ("qfuse", source_digest(), self.context.resolved.fingerprint(), *previous)
+        return (*self.own_key(), *previous)
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's caches hash the pickled configuration, hooks included: a hook is its key.
         return {"key": self.uuid()}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return self  # Inductor copies its configuration; the context is shared
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return self  # Inductor copies its configuration; what a hook holds is shared
+
+    def run_previous(self, graph: fx.Graph) -> None:
+        """Of a hook for passes: run those that were there."""
+        for hook in _listed(self.previous):
+            hook(graph)
+
+    def partition(self, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Of a hook for the partitioner: call the one that was there, or else functorch's."""
+        partitioner: Callable[..., Any] = self.previous or min_cut_rematerialization_partition
+        result: tuple[fx.GraphModule, fx.GraphModule] = partitioner(*args, **kwargs)
+        return result
 
 
 def previous_uuids(previous: Any) -> tuple[Any, ...] | None:
     """The keys of the passes that a hook held before; None where one of them has none."""
+    found = [hook.uuid() if hasattr(hook, "uuid") else None for hook in _listed(previous)]
+    return tuple(found) if all(found) else None
+
+
+def _listed(previous: Any) -> list[Any]:
     hooks = previous if isinstance(previous, (list, tuple)) else [previous]
-    found = []
-    for hook in hooks:
-        if hook is None:
-            continue
-        value = hook.uuid() if hasattr(hook, "uuid") else None
-        if not value:
-            return None
-        found.append(value)
-    return tuple(found)
+    return [hook for hook in hooks if hook is not None]
 
 
-class JointPasses(_Hook, CustomGraphPass):
+class _Passes(Hook):
+    """A hook that runs our passes with one context."""
+
+    def __init__(self, context: Context, previous: Any) -> None:
+        super().__init__(previous)
+        self.context = context
+
+    def own_key(self) -> tuple[str, ...]:
+        return "qfuse", source_digest(), self.context.resolved.fingerprint()
+
+
+class JointPasses(_Passes, CustomGraphPass):
     """The joint stage: forward and backward in one graph, or an inference graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
         run_stage("joint", graph, self.context)
-        hooks = self.previous if isinstance(self.previous, (list, tuple)) else [self.previous]
-        for hook in hooks:
-            if hook is not None:
-                hook(graph)
+        self.run_previous(graph)
 
 
-class Partitioner(_Hook, CustomPartitionerFn):
+class Partitioner(_Passes, CustomPartitionerFn):
     """The partition stage: tag what must not be saved, then partition as functorch does."""
 
     def __call__(
@@ -86,11 +106,8 @@ class Partitioner(_Hook, CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.context.static_inputs = frozenset(static_lifetime_input_indices or ())
         run_stage("partition", gm.graph, self.context)
-        partition: Callable[..., Any] = self.previous or min_cut_rematerialization_partition
-        result: tuple[fx.GraphModule, fx.GraphModule] = partition(
-            gm, joint_inputs, static_lifetime_input_indices=static_lifetime_input_indices, **kwargs
-        )
-        return result
+        kwargs["static_lifetime_input_indices"] = static_lifetime_input_indices
+        return self.partition(gm, joint_inputs, **kwargs)
 
 
-__all__ = ["JointPasses", "Partitioner", "run_stage"]
+__all__ = ["Hook", "JointPasses", "Partitioner", "run_stage"]

@@ -10,8 +10,6 @@ well, but a key beside it is more exact and wins.
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -28,6 +26,7 @@ from inductor_q.exc import (
     UnknownMode,
     UnknownOption,
 )
+from inductor_q.log import warn_once
 from inductor_q.own_options import (
     OPTIONS,
     Toggles,
@@ -38,8 +37,6 @@ from inductor_q.presets import Entry, FrozenMap, Preset
 from inductor_q.resolved import Numerics, Resolved
 
 __all__ = ["Numerics", "Resolved", "list_options", "resolve"]
-
-log = logging.getLogger("inductor_q")
 
 
 def resolve(
@@ -86,7 +83,7 @@ def resolve(
         sources=FrozenMap(sources),
     )
     for message in (*_conflicts(resolved, device, dynamic), *_environment_typos()):
-        _tell(message)
+        warn_once(message)
     return resolved
 
 
@@ -140,14 +137,15 @@ def _read(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             continue
         value = _checked(name, value)
         if schema[name].deprecated:
-            _tell(f"the Inductor option {name} is deprecated: {schema[name].deprecated}")
+            warn_once(f"the Inductor option {name} is deprecated: {schema[name].deprecated}")
         if schema[name].alias:
             translated[schema[name].alias] = (name, value)
         else:
             patches[name] = value
     for name, (alias, value) in translated.items():
         if patches.setdefault(name, value) != value:
-            _tell(f"{alias} and {name} are one option and differ: {name}={patches[name]!r} holds")
+            held = f"{name}={patches[name]!r} holds"
+            warn_once(f"{alias} and {name} are one option and differ: {held}")
     return ours, patches
 
 
@@ -238,13 +236,7 @@ def _kernels(layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:
     return FrozenMap(preferred)
 
 
-# --- conflicts: told once, never an error -------------------------------------------------------
-
-
-@functools.cache
-def _tell(message: str) -> None:
-    """Once per process and message."""
-    log.warning(message)
+# --- conflicts: logged once, never an error ----------------------------------------------------
 
 
 def _conflicts(resolved: Resolved, device: torch.device, dynamic: bool) -> Iterator[str]:

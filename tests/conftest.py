@@ -24,12 +24,12 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def default_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option of ours in the environment, and nothing told yet."""
-    from inductor_q import options
+    from inductor_q.log import warn_once
 
     for name in list(os.environ):
         if name.startswith("QFUSE_"):
             monkeypatch.delenv(name)
-    options._tell.cache_clear()
+    warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ ROOMS = (
     ("kernels",),
     ("csrc", "decode"),
     ("formats",),
-    ("exc", "files"),
+    ("exc", "files", "log"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLACES = {"inductor_q": "", "passes": "passes.", "lowerings": "lowerings.", "csrc": "csrc."}

@@ -62,30 +62,18 @@ def build(name: str) -> nn.Module:
     As with `python -m`, modules of the current folder can be imported. What the user's code raises
     is not caught.
     """
-    import pkgutil
-
     from torch import nn
 
-    def wrong(problem: str) -> NotAModelFactory:
-        return NotAModelFactory(name=name, problem=problem)
+    from inductor_q.diagnostics.named import NotNamed, named
 
-    module = name.partition(":")[0]
-    if ":" not in name:
-        raise wrong("no function is named")
     sys.path.insert(0, "")
     try:
-        factory = pkgutil.resolve_name(name)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # it is there, and lacks something itself
-            raise
-        raise wrong(f"no module {error.name}") from None
-    except (AttributeError, ValueError) as error:
-        raise wrong(str(error)) from None
-    if not callable(factory):
-        raise wrong(f"a {type(factory).__name__} cannot be called")
+        factory = named(name)
+    except NotNamed as error:
+        raise NotAModelFactory(name=name, problem=str(error)) from None
     model = factory()
     if not isinstance(model, nn.Module):
-        raise wrong(f"it returned a {type(model).__name__}")
+        raise NotAModelFactory(name=name, problem=f"it returned a {type(model).__name__}")
     return model
 
 

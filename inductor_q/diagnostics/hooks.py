@@ -5,15 +5,14 @@ partitioner. What is configured there already is called as before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from inductor_q.hooks import previous_uuids
+from inductor_q.hooks import Hook
 
 
 class Observer(Protocol):
@@ -34,44 +33,33 @@ class Observer(Protocol):
         """`gm` was split; `options` are the partitioner's keywords."""
 
 
-class _Hook:
-    """A hook of Inductor's configuration that observes and calls the previous one.
+class _Observing(Hook):
+    """A hook that observes.
 
     Its key is new in each compile: a cached graph would skip the hooks, so under observation the
     caches miss, and what is stored under such a key is never hit.
     """
 
     def __init__(self, observer: Observer, previous: Any) -> None:
+        super().__init__(previous)
         self.observer = observer
-        self.previous = previous
         self.key = uuid4().hex
 
-    def uuid(self) -> Any:
-        previous = previous_uuids(self.previous)
-        return None if previous is None else ("qfuse-observe", self.key, *previous)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"key": self.uuid()}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return self  # Inductor copies its configuration
+    def own_key(self) -> tuple[str, ...]:
+        return "qfuse-observe", self.key
 
 
-class JointHook(_Hook, CustomGraphPass):
+class JointHook(_Observing, CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         self.observer.joint(graph)
-        hooks = self.previous if isinstance(self.previous, (list, tuple)) else [self.previous]
-        for hook in hooks:
-            if hook is not None:
-                hook(graph)
+        self.run_previous(graph)
 
 
-class PartitionHook(_Hook, CustomPartitionerFn):
+class PartitionHook(_Observing, CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        partition: Callable[..., Any] = self.previous or min_cut_rematerialization_partition
-        forward, backward = partition(gm, joint_inputs, **kwargs)
+        forward, backward = self.partition(gm, joint_inputs, **kwargs)
         self.observer.partitioned(gm, forward, kwargs)
         return forward, backward
 

@@ -24,7 +24,7 @@ from inductor_q.diagnostics.observation import Observation, observe
 from inductor_q.diagnostics.targets import Target
 from inductor_q.diagnostics.torchrun import LAUNCHERS, explained_ranks
 from inductor_q.exc import UnwritableOutput
-from inductor_q.files import write_whole
+from inductor_q.files import check_writable, write_whole
 
 _PATIENCE = 20.0  # seconds that rank 0 waits for the other ranks' reports
 
@@ -70,11 +70,9 @@ def _output(name: str, given: str) -> Path:
     path = Path(given).absolute()
     folder = path if name == "dump" else path.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if path != folder and path.is_dir():
             raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
+        check_writable(folder)
     except OSError as error:
         problem = error.strerror or str(error)
         raise UnwritableOutput(option=f"--{name}", path=given, problem=problem) from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import contextlib
-import importlib
 import importlib.util
 import inspect
 import io
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inductor_q.diagnostics.explanation import Exit
+from inductor_q.diagnostics.named import NotNamed, named
 from inductor_q.exc import InvalidInputs, MissingExtra, UnknownTarget
 
 
@@ -152,20 +152,10 @@ def _find_spec(name: str) -> Any:
 
 
 def _named(name: str) -> Any:
-    module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there and lacks something itself
-        raise UnknownTarget(target=name, problem=f"there is no module {error.name!r}") from error
-    except AttributeError as error:
+        return named(name)
+    except NotNamed as error:
         raise UnknownTarget(target=name, problem=str(error)) from error
-    if not callable(found):
-        raise UnknownTarget(target=name, problem=f"a {type(found).__name__} cannot be called")
-    return found
 
 
 def _arguments(target: Target) -> tuple[tuple[Any, ...], dict[str, Any]]:

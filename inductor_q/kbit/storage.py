@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q.exc import CorruptQuantState, UnknownFormat
+from inductor_q.files import replacing
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.kbit.checkpoint import Checkpoint, assign, owners, safetensors
 from inductor_q.kbit.layers import replace_layers
@@ -42,16 +41,8 @@ def save(model: nn.Module, path: str | Path) -> None:
         if isinstance(layer, KBitLinear)
     }
     metadata = {"format": "pt", KEY: json.dumps({"version": VERSION, "layers": layers})}
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with replacing(path, fsync=True) as scratch:
         safetensors().torch.save_file(tensors, scratch, metadata)
-        with open(scratch, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
 
 
 def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu") -> nn.Module:

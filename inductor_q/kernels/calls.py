@@ -15,7 +15,7 @@ from inductor_q.formats import QuantFormat, get_format
 from inductor_q.formats.operand import FLOATS, Operand
 from inductor_q.kernels.tile_map import check_tiles, height
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in FLOATS)
 
 #: The name that stands for a weight that is not quantized: its one operand is the weight.
 DENSE = "dense"

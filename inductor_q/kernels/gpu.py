@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from inductor_q.kernels.calls import DTYPES
 
 
 def unfit(out: Tensor) -> str:

@@ -122,9 +122,9 @@ def test_build_race(load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     barrier = Barrier(4)
     compile_one = build._compile
 
-    def together(*args: Any) -> str:
+    def together(*args: Any) -> None:
         barrier.wait(timeout=300)
-        return compile_one(*args)
+        compile_one(*args)
 
     monkeypatch.setattr(build, "_compile", together)
     with ThreadPoolExecutor(4) as pool:

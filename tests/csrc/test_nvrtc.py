@@ -17,6 +17,7 @@ import pytest
 from inductor_q.csrc import nvrtc
 from inductor_q.csrc.nvrtc import Cubin
 from inductor_q.kernels import scatter2scatter_cuda
+from inductor_q.log import warn_once
 
 ROOT = Path(__file__).parents[2]
 #: What issue and README promise; NVRTC of CUDA 13 begins at sm_75.
@@ -269,7 +270,7 @@ def test_where_the_cache_cannot_be_written(
     """Compiled in memory, and said once: a read-only home, a full disk."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    nvrtc._warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "inductor_q"):
         assert isinstance(compile(), Cubin)
         assert isinstance(compile(kernel="add<4>"), Cubin)

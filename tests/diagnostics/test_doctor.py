@@ -126,7 +126,7 @@ def test_a_model_in_the_current_folder(tmp_path: Path) -> None:
         ("factories:missing", "no attribute 'missing'"),
         ("factories:number", "a int cannot be called"),
         ("factories:not_a_model", "it returned a int"),
-        ("no_such_module_here:f", "no module no_such_module_here"),
+        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
     ],
 )
 def test_a_name_that_is_no_factory(

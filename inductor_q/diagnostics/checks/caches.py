@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inductor_q.diagnostics.checks.finding import Finding
+from inductor_q.files import check_writable
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 ENOUGH = 2**30  # a large model's kernels, graphs and autotuning results take hundreds of MB
@@ -43,9 +44,7 @@ def folder() -> Path:
 def writable(name: str, folder: Path) -> Finding:
     """Whether a file can be made in `folder`, which is created as the compile would."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
+        check_writable(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return Finding(name, "fail", f"{folder} cannot be written: {error.strerror}", ELSEWHERE)
