@@ -1,7 +1,8 @@
 """The forward pass of an expert layer, as transformers' experts implementation "qfuse".
 
-One routing, two products: rows are sorted once, the activation runs on grouped rows, and the second
-product puts them back and adds up each token's choices. No gather, no scatter, no sort in between.
+One routing (`ops/routing.py` has a picture), two products: rows are sorted once, the activation
+runs on grouped rows, and the second product puts them back and adds up each token's choices. No
+gather, no scatter, no sort in between.
 """
 
 from __future__ import annotations

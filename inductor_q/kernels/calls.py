@@ -41,7 +41,7 @@ class Scatter2Scatter(Call):
     """One call as a kernel gets it: the arguments of `scatter2scatter`, checked.
 
     A kernel returns the result and `x @ A_e'` [R, r] in grouped order ([R, 0] without adapters),
-    both with zeros in nobody's rows.
+    both with zeros in nobody's rows (`ops/routing.py` has the words).
     """
 
     x: Tensor

@@ -1,6 +1,6 @@
 """Rows in and out of grouped order, in plain torch: what kernels without indices of their own use.
 
-Nothing here waits for the device.
+Nothing here waits for the device. The words are those of `ops/routing.py`, which has a picture.
 """
 
 from __future__ import annotations

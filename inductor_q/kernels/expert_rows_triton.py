@@ -1,7 +1,8 @@
 """Triton kernels over the rows of experts: what surrounds a grouped GEMM.
 
 Imported by the kernels that launch them, at their first use. Rows are grouped: each expert's lie
-together. Sums are made in one program in a fixed order, so results are the same every time.
+together (`ops/routing.py` has a picture). Sums are made in one program in a fixed order, so results
+are the same every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

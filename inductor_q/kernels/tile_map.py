@@ -1,7 +1,7 @@
 """A tile map: each expert's rows in parts that a grouped GEMM takes as tiles.
 
-How high a part is depends on how many rows there are and on the device alone; a kernel with lower
-tiles cuts each part again.
+`ops/routing.py` has a picture of rows and parts. How high a part is depends on how many rows there
+are and on the device alone; a kernel with lower tiles cuts each part again.
 """
 
 from __future__ import annotations
