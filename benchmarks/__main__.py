@@ -78,10 +78,13 @@ def _run(name: str, options: Sequence[str], seconds: float) -> bool:
 
     A benchmark must not inherit the compiled code or the memory of the one before.
     """
+    if seconds <= 0:
+        print(f"{name}: not started, no time is left", file=sys.stderr)
+        return False
     command = [sys.executable, "-m", f"benchmarks.{name}", *options]
     began = time.monotonic()
     try:
-        code = subprocess.run(command, timeout=max(0.0, seconds) if seconds < 1e9 else None)
+        code = subprocess.run(command, timeout=seconds if seconds < 1e9 else None)
     except subprocess.TimeoutExpired:
         print(f"{name}: stopped after {time.monotonic() - began:.0f} s", file=sys.stderr)
         return False

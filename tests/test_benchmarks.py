@@ -189,6 +189,8 @@ def test_a_brief_run_is_bounded_and_writes_into_one_folder(
     tail = ["--seed", "3", "--out", str(tmp_path / "r")]
     assert seen == [[f"benchmarks.{name}", *options, *tail] for name, options in BRIEF.items()]
     assert capsys.readouterr().err.splitlines()[-1] == "failed or out of time: bench_kbit"
+    seen.clear()
+    assert run_benchmarks(["--only", "bench_kbit", "--limit", "0"]) == 1 and not seen
     file = harness.save_path("bench_step", harness.parser("").parse_args(tail[2:]), CPU)
     assert file == tmp_path / "r" / "step-cpu.json"
 
