@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from inductor_q.capture.bnb_state import dequantize as dequantize
     from inductor_q.formats import FORMATS as FORMATS
     from inductor_q.formats import QuantFormat as QuantFormat
+    from inductor_q.options import check_options as check_options
     from inductor_q.options import list_options as list_options
 
 __version__ = "0.1.0"
@@ -21,12 +22,21 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "FORMATS": "inductor_q.formats",
     "QuantFormat": "inductor_q.formats",
+    "check_options": "inductor_q.options",
     "dequantize": "inductor_q.capture.bnb_state",
     "last_report": "inductor_q.backend",
     "list_options": "inductor_q.options",
 }
 
-__all__ = ["FORMATS", "QuantFormat", "__version__", "dequantize", "last_report", "list_options"]
+__all__ = [
+    "FORMATS",
+    "QuantFormat",
+    "__version__",
+    "check_options",
+    "dequantize",
+    "last_report",
+    "list_options",
+]
 
 
 def __getattr__(name: str) -> Any:

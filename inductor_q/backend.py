@@ -18,12 +18,18 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from inductor_q import capture, lowerings
-from inductor_q.cache import bodies_are_cacheable, load_report, report_key, store_report
-from inductor_q.capture.dynamo import counterparts, device_of, input_sources, is_quantized
+from inductor_q.cache import bodies_are_cacheable, load_report, report_key, report_tag, store_report
+from inductor_q.capture.dynamo import (
+    counterparts,
+    device_of,
+    input_sources,
+    is_quantized,
+    packed_weights,
+)
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
-from inductor_q.hooks import JointPasses, Partitioner, run_stage
+from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
@@ -80,13 +86,14 @@ def qfuse(
     report = new_report(resolved, device)
     if resolved.report and resolved.report not in _written:
         _write(resolved.report)  # before time goes into compiling
-    if not is_quantized(gm):
+    sources = input_sources(gm)
+    weights = packed_weights(gm, sources, example_inputs)
+    if not is_quantized(gm, weights):
         # Nothing of ours applies: this is Inductor, at no cost.
         _last = report
         compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
         _tell(report, resolved)
         return compiled
-    sources = input_sources(gm)
     context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
     if packing := capture.packs_anew(gm.graph):
         # Runs once, for the next call finds packed weights: as traced, since Inductor would take
@@ -96,6 +103,7 @@ def qfuse(
         _last = report
         _tell(report, resolved)
         return gm.forward
+    report.weights, report.off = list(weights), passes_off(resolved)
     run_stage(CAPTURED, gm.graph, context)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
@@ -111,13 +119,15 @@ def qfuse(
         ("custom_partitioner_fn", Partitioner),
     ):
         patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
+    key = report_key(gm, example_inputs, context)
+    if resolved.strict:
+        report.tag = context.tag = report_tag(key)
     _last = report
     with functorch_config.patch(
         autograd_cache_allow_custom_autograd_functions=bodies_are_cacheable(gm)
         or functorch_config.autograd_cache_allow_custom_autograd_functions
     ):
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
-    key = report_key(gm, example_inputs, context)
     behind = any(s.stage != CAPTURED and s.name in resolved.passes for s in PIPELINE)
     if len(report.passes) > captured or not behind:
         store_report(key, report)
@@ -171,7 +181,15 @@ def _tell(report: Report, resolved: Resolved) -> None:
     if resolved.report:
         _written.setdefault(resolved.report, []).append(report)
         _write(resolved.report)
-    unwanted = [s for s in report.sites if s.rejected and not s.by_choice]
-    if resolved.strict and unwanted:
-        sites = ((s.module or s.source or s.target, s.rejected) for s in unwanted)
-        raise NotFused(sites=tuple(sites))
+    if resolved.strict and (unwanted := _unwanted(report)):
+        raise NotFused(sites=unwanted)
+
+
+def _unwanted(report: Report) -> tuple[tuple[str, str], ...]:
+    """What is not fused: the sites that were refused, and the layers that no pass rewrote."""
+    refused = [s for s in report.sites if s.rejected and not s.by_choice]
+    found = [(s.module or s.source or s.target, s.rejected) for s in refused]
+    for layer, verdict in report.verdicts().items():
+        if not verdict.is_accepted and verdict.reason not in {s.rejected for s in verdict.sites}:
+            found.append((layer, verdict.reason))
+    return tuple(found)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,24 @@ def store_report(key: str, report: Report) -> None:
 
 
 def load_report(key: str, fresh: Report) -> Report:
-    """The report of the compile that filled the cache; `fresh` marked as cached when it is gone."""
-    path = _report_path(key)
-    if path.exists():
-        report = Report.from_dict(json.loads(path.read_text()))
-        report.options = fresh.options
-    else:
+    """The report of the compile that filled the cache; `fresh`, marked, when it is gone."""
+    report = stored_report(key)
+    if report is None:
         report = fresh
+        report.lost = True
+    report.options = fresh.options
     report.cached = True
     return report
+
+
+def report_tag(key: str) -> str:
+    """What keeps a graph in torch's caches together with its report: where that is there, the tag
+    it was compiled with, else a new one, with which no cached graph is found."""
+    report = stored_report(key)
+    return report.tag if report is not None else uuid.uuid4().hex
+
+
+def stored_report(key: str) -> Report | None:
+    """The report that a compile has kept under `key`, if it is still there."""
+    path = _report_path(key)
+    return Report.from_dict(json.loads(path.read_text())) if path.exists() else None

@@ -27,7 +27,9 @@ class Context:
 
     `sources` are Dynamo's names of the graph inputs, in their order: where module paths come from;
     `static_inputs` those of them that live across steps, known once partitioning starts;
-    `counterparts` the layers that share the graph of a nested compile region.
+    `counterparts` the layers that share the graph of a nested compile region. `tag` makes torch's
+    caches keep the graph of a compile apart from that of others: under `qfuse.strict` one is found
+    only together with its report.
     """
 
     resolved: Resolved
@@ -35,6 +37,7 @@ class Context:
     sources: Sequence[str] = ()
     static_inputs: frozenset[int] = frozenset()
     counterparts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tag: str = ""
 
     @property
     def numerics(self) -> str:

@@ -19,6 +19,7 @@ from inductor_q.cache import source_digest
 from inductor_q.context import Context
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import run
+from inductor_q.resolved import Resolved
 
 
 def run_stage(stage: str, graph: fx.Graph, context: Context, *, edit: bool = True) -> None:
@@ -26,6 +27,11 @@ def run_stage(stage: str, graph: fx.Graph, context: Context, *, edit: bool = Tru
     for step in PIPELINE:
         if step.stage == stage and step.name in context.resolved.passes:
             run(step, graph, context, edit=edit)
+
+
+def passes_off(resolved: Resolved) -> list[str]:
+    """The passes that the options switch off, in the order of the pipeline."""
+    return [step.name for step in PIPELINE if step.name not in resolved.passes]
 
 
 class Hook(ABC):
@@ -82,7 +88,8 @@ class _Passes(Hook):
         self.context = context
 
     def own_key(self) -> tuple[str, ...]:
-        return "qfuse", source_digest(), self.context.resolved.fingerprint()
+        resolved = self.context.resolved.fingerprint()
+        return "qfuse", source_digest(), resolved, self.context.tag
 
 
 class JointPasses(_Passes, CustomGraphPass):
@@ -110,4 +117,4 @@ class Partitioner(_Passes, CustomPartitionerFn):
         return self.partition(gm, joint_inputs, **kwargs)
 
 
-__all__ = ["Hook", "JointPasses", "Partitioner", "run_stage"]
+__all__ = ["Hook", "JointPasses", "Partitioner", "passes_off", "run_stage"]

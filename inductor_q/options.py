@@ -36,7 +36,7 @@ from inductor_q.own_options import (
 from inductor_q.presets import Entry, FrozenMap, Preset
 from inductor_q.resolved import Numerics, Resolved
 
-__all__ = ["Numerics", "Resolved", "list_options", "resolve"]
+__all__ = ["Numerics", "Resolved", "check_options", "list_options", "resolve"]
 
 
 def resolve(
@@ -93,6 +93,32 @@ def _with_thresholds(preset: Preset, layer: _Layer) -> Preset:
         for name, value in layer.value.items()
     }
     return replace(preset, thresholds={**preset.thresholds, **entries})
+
+
+def check_options(
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> None:
+    """Raise for options that `torch.compile(..., backend="qfuse")` would refuse.
+
+    `torch.compile` keeps options unread until it compiles the first graph, which is after a model
+    has been loaded and its first batch made. Call this before: `QFUSE_*` variables are checked as
+    well, and what conflicts is logged.
+
+    Args:
+        options, mode: as for `torch.compile`.
+        device: where the model will be, since presets and providers depend on it; by default the
+            current GPU, or the CPU where there is none.
+
+    Raises:
+        UnknownOption, InvalidOptionValue, UnknownMode, ModeConflict, UnknownPreset, UnknownPass,
+        UnknownOp, UnknownProvider: each names the value and the nearest ones that are known.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolve(mode, options, device=torch.device(device))
 
 
 def list_options() -> dict[str, str]:

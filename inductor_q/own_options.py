@@ -182,7 +182,7 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
             "QFUSE_REPORT",
         ),
         "qfuse.strict": Option(
-            "True: a quantized site that is not fused is an error",
+            "True: a quantized weight that is not fused is an error, whoever packed it",
             _parse_strict,
             "QFUSE_STRICT",
         ),

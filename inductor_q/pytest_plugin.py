@@ -38,7 +38,8 @@ class CompilesClean:
 
         Args:
             max_breaks, max_recompiles: events allowed; None does not limit.
-            min_fused: the share of quantized layers that have to be fused, 0 to 1.
+            min_fused: the share of quantized layers that have to be fused, 0 to 1; one that a
+                threshold leaves to its library is not.
             max_saved_mb: MiB that one step may save for backward.
             backend: force this backend.
 

@@ -9,41 +9,22 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from inductor_q import verdict
+from inductor_q.records import PassRecord, SiteRecord
+
+__all__ = ["SCHEMA_VERSION", "PassRecord", "Report", "SiteRecord"]
+
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True)
-class SiteRecord:
-    """One site of one pass.
-
-    `module` is the module path of the quantized weight, `source` the user's file and line,
-    `rejected` the reason when nothing was done, `by_choice` whether another plan was preferred
-    (rather than this one impossible), `bytes_saved` what is no longer kept for backward. `also` are
-    other modules that run by the same graph: those of a nested compile region called for each.
-    """
-
-    pass_name: str
-    target: str
-    module: str = ""
-    source: str = ""
-    shape: tuple[int, ...] = ()
-    provider: str = ""
-    rejected: str = ""
-    by_choice: bool = False
-    bytes_saved: int = 0
-    also: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    name: str
-    applied: int
-    seconds: float
 
 
 @dataclass
 class Report:
-    """What one compile did. Everything in it is plain data; `to_json` is its file form."""
+    """What one compile did. Everything in it is plain data; `to_json` is its file form.
+
+    `weights` are the paths of all packed weights that the graph reads, also those that no pass
+    knows; `off` the passes that are switched off. `lost`: the graph came from a cache and the
+    report of the compile that filled it is gone. `tag` is that of `Context`.
+    """
 
     preset: str = ""
     preset_reason: str = ""
@@ -53,8 +34,12 @@ class Report:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     passes: list[PassRecord] = field(default_factory=list)
     sites: list[SiteRecord] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)
     providers: dict[str, dict[str, int]] = field(default_factory=dict)
     cached: bool = False
+    lost: bool = False
+    tag: str = ""
     created: float = field(default_factory=time.time)
 
     def add(self, record: PassRecord, sites: Iterable[SiteRecord]) -> None:
@@ -86,14 +71,29 @@ class Report:
                 found.setdefault(site.pass_name, Counter())[site.rejected] += 1
         return found
 
+    def verdicts(self) -> dict[str, verdict.Verdict]:
+        """The verdict on each quantized layer that the compile read, by module path."""
+        return verdict.verdicts(self.sites, self.weights, self._unmatched())
+
+    def _unmatched(self) -> str:
+        """Why a weight may have no site."""
+        if self.lost:
+            return verdict.LOST
+        return verdict.unmatched(self.off, [record.name for record in self.passes])
+
     def summary(self) -> str:
-        """One line: the preset and why, then each pass and its sites."""
+        """One line: the preset and why, the layers that are fused, each pass and its sites."""
         parts = [f"preset {self.preset} ({self.preset_reason})"]
+        if judged := self.verdicts():
+            parts.append(verdict.counted(judged) if not self.lost else verdict.unknown(judged))
+        sites = []
         rejected = self.rejections()
         for name, count in self.applied().items():
             refused = sum(rejected.get(name, Counter()).values())
             if count or refused:
-                parts.append(f"{name} {count}" + (f" (+{refused} rejected)" if refused else ""))
+                sites.append(f"{name} {count}" + (f" (+{refused} rejected)" if refused else ""))
+        if sites:
+            parts.append(f"sites: {', '.join(sites)}")
         if self.bytes_saved:
             parts.append(f"{self.bytes_saved / 2**20:.1f} MiB of weights not saved for backward")
         if self.cached:

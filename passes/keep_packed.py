@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture.dynamo import input_index
+from inductor_q.capture.packed import holds_codes
 from inductor_q.context import Context
 from inductor_q.passes.graph import (
     PERMUTE,
@@ -160,11 +161,7 @@ def _packed_chains(graph: fx.Graph, frozen: set[fx.Node]) -> dict[fx.Node, fx.No
 
 
 def _is_packed(node: fx.Node) -> bool:
-    """An input that no arithmetic of a model reads as it is: integers, or 8 bits and fewer."""
-    if not is_tensor(node) or tensor(node).dim() == 0:
-        return False
-    dtype = tensor(node).dtype
-    return dtype is not torch.bool and (not dtype.is_floating_point or dtype.itemsize < 2)
+    return is_tensor(node) and holds_codes(tensor(node))
 
 
 def _readers(

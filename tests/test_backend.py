@@ -94,9 +94,17 @@ def test_mode_and_options_together() -> None:
     ],
 )
 def test_a_wrong_option_says_so(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(ValueError) as checked:
+        inductor_q.check_options(options)
+    assert message in str(checked.value)
+    with pytest.raises(BackendCompilerFailed) as raised:
         compile_step(lora(), x_MK(), options=options)
-    assert message in str(raised.value)
+    inner = raised.value.inner_exception
+    assert type(inner) is type(checked.value) and str(inner) == str(checked.value)
+    # After torch's own words, which backend it was, ours come first.
+    head, said = str(raised.value).split("\n", 1)
+    assert head == "backend='qfuse' raised:"
+    assert said.startswith(f"{type(inner).__name__}: {inner}")
 
 
 def test_dynamic_shapes() -> None:

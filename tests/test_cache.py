@@ -144,12 +144,28 @@ def test_where_the_report_goes_changes_no_code(
     assert [s["pass_name"] for s in written["sites"]] == [name for name, _, _ in again["sites"]]
 
 
-def test_a_lost_report_is_no_error(filled: tuple[Path, Any], package: Path) -> None:
+def test_a_lost_report_is_told(filled: tuple[Path, Any], package: Path) -> None:
     cache, first = filled
     shutil.rmtree(cache / "qfuse")
     second = run(cache, package=package)
     assert second["aot"] == HIT and second["cached"] and second["sites"] == []
+    assert "what became of 1 quantized layer is not known" in second["summary"]
     assert second["sum"] == first["sum"]
+
+
+def test_under_strict_a_graph_is_cached_together_with_its_report(
+    tmp_path: Path, package: Path
+) -> None:
+    """Without the report nobody knows what was fused: it is compiled, and judged, again."""
+    first, second = (
+        run(tmp_path, {"qfuse.strict": True}, train=False, package=package) for _ in range(2)
+    )
+    assert (first["aot"], second["aot"]) == (MISS, HIT)
+    assert second["sites"] == first["sites"] != []
+    shutil.rmtree(tmp_path / "qfuse")
+    third = run(tmp_path, {"qfuse.strict": True}, train=False, package=package)
+    assert third["aot"] == MISS
+    assert third["sites"] == first["sites"]
 
 
 @pytest.fixture(scope="module")

@@ -50,10 +50,22 @@ def test_a_missing_report_is_said_and_a_report_is_shown(
     assert "not applied: too few rows" in shown
 
 
-def test_losses_that_differ_fail_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finetune, "TOLERANCE", -1.0)
+@pytest.mark.parametrize(("off", "status"), [(0.95, 0), (1.05, 1)])
+def test_losses_that_differ_by_more_than_the_tolerance_fail_the_demo(
+    monkeypatch: pytest.MonkeyPatch, off: float, status: int
+) -> None:
+    """Two runs of which the second's losses are off by that part of the tolerance."""
+    fine_tune = finetune._fine_tune
+
+    def train(runs: list[finetune.Run], *others: Any) -> None:
+        fine_tune(runs, *others)
+        first, second = runs
+        second.losses = [loss * (1 + off * finetune.TOLERANCE) for loss in first.losses]
+
+    monkeypatch.setattr(finetune, "_fine_tune", train)
+    monkeypatch.setattr(finetune, "_usable", lambda arguments: ["eager", "eager"])
     small = ["--size", "tiny", "--steps", "1", "--base-steps", "1", "--tokens", "1"]
-    assert finetune.main([*small, "--device", "cpu", "--backends", "eager"]) == 1
+    assert finetune.main([*small, "--device", "cpu"]) == status
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ ROOMS = (
     ("passes", "lowerings"),
     ("context",),
     ("resolved", "report", "frames"),
+    ("verdict",),
+    ("records",),
     ("presets",),
     ("experts",),
     ("kbit",),

@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+import inductor_q
 from inductor_q import inductor_config, own_options
-from inductor_q.exc import QfuseError
+from inductor_q.exc import (
+    ModeConflict,
+    QfuseError,
+    UnknownOption,
+    UnknownPreset,
+    UnknownProvider,
+)
 from inductor_q.options import list_options
+from inductor_q.testing import qfuse_backend
 from tests.support.processes import environment
 from tests.support.resolving import WELL_KNOWN, on_cpu
 
@@ -179,3 +187,21 @@ def test_list_options() -> None:
     known = {*own_options.OPTIONS, *inductor_config.schema()}
     assert set(listing) <= known
     assert not any(part.startswith("_") for name in listing for part in name.split("."))
+
+
+# --- checked before a compile -------------------------------------------------------------------
+
+
+def test_options_are_checked_before_a_model_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile itself reads no option until a graph is compiled."""
+    torch.compile(torch.nn.Linear(2, 2), backend=qfuse_backend(), options={"qfuse.pases": "none"})
+    with pytest.raises(UnknownOption, match=r"'qfuse.pases'; did you mean 'qfuse.passes'"):
+        inductor_q.check_options({"qfuse.pases": []})
+    with pytest.raises(ModeConflict):
+        inductor_q.check_options({"qfuse.mode": "default"}, "max-autotune")
+    with pytest.raises(UnknownProvider):
+        inductor_q.check_options({"qfuse.kernels": {"dequantize": "cudnn"}}, device="cpu")
+    inductor_q.check_options({"qfuse.passes": {"extend_k": False}, "max_autotune": True})
+    monkeypatch.setenv("QFUSE_PRESET", "sm90")
+    with pytest.raises(UnknownPreset, match="environment variable QFUSE_PRESET"):
+        inductor_q.check_options()

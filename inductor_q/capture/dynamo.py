@@ -7,34 +7,59 @@ callable, as `L['self']._modules['layers']._parameters['weight']`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from inductor_q.capture import LIBRARIES
+from inductor_q.capture.packed import MAIN_NAMES, is_packed_weight, wraps_codes
 
 # `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
 _MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
 _PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 
 
-def is_quantized(gm: fx.GraphModule) -> bool:
-    """Whether anything in the graph could be ours: a packed weight, or a tensor subclass."""
+def is_quantized(gm: fx.GraphModule, weights: Collection[str]) -> bool:
+    """Whether anything in the graph could be ours: one of the packed `weights` that it reads, or an
+    op of a library or of ours, which may have its operands from anywhere."""
     namespaces = {name for library in LIBRARIES for name in library.namespaces}
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
+    return bool(weights) or any(
+        _namespace(node.target) in namespaces
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
+def packed_weights(
+    gm: fx.GraphModule, sources: Sequence[str], example_inputs: Sequence[Any]
+) -> tuple[str, ...]:
+    """The paths of the packed weights that the graph reads, as sites have them, whoever packed them
+    and whether or not a pass knows them; `sources` are those of its inputs."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    names: dict[tuple[str, ...], set[str]] = {}
+    for source in sources:
+        names.setdefault(tuple(module_names(source)), set()).add(parameter_name(source))
+    found = []
+    for node, source, value in zip(inputs, sources, example_inputs, strict=False):
+        if not node.users or not isinstance(value, torch.Tensor):
             continue
-        for node in module.graph.nodes:
-            if _namespace(node.target) in namespaces:
-                return True
-            value = node.meta.get("example_value") if node.op == "placeholder" else None
-            if isinstance(value, torch.Tensor) and (
-                _is_subclass(value) or (value.dtype in _PACKED and _is_held(node))
-            ):
-                return True
-    return False
+        name = parameter_name(source)
+        beside = names[tuple(module_names(source))]
+        is_parameter = "_parameters" in source
+        if wraps_codes(value) or (
+            name and is_packed_weight(value, name, is_parameter=is_parameter, beside=beside)
+        ):
+            found.append(_weight_path(source) or source)
+    return tuple(dict.fromkeys(found))
+
+
+def _weight_path(source: str) -> str:
+    """The path of the module, and the name of the weight where a module may have several."""
+    path, name = module_path(source), parameter_name(source)
+    return path if name in (*MAIN_NAMES, path) else f"{path}.{name}".strip(".")
 
 
 def _namespace(target: Any) -> str:
@@ -42,22 +67,6 @@ def _namespace(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return target._qualified_op_name.partition("::")[0]
     return str(getattr(target, "namespace", ""))
-
-
-#: What packed weights are stored in; as an input of the model it may as well be an image.
-_PACKED = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _is_subclass(value: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
-
-
-def _is_held(node: fx.Node) -> bool:
-    """Whether a placeholder is a parameter or a buffer of a module."""
-    name = source_name(getattr(node, "_dynamo_source", None))
-    return "_parameters" in name or "_buffers" in name
 
 
 def device_of(example_inputs: Sequence[Any]) -> torch.device:

@@ -14,17 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inductor_q.formats import FORMATS
+from inductor_q.capture import LIBRARIES
 
-#: bitsandbytes' parameters, known by name so that it need not be imported. What they store may look
-#: like values: `bnb_4bit_quant_storage` views packed bytes as bf16.
-_BNB_PARAMETERS = ("Params4bit", "Int8Params")
+#: Classes of parameters that are packed whatever their dtype says.
+_PARAMETERS = frozenset(name for library in LIBRARIES for name in library.parameters)
 
 #: What libraries call the weight of a module that has one, where it is not "weight".
-MAIN_NAMES = ("weight", "original", "qweight", "W_q", "weight_packed", "packed")
+MAIN_NAMES = ("weight", "original", "qweight", "W_q", "weight_packed")
+
+#: What nothing but a packed weight has two or more dimensions of.
+_ONLY_CODES = (
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 
 _SCALES = re.compile(r"(^|_)(scales?|scale_inv|absmax)$")
-_ZEROS = re.compile(r"(^|_)(q?zeros?|zero_points?)$")
+_NO_WEIGHT = re.compile(r"(^|_)(scales?|scale_inv|absmax|q?zeros?|zero_points?)$")
 
 
 def holds_codes(tensor: Tensor) -> bool:
@@ -41,37 +49,32 @@ def is_packed_weight(
 ) -> bool:
     """Whether a tensor that a module holds is a packed weight.
 
-    Codes in two or more dimensions, in words of up to 32 bits, are one where they are a parameter,
-    which integers have no other reason to be, or where a scale stands beside them. Positions and
-    indices, which are 64-bit integers, masks, and packed zero points are none.
+    Codes in words of up to 32 bits are one where a scale stands beside them. A matrix of them is
+    one in any case where it is a parameter, which integers have no other reason to be, and where it
+    is int8 or fp8. Positions and indices, which are 64-bit integers, masks, which are unsigned, and
+    packed scales and zero points are none.
 
     Args:
         name: what the module calls it.
         is_parameter: a parameter rather than a buffer.
-        beside: the names of the floating tensors that the same module holds.
+        beside: the names of all tensors that the same module holds.
     """
-    if type(tensor).__name__ in _BNB_PARAMETERS:
+    if type(tensor).__name__ in _PARAMETERS or wraps_codes(tensor):
         return True
-    if _inner_tensors(tensor):
-        return _wraps_codes(tensor)
-    if not holds_codes(tensor) or tensor.dim() < 2 or tensor.dtype.itemsize > 4:
+    if not holds_codes(tensor) or tensor.dtype.itemsize > 4 or _NO_WEIGHT.search(name):
         return False
-    return not _ZEROS.search(name) and (is_parameter or any(map(_SCALES.search, beside)))
+    if tensor.dim() > 1 and (is_parameter or tensor.dtype in _ONLY_CODES):
+        return True
+    has_scale = any(map(_SCALES.search, beside))
+    return has_scale and (tensor.dim() > 1 or name in MAIN_NAMES)
 
 
 def packed_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The packed weights that `module` itself holds, by name."""
-    own = getattr(module, "format", None)
-    if isinstance(own, str) and own in FORMATS:  # a layer of ours says what it holds
-        name = FORMATS[own].operands[0]
-        held = dict(_held(module))
-        if name in held:
-            yield name, held[name]
-        return
-    beside = [name for name, tensor in _held(module) if tensor.dtype.is_floating_point]
-    for name, tensor in _held(module):
+    held = dict(_held(module))
+    for name, tensor in held.items():
         is_parameter = name in module._parameters
-        if is_packed_weight(tensor, name, is_parameter=is_parameter, beside=beside):
+        if is_packed_weight(tensor, name, is_parameter=is_parameter, beside=held):
             yield name, tensor
 
 
@@ -91,10 +94,10 @@ def _inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [t for t in inner if isinstance(t, Tensor)]
 
 
-def _wraps_codes(tensor: Tensor) -> bool:
+def wraps_codes(tensor: Tensor) -> bool:
     """Whether a part of a subclass holds codes: offsets of a nested tensor, which are long integers
     in one dimension, do not."""
     return any(
-        _wraps_codes(part) or (holds_codes(part) and (part.dtype.itemsize == 1 or part.dim() > 1))
+        wraps_codes(part) or (holds_codes(part) and (part.dtype.itemsize == 1 or part.dim() > 1))
         for part in _inner_tensors(tensor)
     )

@@ -16,6 +16,8 @@ FILE.rankN.json, and one of them the merged FILE:
 torchrun --nproc-per-node 2 -m inductor_q explain --json FILE script.py
 """
 
+FUSED = "0 to 1, of quantized layers; one that a threshold leaves to its library is not fused"
+
 
 def register(subparsers: Subparsers) -> None:
     help = "run a target and tell its graph breaks, recompiles and fused layers"
@@ -40,7 +42,7 @@ def register(subparsers: Subparsers) -> None:
     limits = parser.add_argument_group("budgets", "exit status 1 when one is missed")
     limits.add_argument("--max-breaks", type=_count, metavar="N")
     limits.add_argument("--max-recompiles", type=_count, metavar="N")
-    limits.add_argument("--min-fused", type=_share, metavar="SHARE", help="0 to 1")
+    limits.add_argument("--min-fused", type=_share, metavar="SHARE", help=FUSED)
     limits.add_argument("--max-saved-mb", type=float, metavar="MB", help="saved for backward")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

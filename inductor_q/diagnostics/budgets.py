@@ -15,7 +15,8 @@ class Budget:
     """Limits of a run; None does not limit.
 
     `max_breaks` and `max_recompiles` count events, not distinct causes; `min_fused` is the share of
-    quantized layers that are fused, 0 to 1; `max_saved_mb` is in MiB, of one step.
+    quantized layers that are fused, 0 to 1, and a layer that a threshold leaves to its library is
+    not; `max_saved_mb` is in MiB, of one step.
     """
 
     max_breaks: int | None = None
@@ -28,9 +29,9 @@ class Budget:
         cause."""
         lines = []
         if self.max_breaks is not None and run.break_count > self.max_breaks:
-            first = run.breaks[0]
-            place = words.place(replace(first.origin, function=""))
-            cause = f"{first.reason} ({first.library or 'unknown'}, {place})"
+            break_ = run.breaks[0]
+            place = words.place(replace(break_.origin, function=""))
+            cause = f"{break_.reason} ({break_.library or 'unknown'}, {place})"
             lines.append(_line(_count(run.break_count, "graph break"), self.max_breaks, cause))
         if self.max_recompiles is not None and run.recompile_count > self.max_recompiles:
             again = run.recompiles[0]
@@ -39,10 +40,11 @@ class Budget:
                 _line(_count(run.recompile_count, "recompile"), self.max_recompiles, cause)
             )
         if self.min_fused is not None and run.fused_share < self.min_fused:
-            left = next(layer for layer in run.layers if layer.status != "fused")
-            cause = f"{left.module}: {left.reason or left.status}"
+            first = next(layer for layer in run.layers if layer.status != "fused")
+            cause = f"{first.module}: {first.reason or first.status}"
             fused = sum(layer.status == "fused" for layer in run.layers)
-            found = f"{fused} of {len(run.layers)} quantized layers fused ({run.fused_share:.0%})"
+            share = f"{run.fused_share:.0%}{words.left(run.layers)}"
+            found = f"{fused} of {len(run.layers)} quantized layers fused ({share})"
             lines.append(f"{found}, at least {self.min_fused:.0%} wanted; first: {cause}")
         blind = [one for one in run.compiles if not one.observed]
         if self.max_saved_mb is not None and blind:

@@ -18,6 +18,7 @@ from inductor_q.capture.dynamo import (
     device_of,
     is_quantized,
     module_names,
+    packed_weights,
     parameter_name,
     source_name,
 )
@@ -70,10 +71,10 @@ class Compiles:
         one.read = tuple(dict.fromkeys(_layer_path(s) for s in sources))
         if self.dry_runs and one.backend != "qfuse":
             with self._noted(one):
-                if is_quantized(gm):
+                weights = packed_weights(gm, sources, example_inputs)
+                if is_quantized(gm, weights):
                     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
-                    one.dry = dry_run(gm, device_of(example_inputs), dynamic, sources)
-
+                    one.dry = dry_run(gm, device_of(example_inputs), dynamic, sources, weights)
         if one.dry is not None:
             with self._noted(one, ends=False):  # it only looks
                 one.dry.captured(gm.graph)

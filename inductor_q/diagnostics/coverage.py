@@ -6,24 +6,17 @@ inputs (what a graph read at all) and the layers alive in the process (what ther
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from inductor_q.diagnostics.explanation import ATTENTION, Layer, LayerStatus, Step
+from inductor_q.diagnostics.explanation import ATTENTION, STATUSES, Layer, LayerStatus, Step
 from inductor_q.diagnostics.live import Quantized
-from inductor_q.passes import PIPELINE
-from inductor_q.passes.runner import CAPTURED
 from inductor_q.report import Report, SiteRecord
+from inductor_q.verdict import ATTENTION_PASSES, Verdict, match
 
 UNSEEN = "its forward ran uncompiled, or did not run"
-UNKNOWN = "compiled, but no pass knows this kind of quantized weight"
 FAILED = "its compile failed: {}"
 BLIND = "compiled by backend {!r}, where the passes cannot look: run with --backend qfuse"
-
-#: Passes over Dynamo's graph: about attention, not about a quantized layer.
-_CAPTURED = frozenset(step.name for step in PIPELINE if step.stage == CAPTURED)
-_ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
 
 
 def layers(
@@ -44,13 +37,13 @@ def layers(
     """
     covered: dict[str, Layer] = {}
     for report, would in reports:
-        for name, sites in _by_layer(report.sites).items():
-            _add(covered, _layer(name, sites, would))
+        for name, verdict in report.verdicts().items():
+            _add(covered, _layer(name, verdict, would))
     found: dict[str, Layer] = {}
     live = tuple(live)
     trees = {w.tree for w in live} if all_trees else _read_trees(live, read)
     for weight in (w for w in live if w.tree in trees):
-        known = _match(weight.module, covered)
+        known = match(weight.module, covered)
         layer = covered[known] if known else _uncovered(weight, read)
         found[weight.module] = replace(
             layer,
@@ -59,7 +52,7 @@ def layers(
             format=weight.format,
             shape=weight.shape or layer.shape,
         )
-    matched = {_match(name, covered) for name in found}
+    matched = {match(name, covered) for name in found}
     rest = {name: layer for name, layer in covered.items() if name not in matched}
     return (*found.values(), *rest.values())
 
@@ -68,7 +61,7 @@ def attention(reports: Iterable[tuple[Report, bool]]) -> tuple[Layer, ...]:
     """A record a layer that calls attention under a mask; `reports` as of `layers`."""
     covered: dict[str, Layer] = {}
     for report, would in reports:
-        for site in (s for s in report.sites if s.pass_name in _CAPTURED):
+        for site in (s for s in report.sites if s.pass_name in ATTENTION_PASSES):
             one = Layer(
                 module=site.module or site.source,
                 kind=ATTENTION,
@@ -93,7 +86,7 @@ def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
     paths: dict[int, set[str]] = {}
     for weight in live:
         paths.setdefault(weight.tree, set()).add(weight.module)
-    hits = {tree: {p for p in own if _match(p, read)} for tree, own in paths.items()}
+    hits = {tree: {p for p in own if match(p, read)} for tree, own in paths.items()}
     explained: set[str] = set()
     trees = set()
     for tree in sorted(hits, key=lambda t: -len(hits[t]) / len(paths[t])):
@@ -103,52 +96,19 @@ def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
     return trees
 
 
-def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
-    """The sites of each quantized layer: those about its weight, and those about its adapter."""
-    sites = [
-        replace(site, module=module)
-        for site in sites
-        if site.pass_name not in _CAPTURED
-        for module in (site.module, *site.also)
-    ]
-    own = [s.module for s in sites if s.module and not _ADAPTER.search(f".{s.module}")]
-    groups: dict[str, list[SiteRecord]] = {name: [] for name in own}
-    for site in sites:
-        name = _ADAPTER.sub("", site.module)
-        target = name if name in groups else _match(name, groups)
-        if target:
-            groups[target].append(site)
-    return groups
-
-
-def _layer(name: str, sites: Sequence[SiteRecord], would: bool) -> Layer:
-    status, reason = _status(sites)
-    main = sites[0]
+def _layer(name: str, verdict: Verdict, would: bool) -> Layer:
+    main = next(iter(verdict.sites), None)
+    is_linear = main is None or len(main.shape) < 3 or "gemm" in main.target
     return Layer(
         module=name,
-        kind="linear" if len(main.shape) < 3 or "gemm" in main.target else "experts",
+        kind="linear" if is_linear else "experts",
         format="",
-        status=status,
-        reason=reason,
-        source=next((s.source for s in sites if s.source), ""),
-        steps=_steps(sites),
+        status=verdict.status,
+        reason=verdict.reason,
+        source=next((s.source for s in verdict.sites if s.source), ""),
+        steps=_steps(verdict.sites),
         would=would,
     )
-
-
-def _status(sites: Sequence[SiteRecord]) -> tuple[LayerStatus, str]:
-    """Fused: its product was rewritten, or left to a faster plan by choice, and nothing about it
-    was impossible; the condition under which `qfuse.strict` accepts it."""
-    refused = [s.rejected for s in sites if s.rejected and not s.by_choice]
-    rewritten = [s for s in sites if not s.rejected and s.pass_name != "keep_packed"]
-    preferred = [s.rejected for s in sites if s.rejected and s.by_choice]
-    if refused:
-        return ("canonical" if rewritten else "rejected"), refused[0]
-    if rewritten:
-        return "fused", ""
-    if preferred:
-        return "fused", preferred[0]
-    return "canonical", "its dequantized weight is not saved; its product is left as it was"
 
 
 def _steps(sites: Sequence[SiteRecord]) -> tuple[Step, ...]:
@@ -164,14 +124,11 @@ def _steps(sites: Sequence[SiteRecord]) -> tuple[Step, ...]:
     return tuple(found.values())
 
 
-_RANK: dict[LayerStatus, int] = {"unseen": 0, "rejected": 1, "canonical": 2, "fused": 3}
-
-
 def _add(covered: dict[str, Layer], layer: Layer) -> None:
     """A layer compiled more than once counts as its worst compile, with the steps of all."""
     known = covered.get(layer.module)
     if known is not None:
-        worst = min(known, layer, key=lambda one: _RANK[one.status])
+        worst = min(known, layer, key=lambda one: -STATUSES.index(one.status))
         layer = replace(
             worst,
             steps=tuple(dict.fromkeys((*known.steps, *layer.steps))),
@@ -181,7 +138,7 @@ def _add(covered: dict[str, Layer], layer: Layer) -> None:
 
 
 def _uncovered(weight: Quantized, read: Mapping[str, str]) -> Layer:
-    compiled = _match(weight.module, read)
+    compiled = match(weight.module, read)
     status: LayerStatus = "rejected" if compiled else "unseen"
     return Layer(
         module=weight.module,
@@ -193,17 +150,4 @@ def _uncovered(weight: Quantized, read: Mapping[str, str]) -> Layer:
     )
 
 
-def _match(path: str, names: Iterable[str]) -> str:
-    """The longest of `names` that ends `path` or is ended by it: a graph names a layer from the
-    module that was compiled, which may be a part of the model or a wrapper around it."""
-    parts = path.split(".")
-    best, score = "", 0
-    for name in names:
-        other = name.split(".")
-        short = min(len(parts), len(other))
-        if short > score and parts[-short:] == other[-short:]:
-            best, score = name, short
-    return best
-
-
-__all__ = ["BLIND", "FAILED", "UNKNOWN", "UNSEEN", "attention", "layers"]
+__all__ = ["BLIND", "FAILED", "UNSEEN", "attention", "layers"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from inductor_q.diagnostics.explanation import Explanation, Frame, Layer
+from inductor_q.diagnostics.explanation import STATUSES, Explanation, Frame, Layer
 from inductor_q.diagnostics.render import words
-from inductor_q.diagnostics.render.tree import ORDER, paths
+from inductor_q.diagnostics.render.tree import paths
 
 Verdict = Literal["worse", "better", "changed"]
 
@@ -108,7 +108,7 @@ def _layers(before: tuple[Layer, ...], after: tuple[Layer, ...]) -> Iterator[Cha
         said = _fate(first), _fate(second)
         verdict: Verdict = "changed"
         if first and second:
-            verdict = _verdict(ORDER.index(first.status), ORDER.index(second.status))
+            verdict = _verdict(STATUSES.index(first.status), STATUSES.index(second.status))
         if said[0] != said[1]:
             fates.setdefault((verdict, *said), []).append(known)
     for (verdict, old_fate, new_fate), layers in fates.items():

@@ -18,7 +18,7 @@ from torch import fx
 
 from inductor_q.capture.dynamo import counterparts
 from inductor_q.context import Context, new_report
-from inductor_q.hooks import run_stage
+from inductor_q.hooks import passes_off, run_stage
 from inductor_q.options import resolve
 from inductor_q.passes.runner import CAPTURED
 from inductor_q.report import Report
@@ -60,11 +60,16 @@ class DryRun:
 
 
 def dry_run(
-    gm: fx.GraphModule, device: torch.device, dynamic: bool, sources: Sequence[str]
+    gm: fx.GraphModule,
+    device: torch.device,
+    dynamic: bool,
+    sources: Sequence[str],
+    weights: Sequence[str],
 ) -> DryRun:
     """A run with the options that qfuse would have by default here (environment included)."""
     resolved = resolve(None, None, device=device, dynamic=dynamic)
     report = new_report(resolved, device)
+    report.weights, report.off = list(weights), passes_off(resolved)
     return DryRun(Context(resolved, report, sources, counterparts=counterparts(gm, sources)))
 
 

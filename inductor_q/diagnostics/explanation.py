@@ -7,13 +7,14 @@ Plain frozen records, filled by the observer, read by the renderers. A field is 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 SCHEMA_VERSION = 1
 
 
 #: What became of a quantized layer, the best first.
-LayerStatus = Literal["fused", "canonical", "rejected", "unseen"]
+LayerStatus = Literal["fused", "left", "canonical", "rejected", "unseen"]
+STATUSES: tuple[LayerStatus, ...] = get_args(LayerStatus)
 
 #: The kind of those layers that call attention under a mask: "fused" without it, or "canonical".
 ATTENTION = "attention"
@@ -129,8 +130,9 @@ class Step:
 class Layer:
     """Fusion coverage of one quantized linear or expert, or of attention under a mask.
 
-    `status`: "fused" (its dequantization is in a rewritten product), "canonical" (recognized, its
-    adapter or product left alone), "rejected" (`reason` says why), "unseen" (in no compiled graph).
+    `status`: "fused" (its dequantization is in a rewritten product), "left" (to its library, since
+    a threshold prefers that), "canonical" (recognized, its adapter or product left alone),
+    "rejected" (`reason` says why), "unseen" (in no compiled graph).
     `would` is true where another backend compiled it and the steps are what qfuse would do.
     """
 
@@ -213,6 +215,7 @@ class Explanation:
 
     @property
     def fused_share(self) -> float:
-        """Fused layers of all quantized layers; 1.0 where there are none."""
+        """Fused layers of all quantized layers, those left to their library among the others; 1.0
+        where there are none."""
         fused = sum(layer.status == "fused" for layer in self.layers)
         return fused / len(self.layers) if self.layers else 1.0

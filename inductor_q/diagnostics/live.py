@@ -7,14 +7,14 @@ Only types and plain attributes are looked at: nothing of a module is run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-_SMALL = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+from inductor_q.capture import packed_weight
+from inductor_q.capture.library import Packed
+from inductor_q.capture.packed import MAIN_NAMES, packed_tensors
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ def quantized_layers() -> tuple[Quantized, ...]:
     found: dict[int, Quantized] = {}
     for root in _roots():
         for path, module in root.named_modules():
-            for name, tensor in _tensors(module):
-                packed = _packed(name, tensor, module)
-                if packed is not None and id(tensor) not in found:
-                    kind, form, shape = packed
+            for name, tensor in packed_tensors(module):
+                if id(tensor) not in found:
+                    held = packed_weight(module, name) or _unknown(tensor)
                     layer = module_path(path, name)
-                    found[id(tensor)] = Quantized(layer, kind, form, shape, id(root))
+                    where = layer, held.kind, held.format, held.shape, id(root)
+                    found[id(tensor)] = Quantized(*where)
     return tuple(dict.fromkeys(found.values()))
 
 
@@ -52,7 +52,7 @@ def module_path(path: str, name: str = "") -> str:
     if "parametrizations" in parts:
         parts.remove("parametrizations")
         name = ""
-    if name and (not parts or name not in ("weight", "original")):
+    if name and (not parts or name not in MAIN_NAMES):
         parts.append(name)
     return ".".join(parts)
 
@@ -67,39 +67,8 @@ def _roots() -> list[nn.Module]:
     return sorted(roots, key=lambda m: -len(vars(m)["_modules"]))
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for store in ("_parameters", "_buffers"):
-        for name, tensor in vars(module).get(store, {}).items():
-            if isinstance(tensor, torch.Tensor):
-                yield name, tensor
-
-
-def _packed(
-    name: str, tensor: torch.Tensor, module: nn.Module
-) -> tuple[str, str, tuple[int, ...]] | None:
-    """(kind, format, shape) of a packed weight; None for anything else."""
-    kind = type(tensor)
-    state: Any = getattr(tensor, "quant_state", None)
-    if kind.__name__ == "Params4bit":
-        shape = tuple(getattr(state, "shape", ()) or ())
-        return _role(shape), str(getattr(tensor, "quant_type", "")), shape
-    if kind.__name__ == "Int8Params":
-        return "linear", "int8", tuple(tensor.shape)
-    if kind.__module__.partition(".")[0] == "torchao":
-        return _role(tuple(tensor.shape)), kind.__name__, tuple(tensor.shape)
-    if not isinstance(tensor, nn.Parameter) or tensor.dtype not in _SMALL or tensor.dim() < 2:
-        return None
-    state = getattr(module, "__dict__", {}).get("quant_state") or _bnb_parametrization(module)
-    if state is not None:  # bitsandbytes.nn.parametrize: packed weights of any module
-        shape = tuple(state.shape)
-        return _role(shape), str(state.quant_type), shape
-    return _role(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-
-
-def _bnb_parametrization(module: nn.Module) -> Any:
-    steps = vars(module).get("_modules", {}).values() if isinstance(module, nn.ModuleList) else ()
-    return next((s.quant_state for s in steps if hasattr(s, "quant_state")), None)
-
-
-def _role(shape: tuple[int, ...]) -> str:
-    return "experts" if len(shape) > 2 else "linear"
+def _unknown(tensor: torch.Tensor) -> Packed:
+    """A packed weight of a library that is not listed."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    name = str(tensor.dtype).removeprefix("torch.") if is_plain else type(tensor).__name__
+    return Packed(name, tuple(tensor.shape))

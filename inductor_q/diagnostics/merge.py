@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inductor_q.diagnostics.explanation import Explanation, GraphBreak, Layer
+from inductor_q.diagnostics.explanation import STATUSES, Explanation, GraphBreak, Layer
 from inductor_q.diagnostics.render.json import from_json, to_json
 from inductor_q.files import write_whole
 
@@ -143,11 +143,10 @@ def _same_break(item: GraphBreak) -> Hashable:
 
 
 def _layers(ranks: Iterable[Iterable[Layer]]) -> tuple[Layer, ...]:
-    order = ("unseen", "rejected", "canonical", "fused")
     found: dict[str, Layer] = {}
     for layer in (layer for layers in ranks for layer in layers):
         known = found.get(layer.module)
-        if known is None or order.index(layer.status) < order.index(known.status):
+        if known is None or STATUSES.index(layer.status) > STATUSES.index(known.status):
             found[layer.module] = layer
     return tuple(found.values())
 

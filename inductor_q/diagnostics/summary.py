@@ -11,7 +11,7 @@ from typing import Any
 
 from inductor_q.diagnostics import breaks, recompiles
 from inductor_q.diagnostics.compiles import Compiled
-from inductor_q.diagnostics.coverage import BLIND, FAILED, UNKNOWN
+from inductor_q.diagnostics.coverage import BLIND, FAILED
 from inductor_q.diagnostics.events import Event, interned
 from inductor_q.diagnostics.explanation import (
     Compile,
@@ -25,6 +25,7 @@ from inductor_q.diagnostics.explanation import (
     SuppressedError,
 )
 from inductor_q.report import Report
+from inductor_q.verdict import UNKNOWN
 
 NO_GPU = (
     "asked for (mode='reduce-overhead' or triton.cudagraphs), and the graph runs on the CPU, which "

@@ -76,6 +76,16 @@ def test_limits_that_are_just_kept() -> None:
     assert kept.missed(RUN) == []
 
 
+def test_what_is_left_to_its_library_is_not_fused() -> None:
+    left = Layer("b", "linear", "nf4", "left", "2 rows, fewer than 4")
+    run = Explanation("train.py", layers=(Layer("a", "linear", "nf4", "fused"), left))
+    assert Budget(min_fused=1.0).missed(run) == [
+        "1 of 2 quantized layers fused (50%, 1 left to its library), at least 100% wanted; "
+        "first: b: 2 rows, fewer than 4"
+    ]
+    assert Budget(min_fused=0.5).missed(run) == []
+
+
 def test_nothing_quantized_is_fully_fused() -> None:
     assert Budget(min_fused=1.0).missed(Explanation("t")) == []
 

@@ -36,7 +36,7 @@ def annotate(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
         _command(level, f"CUDA graph skipped x{skip.count}", skip.reason)
         for skip in run.cudagraph_skips
     ]
-    for reason, layers in _refused(run).items():
+    for reason, layers in _not_fused(run, left=bool(missed)).items():
         modules = ", ".join(layer.module for layer in layers)
         said = f"{reason}\n{modules}"
         title = f"{words.plural(len(layers), 'quantized layer')} not fused"
@@ -44,11 +44,12 @@ def annotate(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
     return lines
 
 
-def _refused(run: Explanation) -> dict[str, list[Layer]]:
-    """Layers that could be fused and were not, by reason."""
+def _not_fused(run: Explanation, *, left: bool) -> dict[str, list[Layer]]:
+    """Layers that could be fused and were not, by reason; those that a threshold left to their
+    library only where that may be why a budget was missed."""
     found: dict[str, list[Layer]] = {}
     for layer in run.layers:
-        if layer.status != "fused":
+        if layer.status not in ("fused", *(() if left else ("left",))):
             found.setdefault(words.outcome(layer), []).append(layer)
     return found
 

@@ -21,7 +21,13 @@ PIPE_WIDTH, WIDEST = 80, 100
 MODULE_WIDTH, NAME_WIDTH = 36, 48
 MOST_ROWS = 10  # of a table; the rest of it is in the JSON and the HTML
 
-STYLE = {"fused": "green", "canonical": "yellow", "rejected": "red", "unseen": "magenta"}
+STYLE = {
+    "fused": "green",
+    "left": "cyan",
+    "canonical": "yellow",
+    "rejected": "red",
+    "unseen": "magenta",
+}
 
 
 def write(run: Explanation, file: TextIO, *, missed: Sequence[str] = ()) -> None:

@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from inductor_q.diagnostics.explanation import Layer, LayerStatus
+from inductor_q.diagnostics.explanation import STATUSES, Layer, LayerStatus
 from inductor_q.diagnostics.render import words
-
-#: From the best to the worst.
-ORDER: tuple[LayerStatus, ...] = ("fused", "canonical", "rejected", "unseen")
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Branch:
     @property
     def status(self) -> LayerStatus:
         """The worst status in it."""
-        return max((layer.status for layer in self.layers), key=ORDER.index)
+        return max((layer.status for layer in self.layers), key=STATUSES.index)
 
     @property
     def alike(self) -> bool:

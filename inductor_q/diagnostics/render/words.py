@@ -75,7 +75,7 @@ def ending(run: Explanation) -> str:
 
 
 def coverage(run: Explanation) -> str:
-    """How many quantized layers are fused, or would be."""
+    """How many quantized layers are fused and how many left to their library, or would be."""
     return _share(run.layers, "quantized layer", "fused")
 
 
@@ -87,7 +87,14 @@ def masks(run: Explanation) -> str:
 def _share(layers: Sequence[Layer], noun: str, done: str) -> str:
     fused = sum(layer.status == "fused" for layer in layers)
     would = "would be " if any(layer.would for layer in layers) else ""
-    return f"{fused} of {plural(len(layers), noun)} {would}{done}"
+    return f"{fused} of {plural(len(layers), noun)} {would}{done}{left(layers)}"
+
+
+def left(layers: Sequence[Layer]) -> str:
+    """How many layers a threshold leaves to their library, to stand after the fused ones; "" where
+    there are none."""
+    count = sum(layer.status == "left" for layer in layers)
+    return f", {count} left to {'its' if count == 1 else 'their'} library" if count else ""
 
 
 def causes(count: int, distinct: int, noun: str) -> str:
@@ -127,6 +134,7 @@ def outcome(layer: Layer) -> str:
     if layer.status == "fused":
         return fused_by([layer])
     said = {
+        "left": "would be left to its library" if layer.would else "left to its library",
         "canonical": "still masked" if layer.kind == ATTENTION else "recognized, not fused",
         "rejected": "not fused",
         "unseen": "in no compiled graph",

@@ -51,7 +51,7 @@ def test_the_schema_is_one_and_catches_a_wrong_report() -> None:
         (
             '{"schema_version": 1, "target": "t", "layers": [{"module": "a", "kind": "b", '
             '"format": "c", "status": "melted"}]}',
-            "report.layers[0].status is 'melted', not one of fused, canonical",
+            "report.layers[0].status is 'melted', not one of fused, left, canonical",
         ),
         (
             '{"schema_version": 1, "target": "t", "saved": [{"op": "mm", "count": true, '
@@ -357,3 +357,28 @@ def test_a_file_outside_of_the_checkout_stands_in_the_message(
     [line] = github.annotate(replace(clean(), breaks=(item,)))
     assert parse(line)[1] == {"title": "graph break"}
     assert parse(line)[2] == "print\n/elsewhere/train.py:3 in step"
+
+
+# --- what a threshold leaves to its library -----------------------------------------------------
+
+LEFT = "2 rows, fewer than canonicalize.min_rows=4 of the preset"
+
+
+def test_layers_left_to_their_library_are_counted_apart() -> None:
+    left = [replace(layer(f"m.{name}", reason=LEFT), status="left", steps=()) for name in "abc"]
+    run = Explanation("t.py", layers=(layer("m.d"), *left))
+    assert words.coverage(run) == "1 of 4 quantized layers fused, 3 left to their library"
+    assert run.fused_share == 0.25
+    assert words.outcome(left[0]) == f"left to its library: {LEFT}"
+    assert words.refusals(run) == []
+    (branch,) = tree.build(run.layers)
+    assert (branch.status, branch.fused) == ("left", 1)
+    told = io.StringIO()
+    text.write(run, told)
+    assert "3 layers left to its library" in re.sub(r"\s+", " ", told.getvalue())
+    assert as_json.from_json(as_json.to_json(run)) == run
+    assert github.annotate(run) == [], "a threshold is no fault"
+    (_, annotation) = github.annotate(run, ["1 of 4 quantized layers fused"])
+    assert "m.a, m.b, m.c" in annotation
+    would = replace(run, layers=tuple(replace(one, would=True) for one in run.layers))
+    assert words.coverage(would).startswith("1 of 4 quantized layers would be fused, 3 left")
