@@ -22,7 +22,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from inductor_q.capture.expert_layers import ExpertLayer, Projection, find_layers
+from inductor_q import capture
+from inductor_q.capture.expert_layers import ExpertLayer, Projection
 from inductor_q.capture.experts_graph import Batched
 from inductor_q.context import Context
 from inductor_q.formats import get_format
@@ -45,7 +46,7 @@ class FuseScatter2Scatter:
     stage: ClassVar[str] = "joint"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        layers, refused = find_layers(graph)
+        layers, refused = capture.find_experts(graph)
         sites = [Site(node, reason, by_choice=True) for node, reason in refused.items()]
         for layer in layers:
             for projection in layer.projections:

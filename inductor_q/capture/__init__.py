@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import fx, nn
 
 from inductor_q.capture.bitsandbytes import BITSANDBYTES
-from inductor_q.capture.library import Library, Match, Packed, Refused
+from inductor_q.capture.expert_layers import ExpertLayer
+from inductor_q.capture.library import ExpertLayers, Library, Match, Packed, Refused
 from inductor_q.capture.own import OWN
 from inductor_q.capture.torchao import TORCHAO
 from inductor_q.capture.transformers import TRANSFORMERS
@@ -51,4 +52,23 @@ def holds_experts(module: nn.Module) -> bool:
     return any(library.holds_experts(module) for library in LIBRARIES)
 
 
-__all__ = ["LIBRARIES", "holds_experts", "is_product", "match", "packed_weight", "packs_anew"]
+def find_experts(graph: fx.Graph) -> ExpertLayers:
+    """The expert layers of a graph, and why other products with experts are in none."""
+    layers: list[ExpertLayer] = []
+    refused: dict[fx.Node, str] = {}
+    for library in LIBRARIES:
+        found, reasons = library.find_experts(graph)
+        layers += found
+        refused |= reasons
+    return layers, refused
+
+
+__all__ = [
+    "LIBRARIES",
+    "find_experts",
+    "holds_experts",
+    "is_product",
+    "match",
+    "packed_weight",
+    "packs_anew",
+]

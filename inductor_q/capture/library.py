@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
+from inductor_q.capture.expert_layers import ExpertLayer
 from inductor_q.formats import QuantFormat
 
 # --- in a graph ---------------------------------------------------------------------------------
@@ -63,6 +64,9 @@ class Refused:
 
 Match: TypeAlias = Linear | Decoded | Refused | None
 
+#: The expert layers of a graph, and why other products with experts are in none.
+ExpertLayers: TypeAlias = tuple[list[ExpertLayer], dict[fx.Node, str]]
+
 
 # --- in a module --------------------------------------------------------------------------------
 
@@ -110,6 +114,10 @@ def _is_no_product(node: fx.Node) -> bool:
     return False
 
 
+def _finds_no_experts(graph: fx.Graph) -> ExpertLayers:
+    return [], {}
+
+
 def _packs_nothing(graph: fx.Graph) -> Sequence[Refused]:
     return ()
 
@@ -139,6 +147,7 @@ class Library:
             plain attributes are looked at; nothing of a module is run.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
             parameter for each projection.
+        find_experts: such layers in a joint or inference graph, their weights decoded by then.
         quantizers: of the formats that this library writes.
     """
 
@@ -150,4 +159,5 @@ class Library:
     packs_anew: Callable[[fx.Graph], Sequence[Refused]] = _packs_nothing
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
+    find_experts: Callable[[fx.Graph], ExpertLayers] = _finds_no_experts
     quantizers: Mapping[QuantFormat, Quantizer] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from inductor_q.capture.expert_layers import find_layers
 from inductor_q.capture.library import Library
 
 #: What `use_experts_implementation` (v5) leaves on a layer of experts: flags that say how it lies.
@@ -14,4 +15,4 @@ def _holds_experts(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
-TRANSFORMERS = Library(name="transformers", holds_experts=_holds_experts)
+TRANSFORMERS = Library(name="transformers", holds_experts=_holds_experts, find_experts=find_layers)

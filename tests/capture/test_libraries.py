@@ -251,6 +251,16 @@ def test_layers_of_experts() -> None:
     assert capture.packed_weight(experts, "gate_up_proj") is None
 
 
+def test_products_with_experts() -> None:
+    weight, offs = torch.ones(2, K, N, dtype=BF16), torch.tensor([3, 8], dtype=torch.int32)
+    nodes = traced(lambda x: torch._grouped_mm(x, weight, offs))
+    (product,) = [node for node in nodes if node.target is torch.ops.aten._grouped_mm.default]
+    reason = "the experts are dense: torch's grouped product reads them as they are"
+    assert TRANSFORMERS.find_experts(product.graph) == ([], {product: reason})
+    assert capture.find_experts(product.graph) == ([], {product: reason})
+    assert BITSANDBYTES.find_experts(product.graph) == ([], {})
+
+
 def test_a_dense_layer_is_nobodys() -> None:
     layer = nn.Linear(K, N, dtype=BF16)
     assert capture.packed_weight(layer, "weight") is None
