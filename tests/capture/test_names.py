@@ -25,7 +25,6 @@ ALLOWED = {
     "inductor_q/diagnostics/recompiles.py": "advice",
     "inductor_q/diagnostics/observation.py": "packages whose versions are reported",
     "inductor_q/presets": "evidence of what was measured",
-    "inductor_q/diagnostics/live.py": "asks the list from the next commit on",
 }
 
 
