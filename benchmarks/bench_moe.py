@@ -33,6 +33,7 @@ from benchmarks import harness
 from inductor_q import ops
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.dispatch import preferring
 from inductor_q.ops.routing import Routing, route
 
 # name: (experts, out features, in features, top-k); gate and up in one projection.
@@ -188,19 +189,19 @@ def _op(layer: Layer, provider: str, dense: Tensor | None = None) -> Tensor:
     operands, name, _ = bnb_operands(layer.qweight, layer.state)
     if dense is not None:
         operands, name = [dense], DENSE
-    return ops.scatter2scatter(
-        layer.x,
-        operands,
-        name,
-        layer.shape,
-        layer.routing,
-        grouped_out=True,
-        lora_a=layer.a,
-        lora_b=layer.b,
-        scaling=SCALING,
-        gates=layer.gates,
-        provider=provider,
-    )
+    with preferring("scatter2scatter", provider):
+        return ops.scatter2scatter(
+            layer.x,
+            operands,
+            name,
+            layer.shape,
+            layer.routing,
+            grouped_out=True,
+            lora_a=layer.a,
+            lora_b=layer.b,
+            scaling=SCALING,
+            gates=layer.gates,
+        )
 
 
 def _values(layer: Layer, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from benchmarks import bench_moe, harness
 from inductor_q.capture.bnb_state import bnb_operands
-from inductor_q.formats import get_format
 from inductor_q.kernels import tiles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
@@ -98,7 +97,7 @@ def make(name: str, tokens: int, product: str, device: torch.device) -> Scatter2
         return torch.randn(shape, device=device, generator=generator).bfloat16()
 
     packed = F.quantize_4bit(random(experts * n, k), quant_type="nf4", compress_statistics=True)
-    operands, fmt, _ = bnb_operands(*packed)
+    operands, format, _ = bnb_operands(*packed)
     ids = torch.randn(tokens, experts, device=device, generator=generator).topk(top_k).indices
     a, b = random(experts, RANK, k), random(experts, n, RANK)
     if backward:
@@ -107,7 +106,7 @@ def make(name: str, tokens: int, product: str, device: torch.device) -> Scatter2
     call = Scatter2Scatter(
         x=random(tokens * top_k if grouped_in else tokens, n if backward else k),
         operands=operands,
-        fmt=get_format(fmt),
+        format=format,
         shape=(experts, n, k),
         transposed=backward,
         **route(ids, experts)._asdict(),

@@ -14,7 +14,9 @@ from torch import fx
 from inductor_q.capture.dynamo import input_index, module_names, module_path
 from inductor_q.formats import QuantFormat
 from inductor_q.frames import user_frame
+from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize import compiled_by
+from inductor_q.kernels.dispatch import served_by
 from inductor_q.report import Report, SiteRecord
 from inductor_q.resolved import Resolved
 
@@ -50,6 +52,10 @@ class Context:
     def kernel(self, op: str) -> str:
         """The provider asked for `op`: the user's, else the preset's, else "auto"."""
         return self.resolved.kernels.get(op, "auto")
+
+    def expert_kernel(self, call: Scatter2Scatter) -> str:
+        """Who will compute a product with experts in this compile."""
+        return served_by("scatter2scatter", call, self.kernel("scatter2scatter"))
 
     def dequantizer(self, device: torch.device, fmt: QuantFormat | None = None) -> str:
         """Who will dequantize on a device in this compile, a weight in format `fmt`."""

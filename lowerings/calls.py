@@ -21,7 +21,7 @@ def qfuse_dequantize(
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op with its arguments as traced: checked then."""
+    """The op with its arguments as traced, checked then; behind them the provider to ask first."""
     *inputs, provider = args
     result: tuple[Tensor, Tensor] = serve("scatter2scatter", unchecked(inputs), provider)
     return result

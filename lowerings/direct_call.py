@@ -14,12 +14,20 @@ from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
+from inductor_q.capture.example import example
+from inductor_q.kernels.calls import unchecked
+from inductor_q.kernels.dispatch import served_by
+from inductor_q.kernels.provider import warn_once
 from inductor_q.lowerings import calls
-from inductor_q.lowerings.in_force import is_ours
+from inductor_q.lowerings.in_force import in_force, is_ours
+
+OP = "scatter2scatter"
+SCATTER2SCATTER = torch.ops.qfuse.scatter2scatter.default
+BY_THE_OP = "C++ wrapper code calls the op, which takes no provider"
 
 #: Op -> the function of `inductor_q.lowerings.calls`.
 FUNCTIONS: dict[Any, Any] = {
-    torch.ops.qfuse.scatter2scatter.default: calls.qfuse_scatter2scatter,
+    SCATTER2SCATTER: calls.qfuse_scatter2scatter,
     torch.ops.qfuse.grouped_gram.default: calls.qfuse_grouped_gram,
     torch.ops.qfuse.tile_map.default: calls.qfuse_tile_map,
 }
@@ -34,10 +42,19 @@ def register() -> None:
 
 def _lower(op: torch._ops.OpOverload) -> Any:
     def lower(*args: Any) -> Any:
+        if op is SCATTER2SCATTER:
+            _count_provider()
         outputs = DirectCall.create(op, *args)
         return pytree.tree_map(ir.TensorBox.create, outputs)
 
     return lower
+
+
+def _count_provider() -> None:
+    """Report who will serve the node that is being lowered."""
+    compile, node = in_force(), V.graph.current_node
+    call = unchecked(example(node.args))
+    compile.count_provider(OP, served_by(OP, call, compile.kernel(OP)))
 
 
 class DirectCall(ir.FallbackKernel):
@@ -49,4 +66,12 @@ class DirectCall(ir.FallbackKernel):
             name = FUNCTIONS[self.op_overload].__name__
             wrapper.add_import_once(f"from inductor_q.lowerings.calls import {name}")
             self.python_kernel_name = name
+        elif self.op_overload is SCATTER2SCATTER and in_force().kernel(OP) != "auto":
+            warn_once(OP, in_force().kernel(OP), BY_THE_OP)
         super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        args: list[str] = super().codegen_args()
+        if self.python_kernel_name == calls.qfuse_scatter2scatter.__name__:
+            args.append(repr(in_force().kernel(OP)))
+        return args

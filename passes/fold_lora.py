@@ -23,6 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q import capture
+from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.passes.graph import (
     ADD,
@@ -34,7 +35,6 @@ from inductor_q.passes.graph import (
     VIEWS,
     arg,
     emit,
-    hint,
     is_tensor,
     replay,
     tensor,

@@ -17,23 +17,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from inductor_q import capture
+from inductor_q.capture.example import example, example_product
 from inductor_q.capture.expert_layers import ExpertLayer, Projection
 from inductor_q.capture.experts_graph import Batched
 from inductor_q.context import Context
-from inductor_q.formats import get_format
-from inductor_q.kernels import PROVIDERS
-from inductor_q.kernels.calls import DENSE
-from inductor_q.kernels.provider import on_device
+from inductor_q.kernels.calls import ARGUMENTS, Scatter2Scatter, arguments, unchecked
 from inductor_q.passes.graph import CAST, MUL, RESHAPE, emit, positions, replace, tensor
 from inductor_q.passes.runner import Site
 
-OP = "scatter2scatter"
 SCATTER2SCATTER = torch.ops.qfuse.scatter2scatter.default
 aten = torch.ops.aten
 
@@ -54,31 +51,35 @@ class FuseScatter2Scatter:
                 if projection.reason:
                     sites.append(Site(node, projection.reason, by_choice=True))
                 plan = layer if projection is layer.projections[0] else None
-                provider = _provider(projection.product.x, stack.format, context)
+                provider = context.expert_kernel(_example(projection))
                 sites.append(Site(node, weight=stack.operands[0], plan=plan, provider=provider))
         for node in graph.find_nodes(op="call_function", target=SCATTER2SCATTER):
-            x, operands, name, *_ = node.args
-            sites.append(Site(node, weight=operands[0], provider=_provider(x, name, context)))
+            operands: Any = node.args[ARGUMENTS.index("operands")]
+            provider = context.expert_kernel(unchecked(example(node.args)))
+            sites.append(Site(node, weight=operands[0], provider=provider))
         order = positions(graph)
         yield from sorted(sites, key=lambda site: order[site.node])
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        wanted = context.kernel(OP)
         if site.plan is not None:
-            _emit_layer(graph, site.plan, wanted)
-        elif site.node.target is SCATTER2SCATTER and wanted != "auto":
-            site.node.args = (*site.node.args[:-1], wanted)
+            _emit_layer(graph, site.plan)
 
 
-def _provider(x: fx.Node, format: str, context: Context) -> str:
-    """Who is asked first for weights in `format` on the device of `x`."""
-    fmt = None if format == DENSE else get_format(format)
-    wanted, listed = context.kernel(OP), on_device(PROVIDERS[OP], tensor(x).device.type)
-    order = sorted(listed, key=lambda p: p.name != wanted)
-    return next(p.name for p in order if not p.missing() and not p.unknown(fmt))
+def _example(projection: Projection) -> Scatter2Scatter:
+    """A call like the one that a projection becomes, to ask who will serve it."""
+    product, gathers = projection.product, projection.gathers
+    return example_product(
+        gathers.tokens if gathers else product.x,
+        product.stack.operands,
+        product.stack.format,
+        product.stack.shape,
+        transposed=product.transposed,
+        top_k=projection.top_k,
+        grouped_in=not (isinstance(product, Batched) or gathers),
+    )
 
 
-def _emit_layer(graph: fx.Graph, layer: ExpertLayer, provider: str) -> None:
+def _emit_layer(graph: fx.Graph, layer: ExpertLayer) -> None:
     """One op for each product of a layer, on one routing."""
     first = layer.projections[0].product.node
     with graph.inserting_before(first):
@@ -87,7 +88,7 @@ def _emit_layer(graph: fx.Graph, layer: ExpertLayer, provider: str) -> None:
         node, gathers, sums = projection.product.node, projection.gathers, projection.sums
         routing = routings[projection.order]
         with graph.inserting_before(node):
-            value = _emit_projection(graph, projection, routing, provider)
+            value = _emit_projection(graph, projection, routing)
             for gradient in layer.gates_gradients:
                 if gradient.back is node:
                     dots = emit(graph, MUL, (value, gradient.x), node)
@@ -98,9 +99,7 @@ def _emit_layer(graph: fx.Graph, layer: ExpertLayer, provider: str) -> None:
         replace(sums.tokens if sums else projection.product.result, value)
 
 
-def _emit_projection(
-    graph: fx.Graph, projection: Projection, routing: _Routing, provider: str
-) -> fx.Node:
+def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing) -> fx.Node:
     """The result of a projection; where it gathers weighted rows, without their weights."""
     product, gathers, sums = projection.product, projection.gathers, projection.sums
     node, stack, batched = product.node, product.stack, isinstance(product, Batched)
@@ -109,22 +108,21 @@ def _emit_projection(
         x = emit(graph, aten.squeeze.dim, (x, product.dim), node)
     if sums and sums.gates:
         gates = emit(graph, RESHAPE, (sums.gates, [-1, sums.top_k]), node)
-    args = (
-        x,
-        list(stack.operands),
-        stack.format,
-        list(stack.shape),
-        product.transposed,
-        *routing,
-        projection.top_k,
-        not (batched or gathers),
-        not (batched or sums),
-        None,  # no adapter
-        None,
-        1.0,
-        None,  # no bias
-        gates,
-        provider,
+    order, inverse, offsets, tiles = routing
+    args = arguments(
+        x=x,
+        operands=list(stack.operands),
+        format=stack.format,
+        shape=list(stack.shape),
+        transposed=product.transposed,
+        order=order,
+        inverse=inverse,
+        offsets=offsets,
+        tiles=tiles,
+        top_k=projection.top_k,
+        grouped_in=not (batched or gathers),
+        grouped_out=not (batched or sums),
+        gates=gates,
     )
     both = emit(graph, SCATTER2SCATTER, args, node)
     value = emit(graph, operator.getitem, (both, 0), node)

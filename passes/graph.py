@@ -14,6 +14,8 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
+from inductor_q.capture.example import hint
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -107,14 +109,6 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
     one, other = tensor(a).shape, tensor(b).shape
     sizes = zip(one, other, strict=False)
     return len(one) == len(other) and all(statically_known_true(x == y) for x, y in sizes)
-
-
-def hint(size: Any) -> int:
-    """A concrete number for a size: itself, or the example behind a symbol (adds no guard)."""
-    if isinstance(size, int):
-        return size
-    value = size.node.hint
-    return int(value) if value is not None else 1 << 12  # unbacked: assume many rows
 
 
 def rows(node: fx.Node) -> int:

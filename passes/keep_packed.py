@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture.dynamo import input_index
+from inductor_q.capture.example import hint
 from inductor_q.capture.packed import holds_codes
 from inductor_q.context import Context
 from inductor_q.passes.graph import (
@@ -34,7 +35,6 @@ from inductor_q.passes.graph import (
     VIEWS,
     backward_nodes,
     base_descriptor,
-    hint,
     is_nested,
     is_tangent,
     is_tensor,

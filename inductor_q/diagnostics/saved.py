@@ -10,8 +10,8 @@ from torch import fx
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.utils._pytree import tree_leaves
 
+from inductor_q.capture.example import hint
 from inductor_q.diagnostics.explanation import SavedTensors
-from inductor_q.passes.graph import hint
 
 
 def saved_tensors(forward: fx.Graph, num_fwd_outputs: int) -> tuple[SavedTensors, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -38,29 +38,35 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Scatter2Scatter(Call):
-    """One call as a kernel gets it: the arguments of `scatter2scatter`, checked.
+    """One call as a kernel gets it: the arguments of `qfuse::scatter2scatter` in their order.
 
-    A kernel returns the result and `x @ A_e'` [R, r] in grouped order ([R, 0] without adapters),
-    both with zeros in nobody's rows (`ops/routing.py` has the words).
+    The op's schema, its calls and its gradients all go by these fields. A kernel returns the result
+    and `x @ A_e'` [R, r] in grouped order ([R, 0] without adapters), both with zeros in nobody's
+    rows (`ops/routing.py` has the words).
     """
 
     x: Tensor
     operands: Sequence[Tensor]
-    fmt: QuantFormat | None  # None: dense
+    format: str  # "dense", or the name of a format
     shape: tuple[int, ...]
-    transposed: bool
+    transposed: bool = False
     order: Tensor
     inverse: Tensor
     offsets: Tensor
     tiles: Tensor
     top_k: int
-    grouped_in: bool
-    grouped_out: bool
-    lora_a: Tensor | None
-    lora_b: Tensor | None
-    scaling: float
-    bias: Tensor | None
-    gates: Tensor | None
+    grouped_in: bool = False
+    grouped_out: bool = False
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    scaling: float = 1.0
+    bias: Tensor | None = None
+    gates: Tensor | None = None
+
+    @functools.cached_property
+    def fmt(self) -> QuantFormat | None:
+        """The format of the weights, None being dense."""
+        return None if self.format == DENSE else get_format(self.format)
 
     @property
     def device(self) -> torch.device:
@@ -140,25 +146,43 @@ def check_order(order: Tensor) -> None:
         raise WrongDtype(what="order of a routing", expected=torch.int64, got=order.dtype)
 
 
-#: What the op's arguments behind the shape are called; taken once, since calls are many.
-_REST = tuple(field.name for field in fields(Scatter2Scatter))[4:]
-
-
 def _expect(what: str, got: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(got) != tuple(expected):
         raise WrongShape(what=what, expected=tuple(expected), got=tuple(got))
 
 
+#: The names of the op's arguments, and the values of those that may be left out.
+ARGUMENTS = tuple(field.name for field in fields(Scatter2Scatter))
+DEFAULTS = {f.name: f.default for f in fields(Scatter2Scatter) if f.default is not MISSING}
+
+
+def arguments(**named: Any) -> tuple[Any, ...]:
+    """The arguments of `qfuse::scatter2scatter` in the op's order: tensors, or nodes of a graph."""
+    given = {**DEFAULTS, **named}
+    return tuple([given[name] for name in ARGUMENTS])
+
+
 def unchecked(args: Sequence[Any]) -> Scatter2Scatter:
-    """The op's arguments, but the provider."""
-    x, operands, name, shape, *rest = args
-    return Scatter2Scatter(
-        x=x,
-        operands=operands,
-        fmt=None if name == DENSE else get_format(name),
-        shape=tuple(shape),
-        **dict(zip(_REST, rest, strict=True)),
-    )
+    """A call out of the op's arguments."""
+    named = dict(zip(ARGUMENTS, args, strict=True))
+    return Scatter2Scatter(**{**named, "shape": tuple(named["shape"])})
+
+
+#: What a schema calls the types of arguments.
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
+    "tuple[int, ...]": "SymInt[]",
+    "torch.dtype": "ScalarType",
+    **{name: name for name in ("bool", "float", "int", "str")},
+}
+
+
+def schema(op: str, call: Any, result: str) -> str:
+    """The schema of an op whose arguments are the fields of `call`."""
+    typed = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(call))
+    return f"{op}({typed}) -> {result}"
 
 
 @dataclass(frozen=True)

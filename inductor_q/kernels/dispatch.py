@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 from inductor_q.kernels import LATE, PROVIDERS
 from inductor_q.kernels.calls import Call
 from inductor_q.kernels.provider import against, in_order, on_device, select
 
+_PREFERRED: ContextVar[Mapping[str, str]] = ContextVar("preferred", default=MappingProxyType({}))
 
-def serve(op: str, call: Call, wanted: str = "auto") -> Any:
-    """Compute a checked call of `op`, by `wanted` if it can."""
+
+@contextmanager
+def preferring(op: str, provider: str) -> Iterator[None]:
+    """Ask `provider` first for eager calls of `op`, and for what backward makes of them.
+
+    Compiled code goes by the options of its compile (`qfuse.kernels`).
+    """
+    token = _PREFERRED.set({**_PREFERRED.get(), op: provider})
+    try:
+        yield
+    finally:
+        _PREFERRED.reset(token)
+
+
+def preferred(op: str) -> str:
+    return _PREFERRED.get().get(op, "auto")
+
+
+def serve(op: str, call: Call, wanted: str = "") -> Any:
+    """Compute a checked call of `op`, by `wanted` if it can; by default, by what is preferred."""
     empty = call.empty()
     if empty is not None:
         return empty
-    provider = select(op, PROVIDERS[op], call, wanted, LATE.get(op))
-    return provider.run(call)
+    return select(op, PROVIDERS[op], call, wanted or preferred(op), LATE.get(op)).run(call)
 
 
 def served_by(op: str, call: Call, wanted: str = "auto") -> str:
-    """Return the name of the provider that `serve` would run, without a word to the log."""
+    """Return the name of the provider that `serve` would run, without a word to the log.
+
+    The tensors of the call may be fake ones of concrete sizes.
+    """
     providers = on_device(PROVIDERS[op], call.device.type)
     order = in_order(providers, LATE.get(op, {}), call, wanted)
     return next(provider.name for provider in order if not against(provider, call))

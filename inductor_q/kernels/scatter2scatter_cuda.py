@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
 from inductor_q.csrc import driver, nvrtc
@@ -124,7 +125,7 @@ def _other_operands(call: Scatter2Scatter) -> str:
         if not operand.is_contiguous():
             return f"{name} is not contiguous"
         if name == "qweight":
-            if operand.data_ptr() % 16:
+            if type(operand) is not FakeTensor and operand.data_ptr() % 16:
                 return "qweight is not aligned to 16 bytes"
         elif operand.dtype not in (torch.float32, torch.uint8):
             return f"{name} is {operand.dtype}, not float32"

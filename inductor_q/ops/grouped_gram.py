@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import GroupedGram
+from inductor_q.kernels.calls import GroupedGram, schema
 from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.library import define
 
@@ -54,9 +54,4 @@ def _fake(*args: object) -> Tensor:
 
 
 def define_grouped_gram() -> None:
-    define(
-        "grouped_gram(Tensor left, Tensor right, Tensor order, Tensor offsets, int top_k, "
-        "bool grouped_left, bool grouped_right, ScalarType dtype) -> Tensor",
-        _grouped_gram,
-        _fake,
-    )
+    define(schema("grouped_gram", GroupedGram, "Tensor"), _grouped_gram, _fake)

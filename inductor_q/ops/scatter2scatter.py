@@ -16,19 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import Scatter2Scatter, unchecked
+from inductor_q.kernels.calls import Scatter2Scatter, arguments, schema, unchecked
 from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.library import define, define_autograd
 
 if TYPE_CHECKING:
     from inductor_q.ops.routing import Routing
 
-SCHEMA = (
-    "scatter2scatter(Tensor x, Tensor[] operands, str format, SymInt[] shape, bool transposed, "
-    "Tensor order, Tensor inverse, Tensor offsets, Tensor tiles, int top_k, bool grouped_in, "
-    "bool grouped_out, Tensor? lora_a, Tensor? lora_b, float scaling, Tensor? bias, Tensor? gates, "
-    "str provider) -> (Tensor, Tensor)"
-)
+SCHEMA = schema("scatter2scatter", Scatter2Scatter, "(Tensor, Tensor)")
 
 
 def scatter2scatter(
@@ -46,7 +41,6 @@ def scatter2scatter(
     scaling: float = 1.0,
     bias: Tensor | None = None,
     gates: Tensor | None = None,
-    provider: str = "auto",
 ) -> Tensor:
     """Return `gate * (x @ W_e' + scaling * (x @ A_e') @ B_e' + bias_e)` of each slot's expert e.
 
@@ -61,7 +55,6 @@ def scatter2scatter(
         scaling: the adapters' factor.
         bias: [E, N] or None.
         gates: [tokens, top_k], a factor per slot, or None.
-        provider: the kernel to ask first.
 
     Returns:
         [R, N] or [tokens, N], in the dtype of `x`; a slot's terms and a token's slots are added in
@@ -73,24 +66,25 @@ def scatter2scatter(
         WrongShape, WrongDtype, WrongDevice, UnknownFormat, CorruptQuantState.
     """
     result: tuple[Tensor, Tensor] = torch.ops.qfuse.scatter2scatter(
-        x,
-        list(operands),
-        format,
-        list(shape),
-        transposed,
-        routing.order,
-        routing.inverse,
-        routing.offsets,
-        routing.tiles,
-        routing.top_k,
-        grouped_in,
-        grouped_out,
-        lora_a,
-        lora_b,
-        scaling,
-        bias,
-        gates,
-        provider,
+        *arguments(
+            x=x,
+            operands=list(operands),
+            format=format,
+            shape=list(shape),
+            transposed=transposed,
+            order=routing.order,
+            inverse=routing.inverse,
+            offsets=routing.offsets,
+            tiles=routing.tiles,
+            top_k=routing.top_k,
+            grouped_in=grouped_in,
+            grouped_out=grouped_out,
+            lora_a=lora_a,
+            lora_b=lora_b,
+            scaling=scaling,
+            bias=bias,
+            gates=gates,
+        )
     )
     return result[0]
 
@@ -102,13 +96,12 @@ def _checked(args: Sequence[Any]) -> Scatter2Scatter:
 
 
 def _scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
-    *inputs, provider = args
-    result: tuple[Tensor, Tensor] = serve("scatter2scatter", _checked(inputs), provider)
+    result: tuple[Tensor, Tensor] = serve("scatter2scatter", _checked(args))
     return result
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return _checked(args[:-1]).results()
+    return _checked(args).results()
 
 
 def define_scatter2scatter() -> None:

@@ -17,27 +17,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.calls import ARGUMENTS, DENSE, Scatter2Scatter, arguments
+from inductor_q.kernels.dispatch import preferred, preferring
 from inductor_q.ops.grouped_gram import grouped_gram
 
-# Places of the op's arguments that take a gradient.
-X, OPERANDS, LORA_A, LORA_B, BIAS, GATES, COUNT = 0, 1, 12, 13, 15, 16, 18
+OP = "scatter2scatter"
+#: Arguments that are saved for backward beside the operands; the others are no tensors.
+SAVED = (
+    *("x", "order", "inverse", "offsets", "tiles"),
+    *("lora_a", "lora_b", "bias", "gates"),
+)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, operands, ctx.format, ctx.shape, ctx.transposed, *routing = inputs[:9]
-    ctx.top_k, ctx.grouped_in, ctx.grouped_out, a, b, ctx.scaling, bias, gates = inputs[9:-1]
-    ctx.provider = inputs[-1]
+    named = dict(zip(ARGUMENTS, inputs, strict=True))
+    ctx.wanted = preferred(OP)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, *routing, a, b, bias, gates, output[1], *operands)
+    ctx.save_for_backward(*[named.pop(name) for name in SAVED], output[1], *named.pop("operands"))
+    ctx.settings = named
 
 
 def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: under a checkpoint each access would compute again
-    x, order, _inverse, offsets, _tiles, a, b, bias, gates, rank, *operands = saved
-    need = ctx.needs_input_grad
-    grads: list[Any] = [None] * COUNT
-    grads[OPERANDS] = [None] * len(operands)
+    rank, *operands = saved[len(SAVED) :]
+    tensors = dict(zip(SAVED, saved, strict=False))
+    forward = Scatter2Scatter(operands=operands, **tensors, **ctx.settings)
+    need = dict(zip(ARGUMENTS, ctx.needs_input_grad, strict=True))
+    with preferring(OP, ctx.wanted):
+        grads = _gradients(forward, rank, grad, need)
+    grads.setdefault("operands", [None] * len(operands))
+    return tuple([grads.get(name) for name in ARGUMENTS])
+
+
+def _gradients(
+    forward: Scatter2Scatter, rank: Tensor, grad: Tensor, need: dict[str, Any]
+) -> dict[str, Any]:
+    """The gradients that are needed, by argument; `rank` is the op's second result."""
+    x, order, a, b, gates = (
+        *(forward.x, forward.order),
+        *(forward.lora_a, forward.lora_b, forward.gates),
+    )
+    grads: dict[str, Any] = {}
     gate = None if gates is None else gates.reshape(-1)[order].unsqueeze(1)  # [R, 1]
 
     def weighted(rows: Tensor, factor: float) -> Tensor:
@@ -48,103 +68,97 @@ def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
         return product.to(rows.dtype)
 
     def gram(left: Tensor, right: Tensor, grouped: tuple[bool, bool], dtype: torch.dtype) -> Tensor:
-        return grouped_gram(left, right, order, offsets, ctx.top_k, grouped, dtype)
+        return grouped_gram(left, right, order, forward.offsets, forward.top_k, grouped, dtype)
 
     grad_rank = None
-    if need[X] or need[GATES]:
-        grads[X], grads[GATES], grad_rank = _input_gradients(ctx, saved, grad, gate)
-    elif need[LORA_A]:
-        grad_rank, _ = _product(
-            ctx, saved, grad, [b], DENSE, b.shape, transposed=True, grouped_out=True
+    if need["x"] or need["gates"]:
+        grads["x"], grads["gates"], grad_rank = _input_gradients(
+            forward, grad, gate, separate=need["gates"]
         )
-    if need[LORA_A]:
-        assert grad_rank is not None
-        grouped = (True, ctx.grouped_in)
-        grads[LORA_A] = gram(weighted(grad_rank, ctx.scaling), x, grouped, a.dtype)
-    if need[LORA_B]:
-        grouped = (ctx.grouped_out, True)
-        grads[LORA_B] = gram(grad, weighted(rank, ctx.scaling), grouped, b.dtype)
-    if need[BIAS]:
+    elif need["lora_a"]:
+        assert b is not None
+        grad_rank, _ = _product(
+            forward,
+            grad,
+            operands=[b],
+            format=DENSE,
+            shape=list(b.shape),
+            transposed=True,
+            grouped_out=True,
+        )
+    if need["lora_a"]:
+        assert grad_rank is not None and a is not None
+        grouped = (True, forward.grouped_in)
+        grads["lora_a"] = gram(weighted(grad_rank, forward.scaling), x, grouped, a.dtype)
+    if need["lora_b"]:
+        assert b is not None
+        grouped = (forward.grouped_out, True)
+        grads["lora_b"] = gram(grad, weighted(rank, forward.scaling), grouped, b.dtype)
+    if need["bias"]:
+        assert forward.bias is not None
         ones = weighted(grad.new_ones(order.shape[0], 1), 1.0)
-        grads[BIAS] = gram(grad, ones, (ctx.grouped_out, True), bias.dtype).squeeze(2)
-    if need[OPERANDS][0]:  # a dense weight that trains
-        rows = weighted(grad if ctx.grouped_out else grad[order // ctx.top_k], 1.0)
-        dtype = operands[0].dtype
-        if ctx.transposed:
-            grads[OPERANDS][0] = gram(x, rows, (ctx.grouped_in, True), dtype)
+        grouped = (forward.grouped_out, True)
+        grads["bias"] = gram(grad, ones, grouped, forward.bias.dtype).squeeze(2)
+    if need["operands"][0]:  # a dense weight that trains
+        rows = weighted(grad if forward.grouped_out else grad[order // forward.top_k], 1.0)
+        dtype = forward.operands[0].dtype
+        if forward.transposed:
+            weight = gram(x, rows, (forward.grouped_in, True), dtype)
         else:
-            grads[OPERANDS][0] = gram(rows, x, (True, ctx.grouped_in), dtype)
-    return tuple(grads)
+            weight = gram(rows, x, (True, forward.grouped_in), dtype)
+        grads["operands"] = [weight]
+    return grads
 
 
 def _input_gradients(
-    ctx: Any, saved: tuple[Any, ...], grad: Tensor, gate: Tensor | None
+    forward: Scatter2Scatter, grad: Tensor, gate: Tensor | None, *, separate: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of x and of the gates, and `B' dy` [R, r] in grouped order."""
-    x, order, inverse, offsets, _tiles, a, b, bias, gates, _, *operands = saved
-    separate = ctx.needs_input_grad[GATES]
+    """Gradients of x and, where `separate`, of the gates; and `B' dy` [R, r] in grouped order."""
+    a, b, bias, gates = forward.lora_a, forward.lora_b, forward.bias, forward.gates
     u, grad_rank = _product(
-        ctx,
-        saved,
+        forward,
         grad,
-        operands,
-        ctx.format,
-        ctx.shape,
-        transposed=not ctx.transposed,
-        grouped_out=separate or ctx.grouped_in,
+        operands=list(forward.operands),
+        format=forward.format,
+        shape=list(forward.shape),
+        transposed=not forward.transposed,
+        grouped_out=separate or forward.grouped_in,
         lora_a=None if b is None else b.transpose(1, 2),
         lora_b=None if a is None else a.transpose(1, 2),
         gates=None if separate else gates,
     )
     if not separate:
         return u, None, grad_rank
-    assert gate is not None
+    assert gate is not None and gates is not None
+    x, order, offsets, inverse = forward.x, forward.order, forward.offsets, forward.inverse
     rows = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
-    x_rows = x if ctx.grouped_in else x[order // ctx.top_k]
+    x_rows = x if forward.grouped_in else x[order // forward.top_k]
     dot = (u.float() * x_rows.float()).sum(1)
     if bias is not None:
         expert = torch.searchsorted(offsets[1:], rows, right=True).clamp(max=bias.shape[0] - 1)
-        grad_rows = grad if ctx.grouped_out else grad[order // ctx.top_k]
+        grad_rows = grad if forward.grouped_out else grad[order // forward.top_k]
         dot = dot + (grad_rows.float() * bias[expert].float()).sum(1)
     dot = torch.where(rows < offsets[-1], dot, 0.0)
     grad_gates = dot[inverse].reshape(gates.shape).to(gates.dtype)
     grad_x = (u * gate.float()).to(x.dtype)
-    if not ctx.grouped_in:
+    if not forward.grouped_in:
         grad_x = grad_x[inverse].reshape(*gates.shape, -1).sum(1)
     return grad_x, grad_gates, grad_rank
 
 
-def _product(
-    ctx: Any,
-    saved: tuple[Any, ...],
-    grad: Tensor,
-    operands: list[Tensor],
-    format: str,
-    shape: Any,
-    *,
-    transposed: bool,
-    grouped_out: bool,
-    lora_a: Tensor | None = None,
-    lora_b: Tensor | None = None,
-    gates: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _product(forward: Scatter2Scatter, grad: Tensor, **changes: Any) -> tuple[Tensor, Tensor]:
     """Rows of `grad`, as the op gave them out, times weights, with the op's routing."""
-    _, *routing = saved[:5]
     result: tuple[Tensor, Tensor] = torch.ops.qfuse.scatter2scatter(
-        grad,
-        operands,
-        format,
-        list(shape),
-        transposed,
-        *routing,
-        ctx.top_k,
-        ctx.grouped_out,
-        grouped_out,
-        lora_a,
-        lora_b,
-        ctx.scaling,
-        None,
-        gates,
-        ctx.provider,
+        *arguments(
+            x=grad,
+            order=forward.order,
+            inverse=forward.inverse,
+            offsets=forward.offsets,
+            tiles=forward.tiles,
+            top_k=forward.top_k,
+            grouped_in=forward.grouped_out,
+            scaling=forward.scaling,
+            **changes,
+        )
     )
     return result

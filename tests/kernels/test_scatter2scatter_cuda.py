@@ -89,7 +89,7 @@ def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
     case = layer(FIT, dtype=BF16)
     assert "Hopper" in refusal(case)
     assert "bfloat16" in refusal(layer(FIT))
-    assert "dense" in refusal(case, fmt=None)
+    assert "dense" in refusal(case, format="dense")
     assert "every 64" in refusal(layer(FIT, dtype=BF16, blocksize=128))
     assert "multiples" in refusal(layer(replace(FIT, in_features=96), dtype=BF16))
     assert "rank 65" in refusal(layer(replace(FIT, rank=65), dtype=BF16))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
+from inductor_q.capture.example import example_product
+from inductor_q.context import Context
 from inductor_q.kernels import provider as providers
 from inductor_q.kernels import scatter2scatter_cuda
-from inductor_q.kernels.calls import DENSE
-from tests.support.moe import Layer, layer
+from inductor_q.kernels.calls import ARGUMENTS, DENSE, Scatter2Scatter
+from inductor_q.kernels.dispatch import serve
+from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
+from inductor_q.report import Report
+from tests.support.moe import Layer, Sizes, layer
 from tests.support.tile_cases import BF16, FIT, FP16, device
 
 pytest.importorskip("triton")
@@ -44,20 +49,44 @@ def served(
                 )
             return value
 
-        arguments = [
-            case.x,
-            case.operands,
-            case.format,
-            case.shape,
-            case.transposed,
-            *case.routing,
-            *(case.grouped_in, case.grouped_out, case.lora_a, case.lora_b, case.scaling),
-            *(case.bias, case.gates, provider),
-        ]
-        importlib.import_module("inductor_q.ops.scatter2scatter")._scatter2scatter(
-            *([fake(v) for v in a] if isinstance(a, list) else fake(a) for a in arguments)
-        )
+        given: dict[str, Any] = {n: getattr(case.call(), n) for n in ARGUMENTS}
+        given["operands"] = [fake(operand) for operand in given["operands"]]
+        call = Scatter2Scatter(**{name: fake(value) for name, value in given.items()})
+        call.check()
+        reported = reported_provider(call, provider)
+        assert not told  # of what only a run is to be warned of
+        serve("scatter2scatter", call, provider)
+    assert reported == launched[0], "the report names who does not serve"
     return launched[0], told
+
+
+def reported_provider(call: Scatter2Scatter, wanted: str) -> str:
+    """Who serves, as the pass says of a node with the arguments of `call`."""
+    graph = fx.Graph()
+
+    def node(value: Any) -> Any:
+        if isinstance(value, list):
+            return [node(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        placeholder = graph.placeholder("value")
+        placeholder.meta["val"] = value
+        return placeholder
+
+    args = tuple(node(getattr(call, name)) for name in ARGUMENTS)
+    graph.call_function(torch.ops.qfuse.scatter2scatter.default, args)
+    resolved = SimpleNamespace(kernels={"scatter2scatter": wanted})
+    context = Context(resolved, Report())  # type: ignore[arg-type]
+    (site,) = FuseScatter2Scatter().match(graph, context)
+    if call.rank == 0 and call.bias is None and call.gates is None:  # as of a product found
+        found = example_product(
+            *(args[0], args[1], call.format, call.shape),
+            transposed=call.transposed,
+            top_k=call.top_k,
+            grouped_in=call.grouped_in,
+        )
+        assert context.expert_kernel(found) == site.provider
+    return site.provider
 
 
 @pytest.mark.parametrize("sentinel", [None, -1])
@@ -86,6 +115,28 @@ def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
         assert served(layer(few, dtype=BF16, quant=DENSE), arch, monkeypatch)[0] == "triton"
     assert served(layer(few, dtype=BF16), 90, monkeypatch)[0] == "cuda"
     assert served(layer(few, dtype=FP16), 90, monkeypatch)[0] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "name"),
+    [
+        (FIT, {"dtype": BF16, "quant": DENSE, "lora": False}, "grouped_mm"),
+        (replace(FIT, rank=96), {"dtype": BF16}, "triton"),
+        (
+            replace(FIT, experts=2, tokens=1024),
+            {"dtype": BF16, "blocksize": 128, "lora": False},
+            "dequantize",
+        ),
+        (FIT, {"dtype": FP16}, "triton"),
+        (FIT, {}, "reference"),
+    ],
+    ids=["dense", "r=96", "nf4_b128, many rows", "fp16", "fp32"],
+)
+def test_the_report_names_who_serves_on_hopper(
+    sizes: Sizes, options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the first that knows the format; `served` compares the two for every call here."""
+    assert served(layer(sizes, **options), 90, monkeypatch)[0] == name
 
 
 def test_what_it_refuses_is_served_by_another(monkeypatch: pytest.MonkeyPatch) -> None:

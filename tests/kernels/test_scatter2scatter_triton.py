@@ -150,7 +150,7 @@ def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
     case = layer(FIT, dtype=BF16)
     assert "cpu tensors" in KERNEL.refuses(case.call())
     assert "float32" in KERNEL.refuses(layer(FIT).call())
-    assert "nibbles" in KERNEL.refuses(case.call(fmt=FORMATS["kbit4_e4m4"]))
+    assert "nibbles" in KERNEL.refuses(case.call(format="kbit4_e4m4"))
     assert "rows of 48" in KERNEL.refuses(layer(replace(FIT, in_features=48), dtype=BF16).call())
     assert "rank 129" in KERNEL.refuses(layer(replace(FIT, rank=129), dtype=BF16).call())
     operands = [case.operands[0].expand(2, -1, -1)[:, ::2], *case.operands[1:]]

@@ -23,6 +23,7 @@ from inductor_q.kernels import (
 )
 from inductor_q.kernels.calls import DENSE, GroupedGram
 from inductor_q.kernels.expert_weights import ExpertWeights
+from inductor_q.kernels.provider import warn_once
 from inductor_q.ops.routing import route
 from tests.support.gpu_experts import assert_as_near_as_the_loop
 from tests.support.moe import GROUPED, Layer, Sizes, choices, layer, results
@@ -345,7 +346,6 @@ def arguments(case: Layer) -> tuple[Any, ...]:
         case.scaling,
         case.bias,
         case.gates,
-        "auto",
     )
 
 
@@ -441,6 +441,19 @@ def test_compiled_code_calls_past_the_dispatcher() -> None:
     assert code.count("= qfuse_grouped_gram(") == 4
     assert code.count("= qfuse_tile_map(") == 1  # shared by both projections, and by backward
     assert not re.search(r"torch\.ops\.qfuse\.\w+\.default\(", code)
+
+
+def test_a_wrapper_that_takes_no_provider_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The op's schema has none, so `qfuse.kernels` cannot be obeyed there."""
+    case = layer(dtype=torch.bfloat16, lora=False)
+    torch.compiler.reset()
+    warn_once.cache_clear()
+    kernels: dict[str, Any] = {"qfuse.kernels": {"scatter2scatter": "dequantize"}}
+    options = {**kernels, "cpp_wrapper": True, "fx_graph_cache": False}
+    compiled = torch.compile(case.__call__, backend="qfuse", options=options)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(), case())
+    assert "'dequantize' is not used: C++ wrapper code calls the op" in caplog.text
 
 
 # --- mistakes -----------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
+from inductor_q.kernels import PROVIDERS
+from inductor_q.kernels.calls import unchecked
+from inductor_q.kernels.provider import warn_once
 from tests.support.compiling import Compiled, compile_step, step
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, model, tokens
 
@@ -45,6 +48,21 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         result: Tensor = self.experts(x, ids, gates)
         return result
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the providers of scatter2scatter that run, in order; nothing was warned of."""
+    names: list[str] = []
+    warn_once.cache_clear()
+    for provider in PROVIDERS["scatter2scatter"]["cpu"]:
+
+        def run(call: Any, provider: Any = provider, original: Any = provider.run) -> Any:
+            names.append(provider.name)
+            return original(call)
+
+        monkeypatch.setattr(provider, "run", run, raising=False)
+    return names
 
 
 def inputs(dtype: torch.dtype, n: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +149,9 @@ def saved(result: Compiled) -> int:
 def products(result: Compiled) -> list[tuple[Any, ...]]:
     """(top_k, grouped_in, grouped_out) of each scatter2scatter."""
     nodes = [n for graph in result.joint for n in graph.nodes]
-    return [n.args[9:12] for n in nodes if n.target is torch.ops.qfuse.scatter2scatter.default]
+    op = torch.ops.qfuse.scatter2scatter.default
+    calls = [unchecked(n.args) for n in nodes if n.target is op]
+    return [(call.top_k, call.grouped_in, call.grouped_out) for call in calls]
 
 
 #: Tokens in, sorted rows between the projections, tokens out; and back.
@@ -217,22 +237,46 @@ def test_grouped_dense_experts_stay() -> None:
     }
 
 
-@pytest.mark.parametrize("provider", ["reference", "dequantize"])
-def test_products_of_our_own_are_counted_and_take_the_provider_asked_for(provider: str) -> None:
+@pytest.mark.parametrize("passes", [{}, {PASS: False}], ids=["", "without the pass"])
+@pytest.mark.parametrize(
+    ("dtype", "wanted", "provider"),
+    [
+        (torch.bfloat16, "auto", "reference"),
+        (torch.bfloat16, "dequantize", "dequantize"),
+        (torch.float32, "dequantize", "reference"),  # bfloat16 only
+        (torch.float32, "triton", "reference"),  # on a GPU only
+    ],
+    ids=str,
+)
+def test_products_of_our_own_are_served_and_reported_as_asked(
+    dtype: torch.dtype,
+    wanted: str,
+    provider: str,
+    passes: dict[str, bool],
+    launched: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Forward and backward, whether or not a pass looks at them; what is refused is logged."""
     net = model("qwen3_moe").requires_grad_(False)
     experts.quantize(net)
-    layer = Experts("qwen3_moe", "qfuse", torch.float32, packed=False)
+    layer = Experts("qwen3_moe", "qfuse", dtype, packed=False)
     layer.experts = expert_layers(net)["model.layers.0.mlp.experts"]
     awaken(experts.add_lora(layer, r=2))
-    options = {"qfuse.kernels": {"scatter2scatter": provider}}
-    result = compile_step(layer, *inputs(torch.float32), fullgraph=True, options=options)
-    assert result.applied[PASS] == 4
-    nodes = [n for graph in result.joint for n in graph.nodes]
-    products = [n for n in nodes if "qfuse.scatter2scatter" in str(n.target)]
-    assert {n.args[-1] for n in products} == {provider}
+    layer.to(dtype)
+    options = {
+        "qfuse.kernels": {"scatter2scatter": wanted},
+        "qfuse.passes": passes,
+        "fx_graph_cache": False,
+    }
+    result = compile_step(layer, *inputs(dtype), fullgraph=True, options=options)
+    assert launched == [provider] * 4
+    assert result.report.providers["scatter2scatter"] == {provider: 4}
+    assert ("is not used" in caplog.text) == (wanted not in ("auto", provider))
     sites = [s for s in result.report.sites if s.pass_name == PASS]
-    assert {s.provider for s in sites} == {provider}
-    assert {s.module for s in sites} == {"experts.gate_up_proj", "experts.down_proj"}
+    if not passes:
+        assert result.applied[PASS] == 4
+        assert {s.provider for s in sites} == {provider}
+        assert {s.module for s in sites} == {"experts.gate_up_proj", "experts.down_proj"}
 
 
 @SLOW

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from inductor_q import ops
-from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE, GroupedGram, Scatter2Scatter
+from inductor_q.kernels.dispatch import preferring
 from inductor_q.kernels.provider import Provider
 from inductor_q.ops.routing import Routing, route
 from tests.support.quantized import quantize
@@ -57,7 +57,10 @@ class Layer:
         values = (self.x, self.lora_a, self.lora_b, self.bias, self.gates, weight)
         return {n: v for n, v in zip(LEAVES, values, strict=True) if v is not None}
 
-    def __call__(self, **kwargs: Any) -> Tensor:
+    def __call__(self, provider: str = "auto", **kwargs: Any) -> Tensor:
+        if provider != "auto":
+            with preferring("scatter2scatter", provider):
+                return self(**kwargs)
         return ops.scatter2scatter(
             self.x,
             self.operands,
@@ -78,9 +81,7 @@ class Layer:
     def call(self, **changes: Any) -> Scatter2Scatter:
         """As a kernel gets it."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        name, routing = own.pop("format"), own.pop("routing")
-        fmt = None if name == DENSE else get_format(name)
-        own |= {"shape": tuple(self.shape), "fmt": fmt, **routing._asdict()}
+        own |= {"shape": tuple(self.shape), **own.pop("routing")._asdict()}
         return Scatter2Scatter(**{**own, **changes})
 
     def weight(self, dtype: torch.dtype) -> Tensor:

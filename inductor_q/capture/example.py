@@ -1,0 +1,82 @@
+"""Concrete examples of what a graph computes with: sizes and strides as numbers, and no data.
+
+A symbol is taken for the value that it had when the graph was captured, without a guard on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.tile_map import length
+
+
+def hint(size: Any) -> int:
+    """A concrete number for a size: itself, or the example behind a symbol (adds no guard)."""
+    if isinstance(size, int):
+        return size
+    value = size.node.hint
+    return int(value) if value is not None else 1 << 12  # unbacked: assume many rows
+
+
+def example(value: Any) -> Any:
+    """An argument of a node: nodes as their values, tensors and symbols as concrete ones."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+    if isinstance(value, (list, tuple)):
+        return [example(item) for item in value]
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if not isinstance(value, Tensor):
+        return value
+    sizes, strides = map(hint, value.shape), map(hint, value.stride())
+    return _empty(value, tuple(sizes), tuple(strides), value.dtype)
+
+
+def example_product(
+    x: fx.Node,
+    operands: Sequence[fx.Node],
+    format: str,
+    shape: Sequence[Any],
+    *,
+    transposed: bool,
+    top_k: int,
+    grouped_in: bool,
+) -> Scatter2Scatter:
+    """A call of scatter2scatter without adapters, whose routing need not exist yet.
+
+    Args:
+        x: its rows; a dimension of size 1 that they may have beside two is left out.
+    """
+    rows = example(x)
+    rows = rows.reshape(-1, rows.shape[-1])
+    slots = rows.shape[0] if grouped_in else rows.shape[0] * top_k
+    stack = tuple(example(list(shape)))
+    order = _empty(rows, (slots,), (1,), torch.int64)
+    return Scatter2Scatter(
+        x=rows,
+        operands=[example(operand) for operand in operands],
+        format=format,
+        shape=stack,
+        transposed=transposed,
+        order=order,
+        inverse=order,
+        offsets=_empty(rows, (stack[0] + 1,), (1,), torch.int32),
+        tiles=_empty(rows, (length(slots, stack[0]), 4), (4, 1), torch.int32),
+        top_k=top_k,
+        grouped_in=grouped_in,
+    )
+
+
+def _empty(
+    like: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=like.device)
