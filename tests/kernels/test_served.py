@@ -1,0 +1,57 @@
+"""Which provider takes weights in which format: pinned, since tests skip what a kernel refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import PROVIDERS
+from inductor_q.kernels.calls import DENSE
+
+NIBBLES = {
+    f"{quant}_b{blocksize}{nested}"
+    for quant in ("nf4", "fp4")
+    for blocksize in (32, 64, 128, 256, 512, 1024, 2048, 4096)
+    for nested in ("", "_nested")
+}
+PLANES = {f"kbit{k}_{scale}" for k in (2, 3, 4, 5) for scale in ("e4m4", "fp16")}
+OTHERS = {"int4_g128", "fp8_e4m3_row", "mxfp4", "nvfp4"}
+EVERY = NIBBLES | PLANES | OTHERS
+
+SERVED: dict[tuple[str, str, str], set[str]] = {
+    ("dequantize", "cpu", "cpp"): NIBBLES | PLANES,
+    ("dequantize", "cpu", "reference"): EVERY,
+    ("dequantize", "cuda", "cuda"): PLANES,
+    ("dequantize", "cuda", "triton"): EVERY,
+    ("dequantize", "cuda", "reference"): EVERY,
+    ("scatter2scatter", "cpu", "reference"): EVERY | {DENSE},
+    ("scatter2scatter", "cpu", "grouped_mm"): {DENSE},
+    ("scatter2scatter", "cpu", "dequantize"): EVERY | {DENSE},
+    ("scatter2scatter", "cuda", "cuda"): {
+        f"{quant}_b64{nested}" for quant in ("nf4", "fp4") for nested in ("", "_nested")
+    },
+    ("scatter2scatter", "cuda", "triton"): NIBBLES | {DENSE},
+    ("scatter2scatter", "cuda", "grouped_mm"): {DENSE},
+    ("scatter2scatter", "cuda", "dequantize"): EVERY | {DENSE},
+    ("scatter2scatter", "cuda", "reference"): EVERY | {DENSE},
+}
+
+
+def test_every_format_and_provider_is_pinned() -> None:
+    assert set(FORMATS) == EVERY
+    assert set(SERVED) == {
+        (op, device, provider.name)
+        for op in ("dequantize", "scatter2scatter")
+        for device, listed in PROVIDERS[op].items()
+        for provider in listed
+    }
+
+
+@pytest.mark.parametrize("place", SERVED, ids="-".join)
+def test_a_provider_takes_these_formats(place: tuple[str, str, str]) -> None:
+    op, device, name = place
+    (provider,) = (p for p in PROVIDERS[op][device] if p.name == name)
+    taken = {fmt.name for fmt in FORMATS.values() if not provider.unknown(fmt)}
+    if op == "scatter2scatter" and not provider.unknown(None):
+        taken.add(DENSE)
+    assert taken == SERVED[place]
