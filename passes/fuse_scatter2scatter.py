@@ -76,6 +76,7 @@ def _example(projection: Projection) -> Scatter2Scatter:
         transposed=product.transposed,
         top_k=projection.top_k,
         grouped_in=not (isinstance(product, Batched) or gathers),
+        dim=product.dim if isinstance(product, Batched) else None,
     )
 
 

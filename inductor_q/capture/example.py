@@ -48,14 +48,16 @@ def example_product(
     transposed: bool,
     top_k: int,
     grouped_in: bool,
+    dim: int | None = None,
 ) -> Scatter2Scatter:
     """A call of scatter2scatter without adapters, whose routing need not exist yet.
 
     Args:
-        x: its rows; a dimension of size 1 that they may have beside two is left out.
+        x: its rows.
+        dim: the dimension of size 1 that they have beside two, if any.
     """
     rows = example(x)
-    rows = rows.reshape(-1, rows.shape[-1])
+    rows = rows if dim is None else rows.squeeze(dim)
     slots = rows.shape[0] if grouped_in else rows.shape[0] * top_k
     stack = tuple(example(list(shape)))
     order = _empty(rows, (slots,), (1,), torch.int64)

@@ -155,3 +155,21 @@ def test_a_cpu_has_no_triton_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     case = layer(replace(FIT, tokens=3))
     assert torch.equal(case(provider="triton"), case())
     assert told == ["triton: there is none of that name for cpu tensors"]
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((7, 64), None), ((7, 1, 64), 1), ((7, 64, 1), 2)])
+def test_an_example_has_the_rows_of_the_product(shape: tuple[int, ...], dim: int | None) -> None:
+    """Gathered experts multiply rows that have one more dimension, on either side."""
+    with FakeTensorMode():
+        nodes = [fx.Graph().placeholder("x"), fx.Graph().placeholder("weight")]
+        for node, size in zip(nodes, (shape, (5, 48, 64)), strict=True):
+            node.meta["val"] = torch.empty(size)
+        call = example_product(
+            *(nodes[0], nodes[1:], DENSE, (5, 48, 64)),
+            transposed=False,
+            top_k=1,
+            grouped_in=False,
+            dim=dim,
+        )
+        call.check()
+    assert (call.rows, tuple(call.x.shape)) == (7, (7, 64))
