@@ -1,4 +1,4 @@
-"""What a code means: a code, and what its element shares with neighbours, to a float32 value."""
+"""Codecs: what a code means, given what its element shares with neighbours, as a float32 value."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from inductor_q.formats.ops import I, Ops, V
 class Codec(Protocol):
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes in which a code may be stored that has an element of an operand to itself."""
+        """List the dtypes of an operand that holds one code per element."""
         ...
 
     @property
     def values(self) -> tuple[float, ...] | None:
-        """The value of each code before it is scaled, where that is all there is to the codec."""
+        """Return the unscaled value of each code, where the codec is a fixed table; else None."""
         ...
 
     @property
     def table(self) -> Operand | None:
-        """The operand that holds the value of each code, likewise."""
+        """Return the operand that holds the unscaled values, where it is one; else None."""
         ...
 
     def operands(self) -> tuple[Operand, ...]: ...
 
     def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
-        """The value of `code`; `shared` are those of `QuantFormat.shared`, in their order."""
+        """Decode `code` under `shared`, which are those of `QuantFormat.shared`, in their order."""
         ...
 
 
 def scaled(o: Ops[I, V], value: V, scales: tuple[V, ...]) -> V:
+    """Multiply `value` by each of `scales` in turn."""
     for scale in scales:
         value = o.mul(value, scale)
     return value
@@ -40,7 +41,7 @@ def scaled(o: Ops[I, V], value: V, scales: tuple[V, ...]) -> V:
 
 @dataclass(frozen=True)
 class Codebook:
-    """A fixed table of values, known when the format is."""
+    """The values are a fixed table, known when the format is."""
 
     values: tuple[float, ...]
     dtypes = ("uint8",)
@@ -55,7 +56,7 @@ class Codebook:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that is itself an operand (bitsandbytes' 8-bit dynamic map)."""
+    """The values are an operand (bitsandbytes' 8-bit dynamic map)."""
 
     operand: str
     size: int
@@ -75,7 +76,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that is stored as it is."""
+    """The number is stored as it is."""
 
     dtypes: tuple[str, ...] = FLOATS
     values = None
@@ -90,7 +91,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Affine:
-    """An unsigned integer: `(code - zero_point) * scale`, the scale being shared first."""
+    """The value is `(code - zero_point) * scale`, of which the scale is shared first."""
 
     dtypes = ("uint8",)
     values = None

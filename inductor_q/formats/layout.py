@@ -1,4 +1,4 @@
-"""Where things lie that have a meaning elsewhere: maps of indices, with which formats compose.
+"""Layouts: maps of indices that say where codes and scales lie, with which formats compose.
 
 An `Order` says where the codes of a few neighbours lie, a `Grid` where the scales of a matrix do.
 A weight in another layout is the same format with another map, and every interpreter follows it.
@@ -13,14 +13,14 @@ from inductor_q.formats.ops import I, Ops, V
 
 
 class Order(Protocol):
-    """The order of neighbouring codes in a byte or a wider word, from its lowest bits up."""
+    """Orders neighbouring codes in a byte or a wider word, from its lowest bits up."""
 
     def place(self, o: Ops[I, V], lane: I, n: int) -> I:
-        """The place of the `lane`-th of `n` neighbours."""
+        """Find the place of the `lane`-th of `n` neighbours."""
         ...
 
     def places(self, n: int) -> tuple[int, ...]:
-        """The same map in plain numbers: the places of all `n` neighbours."""
+        """Return the same map in plain numbers: the places of all `n` neighbours."""
         ...
 
 
@@ -68,22 +68,26 @@ HIGH_FIRST = HighFirst()
 
 
 class Grid(Protocol):
-    """The order in memory of a matrix of scales."""
+    """Orders a matrix of scales in memory."""
 
     @property
     def rows(self) -> int:
-        """How many of its rows lie together, apart from those that follow."""
+        """Return how many rows lie together, apart from those that follow."""
         ...
 
     def numel(self, rows: int, columns: int) -> int:
-        """How many elements hold the matrix, padding included."""
+        """Return how many elements hold the matrix, padding included."""
         ...
 
-    def place(self, o: Ops[I, V], row: I, column: I, columns: I) -> I: ...
+    def place(self, o: Ops[I, V], row: I, column: I, columns: I) -> I:
+        """Find the place of an element of a matrix that has so many columns."""
+        ...
 
 
 @dataclass(frozen=True)
 class RowMajor:
+    """Rows follow each other."""
+
     rows = 1
 
     def numel(self, rows: int, columns: int) -> int:
@@ -98,7 +102,7 @@ ROW_MAJOR = RowMajor()
 
 @dataclass(frozen=True)
 class Tiles128x4:
-    """Tiles of 128 rows and 4 columns, as NVIDIA's block-scaled tensor cores read them.
+    """Tiles have 128 rows and 4 columns, as NVIDIA's block-scaled tensor cores read them.
 
     In a tile of 512 elements four neighbours of a row follow each other; then come the rows that
     are 32 further, up to 128, and then the next row. Rows and columns are padded to whole tiles,

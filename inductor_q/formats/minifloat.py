@@ -21,14 +21,14 @@ _HALF_OF_SMALLEST_NORMAL = 0x00400000  # 2^-127, which float32 has as a subnorma
 
 @dataclass(frozen=True)
 class Minifloat:
-    """A code of a sign, an exponent e and a mantissa m, from the highest bit to the lowest.
+    """A code consists of a sign, an exponent e and a mantissa m, from the highest bit down.
 
     The value is 2^(e - bias) * (1 + m / 2^mantissa_bits), and for e = 0 it is the subnormal number
     2^(1 - bias) * m / 2^mantissa_bits.
 
-    special: which codes stand for no number: "none"; "ieee", infinity and NaN at the largest e;
-        "nan", the largest magnitude alone is NaN.
-    subnormal: without it e = 0 is an exponent as any other.
+    special: says which codes stand for no number: "none" of them; infinity and NaN, which "ieee"
+        puts at the largest e; or "nan", which is the largest magnitude alone.
+    subnormal: is False where e = 0 is an exponent as any other.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Minifloat:
 
     @property
     def magnitudes(self) -> int:
-        """How many codes there are without the sign."""
+        """Return how many codes there are without the sign."""
         return 1 << self.exponent_bits + self.mantissa_bits
 
     @property
@@ -53,7 +53,7 @@ class Minifloat:
 
     @property
     def largest(self) -> float:
-        """The largest finite number."""
+        """Return the largest finite number."""
         m = 1 << self.mantissa_bits
         code = {"none": self.magnitudes, "nan": self.magnitudes - 1, "ieee": self.magnitudes - m}
         e, mantissa = divmod(code[self.special] - 1, m)
@@ -75,7 +75,7 @@ class Minifloat:
         return scaled(o, value, shared)
 
     def _normal(self, o: Ops[I, V], magnitude: V) -> V:
-        """The number, infinity or NaN of a code above the subnormal ones."""
+        """Decode a code above the subnormal ones: to a number, infinity or NaN."""
         m = self.mantissa_bits
         rebias = 127 - self.bias << m
         bits = o.shift_left(o.add_int(magnitude, rebias) if rebias else magnitude, 23 - m)

@@ -25,17 +25,17 @@ class Packing(Protocol):
 
     @property
     def block(self) -> int:
-        """Neighbours whose codes lie together, apart from those of others."""
+        """Return how many neighbours have codes that lie together, apart from those of others."""
         ...
 
     @property
     def nibbles(self) -> tuple[int, int] | None:
-        """The right shifts that bring down the codes of a byte, where it holds two neighbours."""
+        """Return the right shifts that bring down the two codes of a byte, or None."""
         ...
 
     @property
     def planes(self) -> int:
-        """Words of a block of 32 codes in bit planes; 0: this is another packing."""
+        """Return how many bit planes a block of 32 codes has; 0 for another packing."""
         ...
 
     def operands(self, numel: int) -> tuple[Operand, ...]:
@@ -49,9 +49,9 @@ class Packing(Protocol):
 
 @dataclass(frozen=True)
 class BytePacking:
-    """`8 // bits` codes in each byte, stored in any dtype.
+    """Each byte holds `8 // bits` codes; bytes are stored in any dtype.
 
-    order: of the codes in each `word` bytes, the lowest byte first.
+    order: is that of the codes in each `word` bytes, of which the first is the lowest.
     """
 
     bits: int

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class QuantFormat:
     """A quantized weight: where codes lie, what they mean, and what neighbours share.
 
-    packing: index -> code.
-    codec: code and what is shared -> value.
-    shared: index -> number, the scale and, where the codec takes one, the zero point.
+    packing: finds the code of an index.
+    codec: makes a value of a code and of what is shared.
+    shared: finds what an index shares: the scale and, where the codec takes one, the zero point.
 
     Frozen, hashable and comparable. Only `name` crosses an operator schema.
     """
@@ -67,53 +67,56 @@ class QuantFormat:
         return tuple(by_name[name] for name in self.operands)
 
     def sample(self, shape: Sequence[int], generator: Generator) -> list[Tensor]:
-        """Random operands of a weight of `shape`, in the order of `operands`."""
+        """Make random operands of a weight of `shape`, in the order of `operands`."""
         return [random_operand(operand, generator) for operand in self.requirements(shape)]
 
     # --- what kernels ask, in place of how a format is composed -----------------------------------
 
     @property
     def nibbles(self) -> tuple[int, int] | None:
-        """The right shifts that bring down the two codes of a byte, or None: (4, 0), high first."""
+        """Return the right shifts that bring down the two codes of a byte, or None.
+
+        They are (4, 0) where the high nibble comes first.
+        """
         return self.packing.nibbles
 
     @property
     def planes(self) -> int:
-        """Bits of codes that lie in bit planes, blocks of 32; 0: they do not."""
+        """Return how many bit planes hold the codes, in blocks of 32; 0 where none do."""
         return self.packing.planes
 
     @property
     def lut16(self) -> tuple[float, ...] | None:
-        """The values of 16 codes, where one scale times the value of the code is all, or None."""
+        """Return the values of 16 codes, if such a value times one scale is all; else None."""
         values = self.codec.values
         one_scale = self.packing.bits == 4 and len(self.shared) == 1
         return values if one_scale and values is not None and len(values) == 16 else None
 
     @property
     def table(self) -> Operand | None:
-        """The operand that holds the values of codes, where one scale is all there is more."""
+        """Return the operand that holds the values of codes, if one scale is all else; or None."""
         return self.codec.table if len(self.shared) == 1 else None
 
     @property
     def blockwise(self) -> Blockwise | None:
-        """The one scale of consecutive elements, as far as kernels know it, or None."""
+        """Describe the one scale to kernels that may know its kind; None where none does."""
         return self.shared[0].blockwise if len(self.shared) == 1 else None
 
     def run(self, columns: int) -> int:
-        """How many elements, counted through the rows from the first, share all; 0: all do."""
+        """Return how many consecutive elements share all, from each multiple on; 0 means all."""
         return math.gcd(*(scale.run(columns) for scale in self.shared))
 
     def group(self, columns: int) -> int:
-        """How many neighbours share all, at every multiple of it in a row of `columns`."""
+        """Return how many neighbours share all, from each multiple on in a row of `columns`."""
         return math.gcd(columns, self.run(columns))
 
     def period(self, columns: int) -> int:
-        """At multiples of how many elements a weight may be cut into weights of their own."""
+        """Return a number of elements at whose multiples a weight can be cut into weights."""
         return math.lcm(self.packing.block, *(scale.period(columns) for scale in self.shared))
 
     @cached_property
     def plain(self) -> QuantFormat:
-        """The same codes under scales that are stored one by one; itself where they are."""
+        """Return the format of the same codes under scales that are stored one by one."""
         shared = tuple(scale.plain or scale for scale in self.shared)
         if shared == self.shared:
             return self

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def random_operand(operand: Operand, generator: Generator) -> Tensor:
-    """Any code, where it holds codes; numbers from 1/32 to 3/32, where it holds those."""
+    """Fill an operand with any codes, or with numbers from 1/32 to 3/32 if it holds numbers."""
     import torch
 
     dtype = getattr(torch, operand.dtypes[0] if operand.dtypes else "uint8")

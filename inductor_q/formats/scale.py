@@ -1,4 +1,4 @@
-"""What neighbouring elements share, a scale or a zero point: index -> float32 number."""
+"""Scales and zero points: what neighbouring elements share, as a float32 number per index."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ FLOAT = Number()
 
 @dataclass(frozen=True)
 class Blockwise:
-    """A scale per `block` consecutive elements, as kernels read it that have code of their own.
+    """Describes a scale per `block` consecutive elements to kernels that have code of their own.
 
-    operands: the scale's; of a nested one its codes, its table, the outer scale and the offset.
-    codec: what the first of them holds.
-    outer: how many scales share an outer one; 0: the scale is not nested.
+    operands: those of the scale; a nested one has its codes, its table, the outer scale and the
+        offset, in that order.
+    codec: says what the first operand holds.
+    outer: is how many scales share an outer one, or 0 where the scale is not nested.
     """
 
     block: int
@@ -35,38 +36,41 @@ class Blockwise:
 
 
 class Scale(Protocol):
-    """Something that neighbours share."""
+    """Maps an index to something that neighbours share."""
 
     @property
     def blockwise(self) -> Blockwise | None:
-        """This scale as kernels may know it, or None."""
+        """Describe this scale to kernels that may know its kind; None where none does."""
         ...
 
     @property
     def plain(self) -> BlockScale | None:
-        """The scale that has the values of this one stored one by one; None where they are."""
+        """Return a scale whose operand stores the values of this one, or None for this one itself.
+
+        It is what a stack of weights is cut up with where its own scales span two of them.
+        """
         ...
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
-        """What holds the scales of a weight."""
+        """Describe what holds the scales of a weight."""
         ...
 
     def run(self, columns: int) -> int:
-        """How many elements, counted through the rows from the first, share it; 0: all do."""
+        """Return how many consecutive elements share one, from each multiple on; 0 means all."""
         ...
 
     def period(self, columns: int) -> int:
-        """After how many elements, or multiples of it, the operands of others begin."""
+        """Return a number of elements at whose multiples a weight, and its operands, can be cut."""
         ...
 
     def decode(self, o: Ops[I, V], i: I) -> V:
-        """That of element `i`."""
+        """Find the one of element `i`."""
         ...
 
 
 @dataclass(frozen=True)
 class BlockScale:
-    """One per `block` consecutive elements; blocks run on through the rows."""
+    """Every `block` consecutive elements have one; blocks run on from row to row."""
 
     operand: str
     block: int
@@ -93,9 +97,9 @@ class BlockScale:
 
 @dataclass(frozen=True)
 class GroupScale:
-    """One per `group` columns of a row; the last group of a row may be shorter.
+    """Every `group` columns of a row have one; the last group of a row may be shorter.
 
-    layout: of the matrix that has a row per row of the weight and a column per group.
+    layout: says where things lie in the matrix that has the weight's rows and a column per group.
     """
 
     operand: str
@@ -124,7 +128,7 @@ class GroupScale:
 
 @dataclass(frozen=True)
 class RowScale:
-    """One per row."""
+    """Every row has one."""
 
     operand: str
     codec: Codec = FLOAT
@@ -146,7 +150,7 @@ class RowScale:
 
 @dataclass(frozen=True)
 class TensorScale:
-    """One for the whole weight, or for a stack of weights."""
+    """A weight has one, and so has a stack of weights."""
 
     operand: str
     codec: Codec = FLOAT
@@ -168,7 +172,7 @@ class TensorScale:
 
 @dataclass(frozen=True)
 class ProductScale:
-    """The product of two scales, rounded to float32 before an element is scaled."""
+    """Two scales are multiplied, and the product is rounded before it scales an element."""
 
     first: Scale
     second: Scale
@@ -190,7 +194,7 @@ class ProductScale:
 
 @dataclass(frozen=True)
 class NestedScale:
-    """A scale that is quantized itself: `codec(scale code) * outer`, and `+ offset` if it has one.
+    """The scale is quantized itself: it is `codec(scale code) * outer`, `+ offset` if it has one.
 
     QLoRA's double quantization, https://arxiv.org/abs/2305.14314, section 3."""
 

@@ -25,7 +25,12 @@ from inductor_q.formats.minifloat import E2M1, E4M3, E4M4, E5M2, E8M0, Minifloat
 from inductor_q.formats.mx import E2M1_VALUES
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.scale import BlockScale, GroupScale, NestedScale, ProductScale
-from inductor_q.kernels import dequantize_triton
+from inductor_q.kernels import (
+    dequantize_cuda,
+    dequantize_triton,
+    scatter2scatter_cuda,
+    scatter2scatter_triton,
+)
 from inductor_q.kernels.dequantize import compiled_by, refusal
 from inductor_q.kernels.expert_weights import ExpertWeights
 from tests.support import formulas
@@ -87,10 +92,11 @@ def test_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lowered_on_a_cpu(name: str) -> None:
+def test_lowered(name: str, device: str) -> None:
     """In Inductor's loops, which are all that compiled code has for them on a CPU."""
     assert compiled_by("cpu", fmt=FORMATS[name]) == "inductor"
     cases = formulas.cases(name)
+    weights = [[operand.to(device) for operand in operands] for operands, _ in cases]
 
     def every(weights: list[list[Tensor]]) -> list[Tensor]:
         return [
@@ -100,12 +106,13 @@ def test_lowered_on_a_cpu(name: str) -> None:
         ]
 
     torch.compiler.reset()
-    compiled: Any = torch.compile(every, backend=qfuse, fullgraph=True)
-    found = iter(compiled([operands for operands, _ in cases]))
+    options: Any = {"qfuse.kernels": {"dequantize": "inductor"}}
+    compiled: Any = torch.compile(every, backend=qfuse, fullgraph=True, options=options)
+    found = iter(compiled(weights))
     for operands, shape in cases:
         expected = formulas.values(name, operands, shape)
         for dtype in DTYPES:
-            assert_same_bits(next(found), expected.to(dtype))
+            assert_same_bits(next(found).cpu(), expected.to(dtype))
 
 
 def test_in_the_interpreter_of_triton() -> None:
@@ -207,6 +214,19 @@ def test_kernels_that_refuse_say_why() -> None:
         "int4_g128": "csrc/dequantize.cpp decodes 4-bit codebooks, not int4_g128",
         "fp8_e4m3_row": "csrc/dequantize.cpp decodes 4-bit codebooks, not fp8_e4m3_row",
     }
+    for name in NAMES:
+        fmt = FORMATS[name]
+        other_packing = f"csrc/kbit.cu decodes 2 to 5 bit planes, {name} has another packing"
+        assert dequantize_cuda.KERNEL.unknown(fmt) == other_packing
+        not_nibbles = f"{name} is not packed as nibbles, high one first"
+        assert scatter2scatter_triton.KERNEL.unknown(fmt) == not_nibbles
+        assert scatter2scatter_cuda.KERNEL.unknown(fmt) == not_nibbles
+        high_first = replace(fmt, packing=BytePacking(4, HIGH_FIRST))
+        refused = scatter2scatter_cuda.KERNEL.unknown(high_first)
+        assert refused in (
+            f"{name} has a scale of another kind",
+            f"{name} has no fixed codebook of 16 values",
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from inductor_q import exc, ops
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import FORMATS, get_format
-from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, bnb_format_name
+from inductor_q.formats.bnb import BLOCKSIZES, BNB_FORMATS, BNB_QUANT_TYPES, bnb_format_name
 from inductor_q.formats.codec import Codebook, Table
+from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.formats.layout import HIGH_FIRST, LOW_FIRST
 from inductor_q.formats.mx import E2M1_VALUES
 from inductor_q.formats.packing import BytePacking
@@ -285,7 +286,8 @@ def test_operands_are_found_by_running_decode(fmt: QuantFormat) -> None:
     assert_same_bits(decoded.reshape(2, block), values)
     assert read == set(fmt.operands)
     assert fmt.operands[0] == "qweight"
-    assert fmt.operands[1] == ("absmax" if fmt.blockwise else "scale")
+    if fmt in (*BNB_FORMATS, *KBIT_FORMATS):
+        assert fmt.operands[1] == "absmax"
     required = fmt.requirements((2, block))
     assert tuple(operand.name for operand in required) == fmt.operands
     for operand, tensor in zip(required, operands, strict=True):
