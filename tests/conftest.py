@@ -3,6 +3,7 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,18 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if gold := shutil.which("ld.gold"):
+        _link_with(gold, config)
+
+
+def _link_with(linker: str, config: pytest.Config) -> None:
+    """Have g++ call this linker: GNU ld takes a third of the time that a small kernel takes."""
+    if not config.cache:
+        return
+    link = config.cache.mkdir("linker") / "ld"
+    link.unlink(missing_ok=True)
+    link.symlink_to(linker)
+    os.environ.setdefault("COMPILER_PATH", str(link.parent))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
