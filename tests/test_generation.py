@@ -66,7 +66,7 @@ def decode(model: Any, cache: str, forced: Tensor | None = None) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
 def test_decoding_is_that_of_eager(cache: str, device: str) -> None:
     """In float32 the same tokens; of those, logits as near to float64's without a cache."""
     model = testing.qlora_model(

@@ -72,6 +72,7 @@ def requantized(exact: nn.Module) -> nn.Module:
     return exact
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear")
 def test_train_merge_generate() -> None:
     """The merged model says what was learned, and is off by what rounding `W + s B A` to NF4 costs.

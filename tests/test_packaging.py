@@ -185,11 +185,13 @@ def test_wheel_installs(environment: Environment, wheel: Path, tmp_path: Path) -
     environment.check(environment.site, tmp_path)
 
 
+@pytest.mark.slow
 def test_sdist_installs(environment: Environment, sdist: Path, tmp_path: Path) -> None:
     environment.install(sdist)
     environment.check(environment.site, tmp_path)
 
 
+@pytest.mark.slow
 def test_editable_installs(environment: Environment, source: Path, tmp_path: Path) -> None:
     checkout = shutil.copytree(source, tmp_path / "checkout", symlinks=True)
     environment.install("--editable", checkout)

@@ -97,6 +97,7 @@ def applied(run: Run, name: str) -> int:
     return sum(site["pass_name"] == name and not site["rejected"] for site in run.sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [FP32, FP16])
 def test_float16(adapter: torch.dtype, device: str, tmp_path: Path) -> None:
     model = testing.qlora_model(
@@ -114,6 +115,7 @@ def test_float16(adapter: torch.dtype, device: str, tmp_path: Path) -> None:
     assert bool(applied(run, "extend_k")) == (adapter is FP16)
 
 
+@pytest.mark.slow
 def test_dora_breaks_and_trains_as_eager(device: str, tmp_path: Path) -> None:
     """It breaks where PEFT decodes the weight for its norm; base layers are graphs of their own."""
     config = testing.tiny_llama_config(num_hidden_layers=1)
@@ -147,6 +149,7 @@ def mixed(device: str, dtypes: tuple[torch.dtype, ...]) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_weights_stored_in_two_dtypes(device: str, tmp_path: Path) -> None:
     """bitsandbytes' `get_ptr` was once compiled anew for each, up to the limit."""
     run = compare(mixed(device, (torch.uint8, BF16)), tmp_path)

@@ -176,6 +176,7 @@ def test_int8_without_a_decomposition(threshold: float, training: bool) -> None:
 # --- experts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_experts_eager_and_the_way_out() -> None:
     model = moe()
     assert finding(model, "experts").status == "ok"
@@ -204,6 +205,7 @@ def saved(model: nn.Module) -> int:
     return testing.count_saved_bytes(lambda: model(input_ids=IDS, labels=IDS).loss, model).total
 
 
+@pytest.mark.slow
 def test_target_parameters_under_compile_and_the_way_out() -> None:
     model = moe(target_parameters=[f"mlp.experts.{name}" for name in EXPERTS])
     found = finding(model, "target_parameters")
@@ -279,6 +281,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 def test_require_grads_hook_and_the_way_out() -> None:
     model = checkpointed(reentrant=False)
     found = finding(model, "require_grads_hook")

@@ -252,6 +252,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.slow
 def test_llama_qlora_and_what_qfuse_would_do(explain: Explain) -> None:
     run = explain("llama_qlora", "--backend", "graphs", options=("--max-breaks", "0"))
     assert run.status == 0, run.err
@@ -294,6 +295,7 @@ def test_llama_qlora_by_stock_inductor_and_by_force(explain: Explain, forced: bo
     assert any("inductor" in name or "GraphLowering" in name for name in codegen)
 
 
+@pytest.mark.slow
 def test_moe_with_target_parameters(explain: Explain) -> None:
     """Dozens of breaks are few causes, and most of them are PEFT's."""
     run = explain("moe_target_parameters", options=("--max-breaks", "0"))
@@ -314,6 +316,7 @@ def test_moe_with_target_parameters(explain: Explain) -> None:
 # --- several processes --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_are_two_reports_and_a_merged_one(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -342,6 +345,7 @@ def test_two_ranks_are_two_reports_and_a_merged_one(tmp_path: Path) -> None:
     assert merged.recompile_count == 2
 
 
+@pytest.mark.slow
 def test_a_rank_over_budget_does_not_end_one_that_still_works(tmp_path: Path) -> None:
     """torchrun terminates the other ranks when one fails; here rank 0 has a checkpoint to save."""
     script, file = tmp_path / "save.py", tmp_path / "report.json"

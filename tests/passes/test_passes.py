@@ -330,6 +330,7 @@ def test_the_storage_dtype_changes_no_value(storage: torch.dtype) -> None:
     assert stored.report.bytes_saved == plain.report.bytes_saved == N * K * 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (OLD_BNB / "bitsandbytes").is_dir(),
     reason=f"no bitsandbytes 0.49 in {OLD_BNB}: `make test` puts one there",
