@@ -10,7 +10,8 @@ from inductor_q.capture.library import Library, Packed
 def _packed(module: nn.Module, name: str) -> Packed | None:
     tensor = module._parameters.get(name)
     kind = type(tensor)
-    if tensor is None or kind.__module__.partition(".")[0] != "torchao":
+    # A plain one first: Dynamo, which traces this in layers of experts, does not know its module.
+    if tensor is None or kind is nn.Parameter or kind.__module__.partition(".")[0] != "torchao":
         return None
     reason = f"it is torchao's {kind.__name__}, which none of our formats describes"
     return Packed(kind.__name__, tuple(tensor.shape), reason=reason)

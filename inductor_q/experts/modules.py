@@ -49,6 +49,9 @@ def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Ite
 
 def packed_experts(layer: Any, name: str) -> Stored | None:
     """A projection that a library has packed in one of our formats; None for any other."""
+    weight = layer._parameters.get(name)
+    if type(weight) is nn.Parameter and weight.is_floating_point():
+        return None  # values: Dynamo, which traces this, need not ask the list, nor guard on it
     found = packed_weight(layer, name)
     if found is None or found.read is None:
         return None

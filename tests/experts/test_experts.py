@@ -247,6 +247,15 @@ def compile_and_step(net: Any, backend: Any, **kwargs: Any) -> tuple[Tensor, dic
     return result
 
 
+def test_dense_experts_are_one_graph() -> None:
+    """What a parameter holds is asked while Dynamo traces."""
+    net = experts.use_qfuse(model("qwen3_moe"))
+    logits, grads = step(net, tokens())
+    got, got_grads = compile_and_step(net, "aot_eager")
+    torch.testing.assert_close(got, logits, **CLOSE)
+    assert grads and grads.keys() == got_grads.keys()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_models_are_one_graph(family: str) -> None:
     net = adapted(family)
