@@ -117,9 +117,9 @@ def test_a_second_process_hits_and_tells_the_first_ones_report(
 @pytest.mark.parametrize(
     "options",
     [
-        {"qfuse.numerics": "strict"},
-        {"qfuse.preset": "none"},
-        {"qfuse.passes": {"stack_gradients": False}},
+        pytest.param({"qfuse.numerics": "strict"}, marks=pytest.mark.slow),
+        pytest.param({"qfuse.preset": "none"}, marks=pytest.mark.slow),
+        pytest.param({"qfuse.passes": {"stack_gradients": False}}, marks=pytest.mark.slow),
         {"qfuse.kernels": {"dequantize": "inductor"}},
         {"qfuse.thresholds": {"extend_k.min_rows": 2}},
     ],
