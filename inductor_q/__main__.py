@@ -1,4 +1,4 @@
-"""`python -m inductor_q`: the command line where no script was installed."""
+"""Run the command line by `python -m inductor_q`, where no script was installed."""
 
 import sys
 

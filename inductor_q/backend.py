@@ -39,7 +39,7 @@ from inductor_q.resolved import Resolved
 
 log = logging.getLogger("inductor_q")
 
-# What the fused pointwise dequantization needs: it has about 60 operations and five reads, and
+# The fused pointwise dequantization needs these: it has about 60 operations and five reads, and
 # Inductor would otherwise write it out before its consumer could absorb it.
 FUSION_LIMITS = {
     "realize_opcount_threshold": 200,
@@ -52,7 +52,7 @@ _written: dict[str, list[Report]] = {}  # what this process has put into each re
 
 
 def last_report() -> Report | None:
-    """The report of the latest compile in this process; None before the first."""
+    """Return the report of the latest compile in this process, or None before the first."""
     return _last
 
 
@@ -96,8 +96,8 @@ def qfuse(
         return compiled
     context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
     if packing := capture.packs_anew(gm.graph):
-        # Runs once, for the next call finds packed weights: as traced, since Inductor would take
-        # these inputs for what they are afterwards and refuse them as they are.
+        # The graph runs once, as traced: the next call finds packed weights, and Inductor would
+        # take these inputs for what they are afterwards and refuse them as they are.
         sites = [context.describe("canonicalize", r.node, rejected=r.reason) for r in packing]
         report.add(PassRecord("canonicalize", 0, 0.0), sites)
         _last = report
@@ -138,8 +138,9 @@ def qfuse(
 
 
 def qfuse_backend() -> Any:
-    """``"qfuse"`` where the package is installed, else the function itself: a bare checkout has
-    no entry points.
+    """Return ``"qfuse"`` where the package is installed, and otherwise the function itself.
+
+    A bare checkout has no entry points.
     """
     from torch._dynamo import list_backends
 
@@ -149,7 +150,7 @@ def qfuse_backend() -> Any:
 
 
 def _reset() -> None:
-    """Called by `torch.compiler.reset()`."""
+    """Forget the last report; `torch.compiler.reset()` calls this."""
     global _last
     _last = None
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
@@ -161,7 +162,7 @@ qfuse.reset = _reset  # type: ignore[attr-defined]
 
 
 def _write(path: str) -> None:
-    """The reports of this process's compiles so far, whole at any time."""
+    """Write the reports of this process's compiles so far, so that the file is always whole."""
     documents = [report.to_dict() for report in _written.get(path, ())]
     text = json.dumps({"schema_version": SCHEMA_VERSION, "compiles": documents}, indent=1)
     try:
@@ -186,7 +187,7 @@ def _tell(report: Report, resolved: Resolved) -> None:
 
 
 def _unwanted(report: Report) -> tuple[tuple[str, str], ...]:
-    """What is not fused: the sites that were refused, and the layers that no pass rewrote."""
+    """List what is not fused: the sites that were refused, and the layers that no pass rewrote."""
     refused = [s for s in report.sites if s.rejected and not s.by_choice]
     found = [(s.module or s.source or s.target, s.rejected) for s in refused]
     for layer, verdict in report.verdicts().items():

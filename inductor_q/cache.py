@@ -1,4 +1,4 @@
-"""What keeps torch's compile caches right with our passes in them, and our reports beside them."""
+"""Keep torch's compile caches right with our passes in them, and keep our reports beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
 
 @functools.cache
 def source_digest() -> str:
-    """A hash over every source file of this package: a changed pass, lowering or kernel misses."""
+    """Hash every source file of this package, so that a changed pass, lowering or kernel misses."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for folder, _, names in sorted(os.walk(root, followlinks=True)):
@@ -36,7 +36,8 @@ def source_digest() -> str:
 
 
 def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
-    """Whether the bodies of the graph's autograd.Functions are as cacheable as its top level.
+    """Return whether the bodies of the graph's autograd.Functions are as cacheable as its top
+    level.
 
     torch checks only the top level and refuses autograd.Functions as a whole by default; their
     bodies are part of the cache key, so with the same check on them they may be cached.
@@ -65,7 +66,7 @@ def _is_grad_mode(node: fx.Node) -> bool:
 
 
 def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> str:
-    """Names the report of a compile: the graph's text, its inputs, our sources and options."""
+    """Name the report of a compile by the graph's text, its inputs, our sources and the options."""
     digest = hashlib.sha256()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
@@ -88,12 +89,12 @@ def _report_path(key: str) -> Path:
 
 
 def store_report(key: str, report: Report) -> None:
-    """Keep the report beside Inductor's cache, for the process that hits it."""
+    """Keep the report beside Inductor's cache, for the process that hits this cache."""
     write_whole(_report_path(key), report.to_json())
 
 
 def load_report(key: str, fresh: Report) -> Report:
-    """The report of the compile that filled the cache; `fresh`, marked, when it is gone."""
+    """Return the report of the compile that filled the cache; where it is gone, `fresh`, marked."""
     report = stored_report(key)
     if report is None:
         report = fresh
@@ -104,13 +105,16 @@ def load_report(key: str, fresh: Report) -> Report:
 
 
 def report_tag(key: str) -> str:
-    """What keeps a graph in torch's caches together with its report: where that is there, the tag
-    it was compiled with, else a new one, with which no cached graph is found."""
+    """Return the tag that keeps a graph in torch's caches together with its report.
+
+    Where the report is there, this is the tag that the graph was compiled with. Otherwise it is a
+    new one, under which no cached graph is found.
+    """
     report = stored_report(key)
     return report.tag if report is not None else uuid.uuid4().hex
 
 
 def stored_report(key: str) -> Report | None:
-    """The report that a compile has kept under `key`, if it is still there."""
+    """Return the report that a compile has kept under `key`, if it is still there."""
     path = _report_path(key)
     return Report.from_dict(json.loads(path.read_text())) if path.exists() else None

@@ -1,4 +1,4 @@
-"""`qfuse`: the command line. `commands/` holds one file a command; this only picks one and runs it.
+"""`qfuse`, the command line: it picks one of the commands, each a file of `commands/`, and runs it.
 
 Nothing heavy is imported before a command runs, so `qfuse --help` answers at once. Exit status: 0,
 1 where a command found what it was asked to look for (a budget missed, a run that got worse), 2 for
@@ -20,7 +20,7 @@ USAGE_ERROR = 2
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line: what `--help` prints and docs/cli.md describes."""
+    """Make the parser of the whole command line, from which `--help` prints."""
     top = argparse.ArgumentParser(
         prog="qfuse",
         description="What torch.compile made of a model with quantized weights, and why.",

@@ -1,4 +1,4 @@
-"""What the passes of one compile share: the options in force, the report, the weights' names."""
+"""The context that the passes of one compile share: options, report, names of the weights."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 @dataclass
 class Context:
-    """Lives from the backend's call until the (lazily compiled) backward is done.
+    """Hold what passes share, from the backend's call until the (lazily compiled) backward is done.
 
-    `sources` are Dynamo's names of the graph inputs, in their order: where module paths come from;
-    `static_inputs` those of them that live across steps, known once partitioning starts;
-    `counterparts` the layers that share the graph of a nested compile region. `tag` makes torch's
-    caches keep the graph of a compile apart from that of others: under `qfuse.strict` one is found
-    only together with its report.
+    `sources` are Dynamo's names of the graph inputs, in their order, from which module paths come;
+    `static_inputs` are those of them that live across steps, known once partitioning starts;
+    `counterparts` are the layers that share the graph of a nested compile region. `tag` makes
+    torch's caches keep the graph of a compile apart from that of others: under `qfuse.strict` a
+    graph is found only together with its report.
     """
 
     resolved: Resolved
@@ -46,19 +46,19 @@ class Context:
         return self.resolved.numerics
 
     def threshold(self, name: str) -> int:
-        """A threshold in force: the user's, else the preset's, which has every one."""
+        """Return the threshold in force: the user's, or else the preset's, which has them all."""
         return int(self.resolved.preset.thresholds[name].value)
 
     def kernel(self, op: str) -> str:
-        """The provider asked for `op`: the user's, else the preset's, else "auto"."""
+        """Return the provider that the user, or else the preset, chose for `op`, or else "auto"."""
         return self.resolved.kernels.get(op, "auto")
 
     def expert_kernel(self, call: Scatter2Scatter) -> str:
-        """Who will compute a product with experts in this compile."""
+        """Return the provider that will compute a product with experts in this compile."""
         return served_by("scatter2scatter", call, self.kernel("scatter2scatter"))
 
     def dequantizer(self, device: torch.device, fmt: QuantFormat | None = None) -> str:
-        """Who will dequantize on a device in this compile, a weight in format `fmt`."""
+        """Return the provider that will dequantize on a device here, a weight in format `fmt`."""
         return compiled_by(device.type, self.kernel("dequantize"), fmt)
 
     def count_provider(self, op: str, provider: str) -> None:
@@ -76,7 +76,7 @@ class Context:
         bytes_saved: int = 0,
         nested: bool = False,
     ) -> SiteRecord:
-        """The record of a site (`nested`: in a region); call it before the graph is edited."""
+        """Make the record of a site (`nested`: in a region). Call it before the graph is edited."""
         value = node.meta.get("val", node.meta.get("example_value"))
         module = self.module_path(weight) or self._from_stack(node)
         return SiteRecord(
@@ -93,7 +93,7 @@ class Context:
         )
 
     def module_path(self, weight: fx.Node | None) -> str:
-        """The path of the module that owns a packed weight, by Dynamo's name of the input."""
+        """Return the path of the module that owns a packed weight, by Dynamo's name of it."""
         if weight is None:
             return ""
         index = input_index(weight)
@@ -102,8 +102,11 @@ class Context:
         return module_path(self.sources[index])
 
     def _from_stack(self, node: fx.Node) -> str:
-        """The innermost module of the traced call, from where the inputs' names start: torch's own
-        may begin at a variable that holds the module ("G['model']", "L['trainer'].model")."""
+        """Return the innermost module of the traced call, from where the names of the inputs start.
+
+        Torch's own name may begin at a variable that holds the module ("G['model']",
+        "L['trainer'].model").
+        """
         names = _called(node)
         start = next((i for i, name in enumerate(names) if name in self._roots), 0)
         return ".".join(names[start:])
@@ -114,7 +117,7 @@ class Context:
 
 
 def new_report(resolved: Resolved, device: torch.device) -> Report:
-    """An empty report that says under which options a graph is compiled."""
+    """Make an empty report that says under which options a graph is compiled."""
     values = {**resolved.inductor, "qfuse.numerics": resolved.numerics}
     return Report(
         preset=resolved.preset.name,
@@ -130,8 +133,10 @@ def new_report(resolved: Resolved, device: torch.device) -> Report:
 
 
 def _called(node: fx.Node) -> list[str]:
-    """The names on the way to the innermost module of a traced call, whichever way Dynamo spells
-    them."""
+    """Return the names on the way to the innermost module of a traced call.
+
+    They are the same whichever way Dynamo spells them.
+    """
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     path = ""
     for entry in stack.values():

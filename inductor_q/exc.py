@@ -18,7 +18,7 @@ from typing_extensions import dataclass_transform
 
 
 class _Template(string.Formatter):
-    """`str.format` over the attributes of an error, plus `!j`: the items joined by commas."""
+    """Format with `str.format` over the attributes of an error; `!j` joins items by commas."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return getattr(args[0], str(key))
@@ -58,7 +58,7 @@ def _rebuild(cls: type[QfuseError], values: Mapping[str, Any]) -> QfuseError:
 
 
 def _first(items: Collection[str], most: int = 12) -> list[str]:
-    """The items, or as many as one reads and the number of the others."""
+    """Return the items, or as many as one reads and the number of the others."""
     known = list(items)
     return known if len(known) <= most else [*known[:most], f"and {len(known) - most} more"]
 
@@ -67,7 +67,7 @@ def _first(items: Collection[str], most: int = 12) -> list[str]:
 
 
 class _Sourced(QfuseError):
-    """`source` tells where a value was read, when not in the call ("environment variable X")."""
+    """`source` says where a value was read, when not in the call ("environment variable X")."""
 
     source: str = ""
 
@@ -103,7 +103,7 @@ class UnknownPass(_UnknownName):
 
 
 class UnknownProvider(_UnknownName):
-    """No provider of that name for `op`."""
+    """`op` has no provider of that name."""
 
     op: str
     message = "no provider {name!r} of qfuse::{op}{where}{hint} Known: auto, {known!j}"
@@ -122,7 +122,7 @@ class UnknownFormat(_UnknownName):
 
 
 class NoQuantizer(QfuseError, ValueError):
-    """A format that is only read: weights in it come from elsewhere."""
+    """The format can only be read: weights in it come from elsewhere."""
 
     name: str
     known: Collection[str]
@@ -150,7 +150,7 @@ class UnknownProjection(_UnknownName):
 
 
 class CorruptAdapter(QfuseError, ValueError):
-    """A saved adapter that does not fit the model, or nothing to save."""
+    """A saved adapter does not fit the model, or there is nothing to save."""
 
     path: str
     problem: str
@@ -158,7 +158,7 @@ class CorruptAdapter(QfuseError, ValueError):
 
 
 class NoExperts(QfuseError, ValueError):
-    """A model without expert layers that can be quantized or adapted."""
+    """The model has no expert layers that can be quantized or adapted."""
 
     model: str
     message = (
@@ -168,7 +168,7 @@ class NoExperts(QfuseError, ValueError):
 
 
 class NothingToQuantize(QfuseError, ValueError):
-    """A model of which a quantizer would have changed nothing; `found` says what is there."""
+    """A quantizer would have changed nothing in the model; `found` says what is there."""
 
     model: str
     found: str
@@ -176,7 +176,7 @@ class NothingToQuantize(QfuseError, ValueError):
 
 
 class AlreadyQuantized(QfuseError, ValueError):
-    """Weights that are codes already, which cannot be quantized as if they were values."""
+    """The weights are codes already and cannot be quantized as if they were values."""
 
     what: str
     found: str
@@ -206,7 +206,7 @@ class ModeConflict(QfuseError, ValueError):
 
 
 class NotFused(QfuseError, RuntimeError):
-    """Raised under `qfuse.strict`: quantized sites that no pass took, as (site, reason)."""
+    """Under `qfuse.strict`, no pass took some quantized sites, given as (site, reason)."""
 
     sites: Collection[tuple[str, str]]
     message = (
@@ -227,7 +227,7 @@ class NotFused(QfuseError, RuntimeError):
 
 
 class UnknownTarget(QfuseError, ValueError):
-    """Something to run that cannot be found, or cannot be run."""
+    """The target to run cannot be found, or cannot be run."""
 
     target: str
     problem: str
@@ -238,7 +238,7 @@ class UnknownTarget(QfuseError, ValueError):
 
 
 class InvalidInputs(QfuseError, TypeError):
-    """What a factory of inputs returned is neither arguments nor arguments and keywords."""
+    """A factory of inputs returned neither arguments nor arguments and keywords."""
 
     factory: str
     got: str
@@ -249,7 +249,7 @@ class InvalidInputs(QfuseError, TypeError):
 
 
 class UnwritableOutput(QfuseError, OSError):
-    """A file or folder to report to, found out before the target runs."""
+    """A file or folder to report to cannot be written, found out before the target runs."""
 
     option: str
     path: str
@@ -258,7 +258,7 @@ class UnwritableOutput(QfuseError, OSError):
 
 
 class NotAReport(QfuseError, ValueError):
-    """A file that `qfuse explain --json` did not write."""
+    """The file was not written by `qfuse explain --json`."""
 
     path: str
     problem: str
@@ -279,7 +279,7 @@ class UnknownReportVersion(QfuseError, ValueError):
 
 
 class CorruptQuantState(QfuseError, ValueError):
-    """A quantization state that does not fit its packed tensor."""
+    """A quantization state does not fit its packed tensor."""
 
     what: str
     expected: object
@@ -314,14 +314,14 @@ class WrongCodebook(QfuseError, ValueError):
 
 
 class NotFinite(QfuseError, ValueError):
-    """A tensor with NaN or infinity, which would take its whole block with it."""
+    """The tensor has NaN or infinity, which would spoil its whole block."""
 
     what: str
     message = "{what} contains NaN or infinity. Repair it, or leave it out with skip=[...]"
 
 
 class ScaleOutOfRange(QfuseError, ValueError):
-    """A tensor too large or too small for the number format of its scales."""
+    """The tensor is too large or too small for the number format of its scales."""
 
     what: str
     value: float
@@ -355,7 +355,7 @@ class WrongShape(_WrongTensor, ValueError):
 
 
 class WrongBudget(QfuseError, ValueError):
-    """Bits an element that no assignment of K reaches."""
+    """No assignment of K reaches the requested number of bits per element."""
 
     bits: float
     low: float
@@ -364,7 +364,7 @@ class WrongBudget(QfuseError, ValueError):
 
 
 class WrongCheckpoint(QfuseError, ValueError):
-    """A file of tensors that does not fit the model, or cannot be read; nothing was changed."""
+    """A file of tensors does not fit the model, or cannot be read; nothing was changed."""
 
     path: str
     problems: Collection[str]

@@ -1,4 +1,4 @@
-"""Files that others read while they are written."""
+"""Write files that others read meanwhile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path, *, fsync: bool = False) -> Iterator[Path]:
-    """A path to write a file to, which takes the place of `path` when the block ends.
+    """Give a path to write a file to, which takes the place of `path` when the block ends.
 
-    A reader of `path` sees all of it or none; after an exception it is as it was before. Its
-    permissions are those of any new file, where `tempfile` would keep it to its owner. With `fsync`
-    it is on the disk before it is in place, so that a power cut leaves one of both whole.
+    A reader of `path` sees all of the file or none; after an exception `path` is as it was before.
+    The permissions are those of any new file, where `tempfile` would keep it to its owner. With
+    `fsync` the file is on the disk before it is in place, so a power cut leaves one of both whole.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -32,7 +32,7 @@ def replacing(path: Path, *, fsync: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file, and its folder, by `replacing`.
+    """Write a file, and make its folder, by `replacing`.
 
     Raises:
         OSError: the file is then as it was before.
@@ -43,7 +43,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder if it is not there, and a file in it that is gone at once.
+    """Make the folder if it is missing, and in it a file that is removed at once.
 
     Raises:
         OSError: that cannot be done.

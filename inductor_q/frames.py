@@ -1,4 +1,4 @@
-"""Whose code a stack frame is: the user's own, or a library's."""
+"""Find out whose code a stack frame is: the user's own, or a library's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def library_of(path: str) -> str:
-    """The distribution that a source file belongs to, as "peft"; "" for the user's own code.
+    """Return the distribution a source file belongs to, as "peft"; "" for the user's own code.
 
     "Python" is the standard library, "torch" also code that torch generates. Installed is what lies
     below a folder that holds `*.dist-info`, whatever its name: site-packages, the target of
@@ -38,7 +38,9 @@ def library_of(path: str) -> str:
 
 
 def user_frame(node: fx.Node) -> str:
-    """The innermost frame of the user's own code as `file:line`; failing that, the innermost."""
+    """Return the innermost frame of the user's own code as `file:line`; failing that, the
+    innermost.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not library_of(frame[0])]
     return ":".join((own or frames)[-1]) if frames else ""
@@ -53,7 +55,7 @@ _TREES = {
 
 @cache
 def _installed_below(folder: str) -> str:
-    """The nearest folder, `folder` or above, that distributions were installed into; "" if none."""
+    """Return the nearest folder from `folder` up that distributions are installed in, or ""."""
     if any(Path(folder).glob("*.dist-info")):
         return folder
     above = os.path.dirname(folder)
@@ -62,7 +64,7 @@ def _installed_below(folder: str) -> str:
 
 @cache
 def _packages_in(root: str) -> dict[str, str]:
-    """Which distribution brought each package and module of a folder."""
+    """Return which distribution brought each package and module of a folder."""
     owners: dict[str, str] = {}
     for distribution in importlib.metadata.distributions(path=[root]):
         declared = (distribution.read_text("top_level.txt") or "").split()

@@ -1,4 +1,4 @@
-"""The hooks handed to Inductor: one object a stage, each part of the cache key.
+"""The hooks handed to Inductor: one object per stage, each part of the cache key.
 
 `uuid()` covers all of our sources, the resolved options and whatever pass the user already had in
 the hook, so the FX-graph cache and the AOTAutograd cache stay on and stay right: lowerings are in
@@ -30,19 +30,19 @@ def run_stage(stage: str, graph: fx.Graph, context: Context, *, edit: bool = Tru
 
 
 def passes_off(resolved: Resolved) -> list[str]:
-    """The passes that the options switch off, in the order of the pipeline."""
+    """Return the passes that the options switch off, in the order of the pipeline."""
     return [step.name for step in PIPELINE if step.name not in resolved.passes]
 
 
 class Hook(ABC):
-    """A hook of Inductor's configuration that also calls what was configured there before."""
+    """Hook into Inductor's configuration, and also call what was configured there before."""
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
 
     @abstractmethod
     def own_key(self) -> tuple[str, ...]:
-        """What this hook adds to the keys of torch's caches."""
+        """Return what this hook adds to the keys of torch's caches."""
 
     def uuid(self) -> Any:
         previous = previous_uuids(self.previous)
@@ -58,19 +58,19 @@ class Hook(ABC):
         return self  # Inductor copies its configuration; what a hook holds is shared
 
     def run_previous(self, graph: fx.Graph) -> None:
-        """Of a hook for passes: run those that were there."""
+        """Run the passes that the hook held before; a hook for passes calls this."""
         for hook in _listed(self.previous):
             hook(graph)
 
     def partition(self, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Of a hook for the partitioner: call the one that was there, or else functorch's."""
+        """Call the partitioner that was configured before, or else functorch's."""
         partitioner: Callable[..., Any] = self.previous or min_cut_rematerialization_partition
         result: tuple[fx.GraphModule, fx.GraphModule] = partitioner(*args, **kwargs)
         return result
 
 
 def previous_uuids(previous: Any) -> tuple[Any, ...] | None:
-    """The keys of the passes that a hook held before; None where one of them has none."""
+    """Return the keys of the passes that a hook held before; None where one of them has none."""
     found = [hook.uuid() if hasattr(hook, "uuid") else None for hook in _listed(previous)]
     return tuple(found) if all(found) else None
 
@@ -81,7 +81,7 @@ def _listed(previous: Any) -> list[Any]:
 
 
 class _Passes(Hook):
-    """A hook that runs our passes with one context."""
+    """Run our passes with one context."""
 
     def __init__(self, context: Context, previous: Any) -> None:
         super().__init__(previous)
@@ -93,7 +93,7 @@ class _Passes(Hook):
 
 
 class JointPasses(_Passes, CustomGraphPass):
-    """The joint stage: forward and backward in one graph, or an inference graph."""
+    """Run the joint stage on forward and backward in one graph, or on an inference graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
         run_stage("joint", graph, self.context)
@@ -101,7 +101,7 @@ class JointPasses(_Passes, CustomGraphPass):
 
 
 class Partitioner(_Passes, CustomPartitionerFn):
-    """The partition stage: tag what must not be saved, then partition as functorch does."""
+    """Run the partition stage: tag what must not be saved, then partition as functorch does."""
 
     def __call__(
         self,

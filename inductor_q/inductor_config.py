@@ -1,8 +1,8 @@
-"""What `torch._inductor.config` of the running torch accepts: its keys, their types, their aliases.
+"""Read what the running torch's `torch._inductor.config` accepts: keys, their types, their aliases.
 
-Reading only. The declared type of a key is checked by `coerce`, more strictly than torch does
-(which accepts True for a number and skips every generic type) and more kindly (4 for 4.0, a list
-for a tuple), because options often come from JSON, YAML or a command line.
+Nothing is written. `coerce` checks the declared type of a key more strictly than torch does (which
+accepts True for a number and skips every generic type) and more kindly (4 for 4.0, a list for a
+tuple), because options often come from JSON, YAML or a command line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Key:
 
 @functools.cache
 def schema() -> Mapping[str, Key]:
-    """Every key that can be patched, nested ones dotted ("triton.cudagraphs")."""
+    """Return every key that can be patched, nested ones dotted ("triton.cudagraphs")."""
     from torch._inductor import config
 
     keys = {}
@@ -50,21 +50,23 @@ def schema() -> Mapping[str, Key]:
 
 
 def current(name: str) -> Any:
-    """The value that holds when nobody patches the key."""
+    """Return the value that holds when nobody patches the key."""
     from torch._inductor import config
 
     return functools.reduce(getattr, name.split("."), config)
 
 
 def modes(dynamic: bool) -> Mapping[str, Mapping[str, Any]]:
-    """The modes of `torch.compile` and the keys that each sets."""
+    """Return the modes of `torch.compile` and the keys that each sets."""
     import torch._inductor
 
     return torch._inductor.list_mode_options(dynamic=dynamic)
 
 
 def coerce(value: Any, declared: Any) -> Any:
-    """`value` as the declared type has it, or MISMATCH. Other kinds of types accept everything."""
+    """Return `value` as the declared type has it, or MISMATCH. Other kinds of types accept
+    everything.
+    """
     if declared is types.NoneType:
         return value if value is None else MISMATCH
     if declared is bool:
@@ -107,7 +109,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def describe(declared: Any) -> str:
-    """The declared type in words: what a message says was expected."""
+    """Say in words what the declared type accepts, for messages."""
     simple = {
         bool: "True or False",
         int: "a whole number",

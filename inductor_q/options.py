@@ -46,7 +46,9 @@ def resolve(
     device: torch.device,
     dynamic: bool = False,
 ) -> Resolved:
-    """Everything that speaks about one compile on `device`, checked and merged."""
+    """Merge and check all that the user, the environment, the mode and the preset set for one
+    compile.
+    """
     ours, patches = _read(options or {})
     layers = {name: _layers(name, ours.get(name)) for name in OPTIONS}
     sources = {name: layers[name][-1].source if layers[name] else "default" for name in OPTIONS}
@@ -105,7 +107,7 @@ def check_options(
 
     `torch.compile` keeps options unread until it compiles the first graph, which is after a model
     has been loaded and its first batch made. Call this before: `QFUSE_*` variables are checked as
-    well, and what conflicts is logged.
+    well, and conflicts are logged.
 
     Args:
         options, mode: as for `torch.compile`.
@@ -122,7 +124,7 @@ def check_options(
 
 
 def list_options() -> dict[str, str]:
-    """Every key that options={...} takes, with one line about it: ours, then Inductor's."""
+    """List every key that options={...} takes, with one line about it: ours, then Inductor's."""
     listing = {name: str(option) for name, option in OPTIONS.items()}
     for name, key in sorted(inductor_config.schema().items()):
         if any(part.startswith("_") for part in name.split(".")):
@@ -147,7 +149,7 @@ class _Layer:
 
 
 def _read(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our options raw and Inductor's checked, both by their full canonical names."""
+    """Read our options raw and Inductor's checked, both by their full canonical names."""
     ours: dict[str, Any] = {}
     patches: dict[str, Any] = {}
     translated: dict[str, tuple[str, Any]] = {}
@@ -176,7 +178,9 @@ def _read(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names; {"triton": {"cudagraphs": True}} is read as "triton.cudagraphs"."""
+    """Return options under dotted names, as "triton.cudagraphs" for {"triton": {"cudagraphs":
+    True}}.
+    """
     known = (*OPTIONS, *inductor_config.schema())
     for key, value in options.items():
         name = f"{prefix}{key}"
@@ -197,7 +201,7 @@ def _admits(name: str, value: Any) -> bool:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value of an Inductor key as torch declares it."""
+    """Return the value of an Inductor key as torch declares it."""
     declared = inductor_config.schema()[name].declared
     if declared is type(None):  # torch does not say which type: only that the default is None
         return value
@@ -209,7 +213,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _layers(name: str, given: Any) -> list[_Layer]:
-    """What the environment and then the user say of one of our options."""
+    """Return what the environment and then the user set for one of our options."""
     option = OPTIONS[name]
     layers = []
     if option.variable and (text := os.environ.get(option.variable, "").strip()):

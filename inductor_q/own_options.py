@@ -26,7 +26,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def from_text(name: str, text: str) -> Any:
-    """A variable's text; only booleans need translating, the other parsers take text as it is."""
+    """Translate a variable's text. Only booleans need that; other parsers take text as it is."""
     if name == "qfuse.strict" and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     return text
@@ -34,7 +34,7 @@ def from_text(name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Toggles:
-    """Passes switched on and off; `exact` when everything else is off."""
+    """Switch passes on and off; `exact` when everything else is off."""
 
     values: Mapping[str, bool]
     exact: bool = False
@@ -70,10 +70,10 @@ def _parse_strict(name: str, value: Any, source: str) -> bool:
 
 
 def parse_passes(name: str, value: Any, source: str) -> Toggles:
-    """A dict of name -> bool, or names as a list or text; "all" and "none" as they read.
+    """Read passes from a dict of name -> bool, or from names as a list or text.
 
-    Plain names alone are the exact list; a sign anywhere ("fold_lora,-extend_k") makes all of them
-    changes to the default.
+    "all" and "none" work as they read. Plain names alone are the exact list; a sign anywhere
+    ("fold_lora,-extend_k") makes all of them changes to the default.
     """
     known = pass_names()
     if value in ("all", "none"):
@@ -101,7 +101,7 @@ def parse_passes(name: str, value: Any, source: str) -> Toggles:
 
 
 def parse_kernels(name: str, value: Any, source: str) -> dict[str, str]:
-    """{"dequantize": "triton"} or "dequantize=triton"."""
+    """Read providers from {"dequantize": "triton"} or "dequantize=triton"."""
     original = value
     if isinstance(value, str):
         pairs = [item.partition("=") for item in value.split(",") if item.strip()]
@@ -119,7 +119,7 @@ def parse_kernels(name: str, value: Any, source: str) -> dict[str, str]:
 
 
 def _parse_thresholds(name: str, value: Any, source: str) -> dict[str, int]:
-    """{"extend_k.min_rows": 512} or "extend_k.min_rows=512"."""
+    """Read thresholds from {"extend_k.min_rows": 512} or "extend_k.min_rows=512"."""
     original = value
     if isinstance(value, str):
         pairs = [item.partition("=") for item in value.split(",") if item.strip()]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CompilesClean:
-    """`with assert_compiles_clean(...)`: observe the block, then hold it to the budget."""
+    """Observe the block of `with assert_compiles_clean(...)`, then hold it to the budget."""
 
     @contextlib.contextmanager
     def __call__(
@@ -71,5 +71,5 @@ class CompilesClean:
 
 @pytest.fixture
 def assert_compiles_clean() -> CompilesClean:
-    """A context manager that fails when the block misses a budget: see `CompilesClean`."""
+    """Return a context manager that fails when its block misses a budget: see `CompilesClean`."""
     return CompilesClean()

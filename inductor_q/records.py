@@ -1,4 +1,4 @@
-"""What passes record: a `SiteRecord` for each of their sites, a `PassRecord` for each run."""
+"""The records that passes keep: a `SiteRecord` for each site, a `PassRecord` for each run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """One site of one pass.
+    """Record what one pass did at one site.
 
     `module` is the module path of the quantized weight, `source` the user's file and line,
     `rejected` the reason when nothing was done, `by_choice` whether another plan was preferred
-    (rather than this one impossible), `bytes_saved` what is no longer kept for backward. `also` are
-    other modules that run by the same graph: those of a nested compile region called for each.
+    (rather than this one impossible), `bytes_saved` the bytes no longer kept for backward. `also`
+    names other modules that run by the same graph: a nested compile region is called for each.
     """
 
     pass_name: str

@@ -19,11 +19,11 @@ SCHEMA_VERSION = 1
 
 @dataclass
 class Report:
-    """What one compile did. Everything in it is plain data; `to_json` is its file form.
+    """Report what one compile did. Everything in it is plain data; `to_json` is its file form.
 
     `weights` are the paths of all packed weights that the graph reads, also those that no pass
-    knows; `off` the passes that are switched off. `lost`: the graph came from a cache and the
-    report of the compile that filled it is gone. `tag` is that of `Context`.
+    knows; `off` are the passes that are switched off. `lost` means that the graph came from a cache
+    and the report of the compile that filled it is gone. `tag` is that of `Context`.
     """
 
     preset: str = ""
@@ -47,24 +47,24 @@ class Report:
         self.sites.extend(sites)
 
     def count_provider(self, op: str, provider: str) -> None:
-        """A lowering chose `provider` for one node of `op`."""
+        """Note that a lowering chose `provider` for one node of `op`."""
         counts = self.providers.setdefault(op, {})
         counts[provider] = counts.get(provider, 0) + 1
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of dequantized weights that stock autograd would keep for backward."""
+        """The bytes of dequantized weights that stock autograd would keep for backward."""
         return sum(site.bytes_saved * (1 + len(site.also)) for site in self.sites)
 
     def applied(self) -> dict[str, int]:
-        """Pass name -> number of sites it rewrote."""
+        """Return the number of sites that each pass rewrote, by pass."""
         totals: Counter[str] = Counter()
         for record in self.passes:
             totals[record.name] += record.applied
         return dict(totals)
 
     def rejections(self) -> dict[str, Counter[str]]:
-        """Pass name -> reason -> number of sites."""
+        """Return the number of sites by pass and by reason of rejection."""
         found: dict[str, Counter[str]] = {}
         for site in self.sites:
             if site.rejected:
@@ -72,17 +72,17 @@ class Report:
         return found
 
     def verdicts(self) -> dict[str, verdict.Verdict]:
-        """The verdict on each quantized layer that the compile read, by module path."""
+        """Return the verdict on each quantized layer that the compile read, by module path."""
         return verdict.verdicts(self.sites, self.weights, self._unmatched())
 
     def _unmatched(self) -> str:
-        """Why a weight may have no site."""
+        """Return the reason why a weight may have no site."""
         if self.lost:
             return verdict.LOST
         return verdict.unmatched(self.off, [record.name for record in self.passes])
 
     def summary(self) -> str:
-        """One line: the preset and why, the layers that are fused, each pass and its sites."""
+        """Sum up in one line the preset and why, the fused layers, each pass and its sites."""
         parts = [f"preset {self.preset} ({self.preset_reason})"]
         if judged := self.verdicts():
             parts.append(verdict.counted(judged) if not self.lost else verdict.unknown(judged))
@@ -108,7 +108,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
-        """The inverse of `to_dict`."""
+        """Make a report from the output of `to_dict`."""
         known = {k: v for k, v in data.items() if k != "bytes_saved"}
         known["passes"] = [PassRecord(**p) for p in known["passes"]]
         known["sites"] = [

@@ -1,4 +1,4 @@
-"""The values that hold for one compile, when `inductor_q.options` has merged all wishes."""
+"""The values that hold for one compile, once `inductor_q.options` has merged what was given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Numerics = Literal["strict", "default", "relaxed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What holds for one compile, and where each value came from."""
+    """Hold the values of one compile, and where each came from."""
 
     inductor: Mapping[str, Any]  # config_patches for compile_fx
     preset: Preset
@@ -45,7 +45,7 @@ class Resolved:
         object.__setattr__(self, "_fingerprint", digest)
 
     def fingerprint(self) -> str:
-        """For cache keys: equal options give the same text in every process.
+        """Return a text for cache keys: equal options give the same text in every process.
 
         A value that has no stable text (a callable, an object without `uuid()`) gives a new one
         each time, so what was cached with it is never found again, rather than found wrongly.
@@ -54,7 +54,7 @@ class Resolved:
 
 
 def _stable(value: Any) -> str:
-    """A text that is equal in every process for equal values, and never equal for opaque ones."""
+    """Return a text that is equal in every process for equal values, and never for opaque ones."""
     if value is None or isinstance(
         value, (bool, int, float, str, bytes, torch.dtype, torch.device)
     ):
@@ -66,7 +66,7 @@ def _stable(value: Any) -> str:
         return f"{type(value).__name__}[{', '.join(map(_stable, value))}]"
     if isinstance(value, (set, frozenset)):
         return f"set[{', '.join(sorted(map(_stable, value)))}]"
-    identify = getattr(value, "uuid", None)  # torch's custom passes say so of themselves
+    identify = getattr(value, "uuid", None)  # torch's custom passes have it
     identity = identify() if callable(identify) and not isinstance(value, type) else None
     if identity is not None:
         return f"{type(value).__module__}.{type(value).__qualname__}:{_stable(identity)}"

@@ -77,17 +77,17 @@ _TINY: dict[str, Any] = {
 
 
 def tiny_llama_config(**overrides: Any) -> Any:
-    """A Llama of two layers and 64 channels; any field of ``LlamaConfig`` can be overridden."""
+    """Return a Llama of two layers and 64 channels; fields of ``LlamaConfig`` can be overridden."""
     return _config("llama", _TINY, overrides)
 
 
 def tiny_qwen3_config(**overrides: Any) -> Any:
-    """The same size as a Qwen3 (RMS norm on queries and keys)."""
+    """Return a Qwen3 of the same size (RMS norm on queries and keys)."""
     return _config("qwen3", _TINY, overrides)
 
 
 def tiny_qwen3_moe_config(**overrides: Any) -> Any:
-    """The same as a mixture of four experts, two a token, with fused expert weights."""
+    """Return a mixture of four experts, two per token, with fused expert weights."""
     moe = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -99,8 +99,9 @@ def tiny_qwen3_moe_config(**overrides: Any) -> Any:
 
 
 def tiny_qwen3_5_config(**overrides: Any) -> Any:
-    """The text model of a Qwen3.5: three gated delta nets, then attention whose query projection
-    has a gate.
+    """Return the text model of a Qwen3.5.
+
+    It has three gated delta nets, then attention whose query projection has a gate.
     """
     shapes = {
         "num_hidden_layers": 4,
@@ -114,8 +115,9 @@ def tiny_qwen3_5_config(**overrides: Any) -> Any:
 
 
 def qwen3_8b_config(num_hidden_layers: int = 8, **overrides: Any) -> Any:
-    """Qwen3-8B's shapes with fewer layers, so that a step is quick and the embeddings still weigh
-    what they weigh.
+    """Return Qwen3-8B's shapes with fewer layers.
+
+    A step is then quick, and the embeddings still weigh what they weigh.
     """
     shapes: dict[str, Any] = {
         "vocab_size": 151_936,
@@ -135,8 +137,9 @@ def qwen3_8b_config(num_hidden_layers: int = 8, **overrides: Any) -> Any:
 
 
 def bitsandbytes() -> Any:
-    """bitsandbytes as Any: its annotations are partial, and strict type checks would drown in
-    them.
+    """Return bitsandbytes as Any.
+
+    Its annotations are partial, and strict type checks would drown in them.
     """
     return _extra("bitsandbytes", "bnb")
 
@@ -164,8 +167,7 @@ def quantized_linear(
     quant_storage: torch.dtype = torch.uint8,
     cpu_packing: bool = False,
 ) -> Any:
-    """bitsandbytes' ``Linear4bit`` over ``weight`` [N, K], quantized on the device where
-    ``weight`` lies.
+    """Make bitsandbytes' ``Linear4bit`` over ``weight`` [N, K], quantized where ``weight`` lies.
 
     ``cpu_packing=False`` keeps the portable layout on CPU: bitsandbytes otherwise repacks the
     weight inside the first inference call on machines with AVX-512 bf16.
@@ -255,7 +257,7 @@ def qlora_model(
     an adapter, and ``target_parameters`` what PEFT adapts by parametrization (experts in 16 bits).
     Embeddings, norms and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None``
     is PEFT's default, fp32 adapters. PEFT starts LoRA at B = 0, which makes the gradient of A
-    vanish: tests of gradients want ``randomize_adapters``. ``adapters`` > 1 adds more and makes all
+    vanish: tests of gradients need ``randomize_adapters``. ``adapters`` > 1 adds more and makes all
     of them active. ``base`` replaces the random model of ``config`` (the demo trains one first).
     """
     peft, transformers = _extra("peft", "peft"), _extra("transformers", "transformers")
@@ -310,8 +312,9 @@ def lora_linear(
     seed: int = 0,
     **quantization: Any,
 ) -> nn.Module:
-    """One quantized linear [N, K] under a PEFT adapter with non-zero A and B: ``module(x)`` is
-    ``module.proj(x)``.
+    """Make one quantized linear [N, K] under a PEFT adapter with non-zero A and B.
+
+    ``module(x)`` is ``module.proj(x)``.
     """
     peft = _extra("peft", "peft")
 
@@ -337,12 +340,12 @@ class _OneLinear(nn.Module):
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that train."""
+    """List the parameters that train."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def adapter_state(model: nn.Module) -> list[torch.Tensor]:
-    """A copy of what trains, to start another run from the same point."""
+    """Copy what trains, to start another run from the same point."""
     return [parameter.detach().clone() for parameter in adapter_parameters(model)]
 
 
@@ -358,8 +361,9 @@ def load_adapter_state(model: nn.Module, state: Sequence[torch.Tensor]) -> None:
 
 
 def reference_model(model: nn.Module) -> nn.Module:
-    """``model`` in float64 with the dequantized weights in ordinary linears: what every faster
-    path is measured against.
+    """Return ``model`` in float64 with the dequantized weights in ordinary linears.
+
+    Every faster path is measured against it.
 
     Parameter names are the same, so gradients compare by name. transformers computes its norms in
     fp32 whatever it is given, which leaves about 1e-7 of noise in the reference.
@@ -393,8 +397,9 @@ def reference_model(model: nn.Module) -> nn.Module:
 
 
 def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
-    """``|out - ref| / |ref|`` in float64; NaN when anything is NaN, so that no bound lets it
-    pass.
+    """Return ``|out - ref| / |ref|`` in float64.
+
+    It is NaN when anything is NaN, so that no bound lets it pass.
     """
     ref = ref64.detach().double()
     difference = (out.detach().double().to(ref.device) - ref).norm()
@@ -408,8 +413,9 @@ def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
 
 
 def static_storages(*modules: nn.Module) -> set[int]:
-    """Data pointers of everything the modules own for good: parameters, buffers and bitsandbytes'
-    quantization states.
+    """Return the data pointers of everything the modules own for good.
+
+    These are parameters, buffers and bitsandbytes' quantization states.
     """
     owned: set[int] = set()
 
@@ -429,8 +435,9 @@ def static_storages(*modules: nn.Module) -> set[int]:
 
 @dataclass
 class SavedBytes:
-    """What a forward keeps for its backward, each storage once, what the model owns anyway left
-    out.
+    """Count what a forward keeps for its backward, each storage once.
+
+    What the model owns anyway is left out.
     """
 
     total: int = 0
@@ -469,7 +476,7 @@ def count_saved_bytes(fn: Callable[[], Any], *modules: nn.Module) -> SavedBytes:
 
 @dataclass
 class CompileTrace:
-    """Counts of what Dynamo did inside a ``with`` block, read off torch's own structured trace.
+    """Count what Dynamo did inside a ``with`` block, as torch's own structured trace has it.
 
     The trace sees breaks that ``torch._dynamo.utils.counters`` misses (frames skipped inside
     loops, data-dependent branches). It slows compilation down: never time a compile under it.
@@ -518,7 +525,9 @@ class _TraceHandler(logging.Handler):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as token ids 0..255, then bos, eos and pad. Loses nothing and needs no file."""
+    """Encode UTF-8 bytes as token ids 0..255, then bos, eos and pad. Nothing is lost, no file
+    needed.
+    """
 
     bos_id = 256
     eos_id = 257
@@ -542,8 +551,9 @@ def batches(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Iterator[torch.Tensor]:
-    """``steps`` batches [batch_size, seq_len] of random windows of ``text``; the same seed gives
-    the same batches.
+    """Return ``steps`` batches [batch_size, seq_len] of random windows of ``text``.
+
+    The same seed gives the same batches.
     """
     ids = torch.tensor(tokenizer.encode(text), dtype=torch.long)
     if len(ids) < seq_len:

@@ -1,4 +1,4 @@
-"""What became of each quantized layer of a compile: one verdict for all that ask.
+"""Judge what became of each quantized layer of a compile: one verdict for every reader.
 
 `qfuse.strict`, the summary of a report and `qfuse explain` agree because they read it here: from
 the sites of the passes, and from the packed weights that the graph reads, which need not have any.
@@ -33,11 +33,11 @@ _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one layer: `sites` are what the passes said about its weight and its adapter.
+    """Judge one layer; `sites` are what the passes reported on its weight and its adapter.
 
     "fused": a pass rewrote its product, and none was refused. "left": only thresholds kept the
-    passes from it, so it runs as its library has it. "canonical": recognized, and its adapter or
-    product left alone. "rejected": no pass took it.
+    passes from it, so it runs as its library has it. "canonical": it was recognized, and its
+    adapter or product was left alone. "rejected": no pass took it.
     """
 
     status: Status
@@ -46,14 +46,14 @@ class Verdict:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether `qfuse.strict` takes it: nothing that could not be fused."""
+        """Whether `qfuse.strict` accepts the layer, because nothing failed to be fused."""
         return self.status in ("fused", "left")
 
 
 def verdicts(
     sites: Sequence[SiteRecord], weights: Iterable[str], unmatched: str
 ) -> dict[str, Verdict]:
-    """The verdict on each quantized layer, by module path.
+    """Return the verdict on each quantized layer, by module path.
 
     Args:
         sites: of every pass.
@@ -69,7 +69,7 @@ def verdicts(
 
 
 def counted(judged: Mapping[str, Verdict]) -> str:
-    """How many quantized layers are fused, and how many are left to their library."""
+    """Say how many quantized layers are fused, and how many are left to their library."""
     count = Counter(verdict.status for verdict in judged.values())
     whose = "its" if count["left"] == 1 else "their"
     left = f", {count['left']} left to {whose} library" if count["left"] else ""
@@ -77,7 +77,7 @@ def counted(judged: Mapping[str, Verdict]) -> str:
 
 
 def unknown(judged: Mapping[str, Verdict]) -> str:
-    """What to say instead where the report is lost."""
+    """Say that the verdicts are not known, where the report is lost."""
     return f"what became of {_layers(judged)} is not known, for the report is lost"
 
 
@@ -86,7 +86,9 @@ def _layers(judged: Mapping[str, Verdict]) -> str:
 
 
 def unmatched(off: Iterable[str], ran: Iterable[str]) -> str:
-    """Why a weight has no site, by the passes that are switched off and those that ran."""
+    """Return the reason for a weight without a site, from the passes switched off and those that
+    ran.
+    """
     off = [name for name in off if name not in ATTENTION_PASSES]
     if off and ATTENTION_PASSES.issuperset(ran):
         return ALL_OFF
@@ -94,8 +96,11 @@ def unmatched(off: Iterable[str], ran: Iterable[str]) -> str:
 
 
 def match(path: str, names: Iterable[str]) -> str:
-    """The longest of `names` that ends `path` or is ended by it: a graph names a layer from the
-    module that was compiled, which may be a part of the model or a wrapper around it."""
+    """Return the longest of `names` that ends `path` or is ended by it.
+
+    A graph names a layer from the module that was compiled, which may be a part of the model or a
+    wrapper around it.
+    """
     parts = path.split(".")
     best, score = "", 0
     for name in names:
@@ -107,7 +112,7 @@ def match(path: str, names: Iterable[str]) -> str:
 
 
 def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
-    """The sites of each quantized layer: those about its weight, and those about its adapter."""
+    """Group the sites by quantized layer: those about its weight, and those about its adapter."""
     sites = [
         replace(site, module=module)
         for site in sites
@@ -138,5 +143,5 @@ def _verdict(sites: Sequence[SiteRecord]) -> Verdict:
 
 
 def _is_among(path: str, groups: Mapping[str, object]) -> bool:
-    """Whether a weight has sites, under its own name or under that of the module that holds it."""
+    """Return whether a weight has sites, under its own name or that of the module holding it."""
     return path in groups or path.rpartition(".")[0] in groups

@@ -1,4 +1,4 @@
-"""`qfuse diff A.json B.json`: what got better or worse between two runs."""
+"""`qfuse diff A.json B.json` says what got better or worse between two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qfuse doctor`: whether this machine, and a model, are ready to be compiled."""
+"""`qfuse doctor` says whether this machine, and a model, are ready to be compiled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Exit status 1 if anything fails; a warning does not count."""
+    """Run the checks; the exit status is 1 if anything fails, and a warning does not count."""
     from inductor_q.diagnostics.checks import caches, check_environment, check_model, worst
 
     # The model first: building it imports the user's code, which may configure Dynamo.
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def build(name: str) -> nn.Module:
-    """The model that the function `package.module:function` returns.
+    """Build the model with the function `package.module:function`.
 
     As with `python -m`, modules of the current folder can be imported. What the user's code raises
     is not caught.

@@ -1,4 +1,4 @@
-"""`qfuse explain [options] TARGET [args]`: run a target unchanged, and tell what was compiled."""
+"""`qfuse explain [options] TARGET [args]` runs a target unchanged and reports what was compiled."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    """A limit on events: 0 or more."""
+    """Read a limit on events: 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no number of events")
     return int(text)
 
 
 def _share(text: str) -> float:
-    """A part of all layers: 0 to 1."""
+    """Read a part of all layers: 0 to 1."""
     try:
         share = float(text)
     except ValueError:

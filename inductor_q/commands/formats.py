@@ -1,4 +1,4 @@
-"""`qfuse formats`: the quantized weights it can read."""
+"""`qfuse formats` lists the quantized weights it can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tables() -> list[listing.Table]:
-    """Name, bits of a code, and the operands of `qfuse::dequantize` in their order."""
+    """Tabulate the name, bits of a code, and operands of `qfuse::dequantize` in their order."""
     from inductor_q.formats import FORMATS
 
     rows = [(f.name, str(f.packing.bits), ", ".join(f.operands)) for f in FORMATS.values()]

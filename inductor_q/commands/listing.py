@@ -1,7 +1,7 @@
-"""What the commands that print a registry share: a table, as text, JSON or Markdown.
+"""Print a registry as a table, in text, JSON or Markdown; several commands share this.
 
-Text fits 80 columns on a pipe and the window on a terminal, where the heads are bold; Markdown is
-what docs/reference.md is made of, JSON has one object a row.
+Text fits 80 columns on a pipe and the window on a terminal, where the heads are bold.
+docs/reference.md is made of the Markdown. JSON has one object per row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under column heads; `note` is a sentence that stands above it.
+    """Hold rows of text under column heads; `note` is a sentence that stands above it.
 
     The last column takes what room is left and wraps; the others keep their width.
     """
@@ -30,7 +30,7 @@ class Table:
     note: str = ""
 
     def records(self) -> list[dict[str, str]]:
-        """One object a row, with the title where there are several tables."""
+        """Return one object per row, with the title where there are several tables."""
         head = {"table": self.title} if self.title else {}
         return [{**head, **dict(zip(self.columns, row, strict=True))} for row in self.rows]
 
@@ -46,7 +46,7 @@ class Table:
 def add_parser(
     subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], help: str
 ) -> argparse.ArgumentParser:
-    """A parser with the switches for the form of the output."""
+    """Add a parser with the switches for the form of the output."""
     parser = subparsers.add_parser(name, help=help, description=help)
     parser.set_defaults(run=run)
     form = parser.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""`qfuse options`: every key of torch.compile(..., options={...})."""
+"""`qfuse options` lists every key of torch.compile(..., options={...})."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tables(words: list[str] | None = None, *, everything: bool = False) -> list[listing.Table]:
-    """Our keys; with `everything` also Inductor's, as the installed torch has them."""
+    """Tabulate our keys; with `everything` also Inductor's, as the installed torch has them."""
     from inductor_q.options import list_options
 
     rows = [

@@ -1,4 +1,4 @@
-"""`qfuse passes`: the pipeline, in order."""
+"""`qfuse passes` lists the pipeline, in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tables() -> list[listing.Table]:
-    """Name, stage and the first line of the file that holds the pass."""
+    """Tabulate name, stage and the first line of the file that holds the pass."""
     from inductor_q.passes import PIPELINE
 
     rows = []

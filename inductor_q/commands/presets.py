@@ -1,4 +1,4 @@
-"""`qfuse presets`: what each architecture wants, and the evidence."""
+"""`qfuse presets` lists the settings for each architecture, and the evidence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tables(names: list[str] | None = None) -> list[listing.Table]:
-    """One table a preset, the generic one first: the others list only what differs from it."""
+    """Make one table per preset, generic first: the others list only what differs from it."""
     from inductor_q.exc import UnknownPreset
     from inductor_q.presets import PRESETS
 

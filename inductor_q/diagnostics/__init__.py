@@ -1,4 +1,4 @@
-"""What happened in a compile, and why."""
+"""Find out what happened in a compile, and why."""
 
 from __future__ import annotations
 

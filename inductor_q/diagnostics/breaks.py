@@ -1,4 +1,4 @@
-"""Graph breaks: torch's text of each taken apart, the same cause at the same place counted once."""
+"""Graph breaks: torch's text of each is taken apart, and a cause at one place is counted once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REST = ("\nTraceback (most recent call last)", "\nfrom user code:")
 
 @dataclass(frozen=True)
 class Parsed:
-    """One break as torch told it: the first cause of the chain, its frames outermost first."""
+    """Hold one break as torch reported it: the first cause of the chain, frames outermost first."""
 
     title: str
     explanation: str = ""
@@ -67,8 +67,10 @@ def parse(text: str) -> Parsed:
 
 
 def parse_error(text: str) -> Parsed | None:
-    """The break that `fullgraph=True` turned into an error, from the payload of `dynamo_error`;
-    None for another error."""
+    """Parse the break that `fullgraph=True` turned into an error.
+
+    `text` is the payload of `dynamo_error`. The result is None for another error.
+    """
     _, found, told = text.rpartition("torch._dynamo.exc.Unsupported: ")
     if not found or "recompile limit" in _first_line(told):
         return None
@@ -77,7 +79,7 @@ def parse_error(text: str) -> Parsed | None:
 
 
 def parse_frames(text: str) -> tuple[Frame, ...]:
-    """The frames of a printed traceback, outermost first."""
+    """Read the frames of a printed traceback, outermost first."""
     return tuple(_frame(*found) for found in _FRAME.findall(text))
 
 
@@ -87,14 +89,17 @@ def _frame(file: str, line: str | int, function: str) -> Frame:
 
 
 def function_name(name: str) -> str:
-    """The user's name of a function: torch names what runs after a break "…resume_in_f_at_7"."""
+    """Return the user's name of a function; torch has "…resume_in_f_at_7" for one after a break."""
     resumed = _RESUMED.match(name)
     return resumed[1] if resumed else name
 
 
 def graph_break(parsed: Parsed, *, compile_id: str, outer: Sequence[Frame] = ()) -> GraphBreak:
-    """The record of one break. `outer` are the frames of the call that was being compiled: where a
-    resumed function breaks, torch's own traceback no longer reaches the user's code."""
+    """Make the record of one break.
+
+    `outer` are the frames of the call that was being compiled: where a resumed function breaks,
+    torch's own traceback no longer reaches the user's code.
+    """
     origin = blamed(parsed.frames)
     user = innermost_own(parsed.frames) or innermost_own(outer) or origin
     return GraphBreak(
@@ -111,7 +116,7 @@ def graph_break(parsed: Parsed, *, compile_id: str, outer: Sequence[Frame] = ())
 
 
 def distinct(breaks: Iterable[GraphBreak]) -> tuple[GraphBreak, ...]:
-    """Breaks of the same cause at the same place as one, the most frequent first."""
+    """Join breaks of the same cause at the same place into one, the most frequent first."""
     found: dict[tuple[str, str, str, int], GraphBreak] = {}
     for one in breaks:
         title = _VOLATILE.sub("…", one.reason)
@@ -125,19 +130,21 @@ def distinct(breaks: Iterable[GraphBreak]) -> tuple[GraphBreak, ...]:
 
 
 def blamed(frames: Sequence[Frame]) -> Frame:
-    """The frame to blame: the innermost one outside of torch and the standard library, which break
-    only because of what they were asked to do."""
+    """Return the frame to blame: the innermost one outside of torch and the standard library.
+
+    Those two break only because of what others call them with.
+    """
     others = (f for f in reversed(frames) if library_of(f.file) not in ("torch", "Python"))
     return next(others, frames[-1] if frames else Frame())
 
 
 def innermost_own(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's own code."""
+    """Return the innermost frame of the user's own code."""
     return next((frame for frame in reversed(frames) if not library_of(frame.file)), None)
 
 
 def owner(file: str) -> str:
-    """The distribution that a file belongs to with its version, or "your code"."""
+    """Return the distribution that a file belongs to with its version, or "your code"."""
     name = library_of(file)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return f"{name} {importlib.metadata.version(name)}" if name else OWN_CODE

@@ -1,4 +1,4 @@
-"""Budgets: what a run may cost before `qfuse explain` and `assert_compiles_clean` fail."""
+"""Budgets limit what a run may cost before `qfuse explain` and `assert_compiles_clean` fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of a run; None does not limit.
+    """Limit a run; None does not limit.
 
     `max_breaks` and `max_recompiles` count events, not distinct causes; `min_fused` is the share of
     quantized layers that are fused, 0 to 1, and a layer that a threshold leaves to its library is
@@ -25,8 +25,7 @@ class Budget:
     max_saved_mb: float | None = None
 
     def missed(self, run: Explanation) -> list[str]:
-        """One line for each limit that `run` does not keep: the number, the limit, the first
-        cause."""
+        """Write a line for each limit that `run` misses: the number, the limit, the first cause."""
         lines = []
         if self.max_breaks is not None and run.break_count > self.max_breaks:
             break_ = run.breaks[0]

@@ -1,4 +1,4 @@
-"""The compiles of a run while they happen: who compiles, from which modules, what is saved.
+"""Observe the compiles of a run while they happen: who compiles, from which modules, what is saved.
 
 Everything that is kept here is plain data; no graph and no tensor outlives its compile.
 """
@@ -31,7 +31,7 @@ from inductor_q.report import Report
 
 @dataclass
 class Compiled:
-    """One graph in a backend's hands."""
+    """Describe one graph that reached a backend."""
 
     compile_id: str
     backend: str
@@ -45,7 +45,7 @@ class Compiled:
 
 @dataclass
 class Compiles:
-    """The observer behind `hooks.installed`: one `Compiled` for each graph, in order."""
+    """Observe for `hooks.installed` and keep one `Compiled` for each graph, in order."""
 
     dry_runs: bool = True
     collect: bool = False
@@ -55,7 +55,7 @@ class Compiles:
     _open: list[Compiled] = field(default_factory=list)
 
     def look_at_layers(self) -> None:
-        """Add the quantized layers that are alive now; with `collect`, no garbage among them."""
+        """Add the quantized layers that are alive now; with `collect`, garbage is freed before."""
         if self.collect:
             gc.collect()
         for layer in quantized_layers():
@@ -113,9 +113,9 @@ class Compiles:
 
 @dataclass
 class _Noted:
-    """An error of ours must not become one of the target's: it is told in the report instead.
+    """Keep an error of ours from becoming one of the target's: the report shows it instead.
 
-    It `ends` the dry run that it leaves half done.
+    Where `ends` is set, the error ends the dry run, which it leaves half done.
     """
 
     compiles: Compiles
@@ -138,7 +138,7 @@ class _Noted:
 
 
 def backend_name(compiler: Any) -> str:
-    """The name a user knows a compiler by: "inductor", "qfuse", the function's own."""
+    """Return the name a user knows a compiler by: "inductor", "qfuse", the function's own."""
     seen = compiler
     while seen is not None:
         name = getattr(seen, "compiler_name", None)
@@ -168,7 +168,10 @@ def _current_id() -> str:
 
 
 def _sources(gm: fx.GraphModule) -> list[str]:
-    """Dynamo's name of each input; a graph that it has just finished has them in the metadata."""
+    """Return Dynamo's name of each input.
+
+    A graph that it has just finished has them in the metadata.
+    """
     names = []
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)

@@ -1,7 +1,8 @@
 """Fusion coverage: what became of each quantized layer, and of attention, by module path.
 
-Put together from the reports of the compiles (one site a pass and layer), the names of the graphs'
-inputs (what a graph read at all) and the layers alive in the process (what there is to cover).
+It is put together from the reports of the compiles (one site per pass and layer), the names of the
+graphs' inputs (what a graph read at all) and the layers alive in the process (what there is to
+cover).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def layers(
     *,
     all_trees: bool = True,
 ) -> tuple[Layer, ...]:
-    """One record a layer, in the order of the model.
+    """Return one record per layer, in the order of the model.
 
     Args:
-        reports: of the compiles; True where the report tells what qfuse would do.
+        reports: the reports of the compiles; True where one is of what qfuse would do.
         live: the quantized layers found in memory.
         read: module paths that the inputs of compiled graphs come from, each with the reason why
             a layer there may have no site.
-        all_trees: also the layers of a model of which no compiled graph read anything.
+        all_trees: count the layers also of a model of which no compiled graph read anything.
     """
     covered: dict[str, Layer] = {}
     for report, would in reports:
@@ -58,7 +59,7 @@ def layers(
 
 
 def attention(reports: Iterable[tuple[Report, bool]]) -> tuple[Layer, ...]:
-    """A record a layer that calls attention under a mask; `reports` as of `layers`."""
+    """Return one record per layer that calls attention under a mask; see `layers` for `reports`."""
     covered: dict[str, Layer] = {}
     for report, would in reports:
         for site in (s for s in report.sites if s.pass_name in ATTENTION_PASSES):
@@ -78,10 +79,11 @@ def attention(reports: Iterable[tuple[Report, bool]]) -> tuple[Layer, ...]:
 
 
 def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
-    """The module trees that compiled graphs read, by paths, which two models may share.
+    """Find the module trees that compiled graphs read, by paths, which two models may share.
 
-    What is read of a tree has to be more than another one explains of which more is read: a model
-    that lives on from an earlier run is not taken for the compiled one's twin.
+    A tree counts only if graphs read more of it than the trees already counted explain; those of
+    which more is read come first. So a model that lives on from an earlier run is not taken for the
+    compiled one's twin.
     """
     paths: dict[int, set[str]] = {}
     for weight in live:
@@ -125,7 +127,7 @@ def _steps(sites: Sequence[SiteRecord]) -> tuple[Step, ...]:
 
 
 def _add(covered: dict[str, Layer], layer: Layer) -> None:
-    """A layer compiled more than once counts as its worst compile, with the steps of all."""
+    """Add a layer. One compiled repeatedly counts as its worst compile, with the steps of all."""
     known = covered.get(layer.module)
     if known is not None:
         worst = min(known, layer, key=lambda one: -STATUSES.index(one.status))

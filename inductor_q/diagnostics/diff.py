@@ -1,4 +1,4 @@
-"""What got better or worse between two observed runs.
+"""Compare two observed runs: what got better or worse.
 
 Causes are matched by what they say and the function they are in, not by line, so an edit above them
 is no change. Bytes and counts compare exactly; seconds only beyond the noise of compiling twice.
@@ -19,12 +19,12 @@ from inductor_q.diagnostics.render.tree import paths
 Verdict = Literal["worse", "better", "changed"]
 
 NOISE = 0.2  # of a phase's seconds: two cold compiles of one program differ by about half of that
-NOISE_SECONDS = 0.5  # and phases this close are not told apart
+NOISE_SECONDS = 0.5  # and phases this close count as equal
 
 
 @dataclass(frozen=True)
 class Change:
-    """One difference. `what` names it, `before` and `after` are its values in words."""
+    """Describe one difference. `what` names it, `before` and `after` are its values in words."""
 
     verdict: Verdict
     kind: str
@@ -34,7 +34,7 @@ class Change:
 
 
 def compare(before: Explanation, after: Explanation, *, noise: float = NOISE) -> list[Change]:
-    """Every difference between two runs, the worse ones first."""
+    """List every difference between two runs, the worse ones first."""
     changes = [
         *_exits(before, after),
         *_causes(before, after),
@@ -95,12 +95,12 @@ def _count(items: Iterable[tuple[str, int]]) -> Counter[str]:
 
 
 def _where(frame: Frame) -> str:
-    """The place without its line."""
+    """Name the place without its line."""
     return f" in {frame.function} of {PurePath(frame.file).name}" if frame.file else ""
 
 
 def _layers(before: tuple[Layer, ...], after: tuple[Layer, ...]) -> Iterator[Change]:
-    """Layers that fared otherwise, those with the same fate together."""
+    """Compare layers and group those that changed in the same way."""
     was, now = ({layer.module: layer for layer in layers} for layers in (before, after))
     fates: dict[tuple[Verdict, str, str], list[Layer]] = {}
     for module, known in {**was, **now}.items():
@@ -154,11 +154,11 @@ def _environment(before: Explanation, after: Explanation) -> Iterator[Change]:
 
 
 def _pairs(was: Counter[str], now: Counter[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Every key of either, with both values."""
+    """Yield every key of either, with both values."""
     for key in {**was, **now}:
         yield key, (was[key], now[key])
 
 
 def _verdict(was: float, now: float) -> Verdict:
-    """More is worse."""
+    """Judge two numbers, of which more is worse."""
     return "worse" if now > was else "better" if now < was else "changed"

@@ -1,8 +1,8 @@
-"""What qfuse would do with a graph that another backend compiles.
+"""Find out what qfuse would do with a graph that another backend compiles.
 
-Runs the pipeline on a copy of the joint graph, in the place where the real one would run, and
-throws the copy away; on Dynamo's graph, which has others in it, the passes only look. The graph
-that is compiled is not touched, no guard is added.
+The pipeline runs on a copy of the joint graph, in the place where the real one would run, and the
+copy is thrown away. On Dynamo's graph, which has others in it, the passes only look. The graph that
+is compiled is not touched, and no guard is added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inductor_q.report import Report
 
 @dataclass
 class DryRun:
-    """The passes over copies of one compile's graphs; `report` fills as torch calls the hooks."""
+    """Run the passes over copies of one compile's graphs; torch's hooks fill `report`."""
 
     context: Context
     copies: list[fx.Graph] = field(default_factory=list)
@@ -36,17 +36,17 @@ class DryRun:
         return self.context.report
 
     def captured(self, graph: fx.Graph) -> None:
-        """The captured stage: what each of its passes finds in the graph as it is."""
+        """Run the captured stage: each of its passes looks at the graph as it is."""
         self._run(CAPTURED, graph, edit=False)
 
     def joint(self, graph: fx.Graph) -> None:
-        """The joint stage, on a copy that is kept for the partition stage."""
+        """Run the joint stage on a copy that is kept for the partition stage."""
         own = copy.deepcopy(graph)
         self.copies.append(own)
         self._run("joint", own)
 
     def partition(self, graph: fx.Graph, static_inputs: Sequence[int]) -> None:
-        """The partition stage, on the copy of the graph that is being partitioned."""
+        """Run the partition stage on the copy of the graph that is being partitioned."""
         self.context.static_inputs = frozenset(static_inputs)
         names = [node.name for node in graph.find_nodes(op="placeholder")]
         for own in self.copies:
@@ -66,7 +66,7 @@ def dry_run(
     sources: Sequence[str],
     weights: Sequence[str],
 ) -> DryRun:
-    """A run with the options that qfuse would have by default here (environment included)."""
+    """Start a run with the options that qfuse would have by default here (environment included)."""
     resolved = resolve(None, None, device=device, dynamic=dynamic)
     report = new_report(resolved, device)
     report.weights, report.off = list(weights), passes_off(resolved)
@@ -75,7 +75,7 @@ def dry_run(
 
 @contextlib.contextmanager
 def _no_guards(graph: fx.Graph) -> Any:
-    """What the passes compare must not become a condition of the compiled code."""
+    """Keep what the passes compare from becoming a condition of the compiled code."""
     from torch._guards import detect_fake_mode
 
     inputs = graph.find_nodes(op="placeholder")

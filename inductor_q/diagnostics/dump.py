@@ -1,8 +1,8 @@
-"""`--dump DIR`: graphs before and after each pass, generated code, bytecode, and an index.
+"""Write for `--dump DIR` graphs before and after each pass, generated code, bytecode, and an index.
 
 depyf decompiles what Dynamo made of a function's bytecode. It cannot follow every frame (0.20 fails
-on those with a graph break on Python 3.11): then the bytecode is disassembled, and why is told in
-the file.
+on those with a graph break on Python 3.11): then the bytecode is disassembled, and the file says
+why.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Dumped:
-    """One file of a dump: of which compile it is, and for a graph of which pass and side."""
+    """Describe one file of a dump by its compile, and a graph also by its pass and side."""
 
     file: str
     kind: str  # "graph", "code" or "bytecode"
@@ -79,12 +79,12 @@ class _Dump:
         self.files.append(Dumped(file, kind, compile_id, *about))
 
     def graph(self, step: Any, graph: fx.Graph, moment: str) -> None:
-        """What the runner calls before and after each pass."""
+        """Write a graph; the runner calls this before and after each pass."""
         text = "\n".join(_line(node) for node in graph.nodes) + "\n"
         self.write(f"{step.name}.{moment}.txt", text, "graph", _current_id(), step.name, moment)
 
     def bytecode(self, code: CodeType, new_code: CodeType) -> None:
-        """What Dynamo calls with each function it has compiled; decompiled when the run is over."""
+        """Keep a function that Dynamo has compiled, to decompile it when the run is over."""
         self.codes.append((_current_id(), code, new_code))
 
     def decompile(self) -> None:
@@ -97,7 +97,7 @@ class _Dump:
 
 
 def _line(node: fx.Node) -> str:
-    """A node with the shape and dtype of its value."""
+    """Print a node with the shape and dtype of its value."""
     value: Any = node.meta.get("val", node.meta.get("example_value"))
     shape = getattr(value, "shape", None)
     kind = "" if shape is None else f"  # {str(value.dtype).removeprefix('torch.')}{[*shape]}"
@@ -105,7 +105,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _decompiled(code: CodeType, what: str) -> str:
-    """Python for a code object by depyf, or its disassembly and the reason."""
+    """Decompile a code object with depyf, or disassemble it and give the reason."""
     head = f"# {code.co_name}, {what}\n"
     try:
         import depyf

@@ -1,5 +1,6 @@
-"""Where Dynamo hands a graph to its backend: only there is known who compiles, and what Dynamo
-calls the graph's inputs.
+"""Observe where Dynamo hands a graph to its backend.
+
+Only there is it known who compiles, and what Dynamo calls the graph's inputs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 def observed_backends(observer: Callable[[], Observer]) -> Iterator[None]:
     """Put an observer around every call of a backend inside the block.
 
-    `observer` is asked for one when the first graph is compiled: nothing of torch is imported
-    before the target does.
+    `observer` makes one when the first graph is compiled, so nothing of torch is imported before
+    the target does.
     """
     with contextlib.ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""Torch's structured trace, read in process: what TORCH_TRACE would write, without files.
+"""Read torch's structured trace in process: what TORCH_TRACE would write, without files.
 
 The trace is the one source that sees every graph break and recompile: counters miss breaks inside
 loops and `try`, and `torch._dynamo.explain` keeps a few reasons of many. Torch builds a payload as
@@ -29,7 +29,7 @@ WANTED = frozenset(
     }
 )
 
-#: What `--dump` wants besides.
+#: The events that `--dump` needs besides.
 OUTPUT_CODE = "inductor_output_code"
 
 _CONTEXT = frozenset(
@@ -48,7 +48,7 @@ _CONTEXT = frozenset(
 
 @dataclass(frozen=True)
 class Event:
-    """One record of the trace: an artifact under its own name, anything else under its key.
+    """Hold one record of the trace: an artifact under its own name, anything else under its key.
 
     `data` is the metadata that torch gave with it, `payload` the text, `note` what a listener saw
     when the event was emitted.
@@ -64,7 +64,7 @@ class Event:
 
 @dataclass(eq=False)
 class TraceHandler(logging.Handler):
-    """Keeps the wanted events of the structured trace, in order.
+    """Keep the wanted events of the structured trace, in order.
 
     `notes` maps an event's name to a function that is called while torch emits it, for what is
     gone afterwards (a frame's locals); its result becomes the event's `note`.
@@ -88,12 +88,12 @@ class TraceHandler(logging.Handler):
         self.events.append(Event(name, compile_id(metadata), attempt, data, payload, note))
 
     def named(self, *names: str) -> Iterator[Event]:
-        """The events of these names."""
+        """Return the events of these names."""
         return (event for event in self.events if event.name in names)
 
 
 def compile_id(metadata: dict[str, Any]) -> str:
-    """Torch's text for a compile: "3/1" is frame 3, compiled for the second time."""
+    """Return torch's text for a compile: "3/1" is frame 3, compiled for the second time."""
     autograd, frame = metadata.get("compiled_autograd_id"), metadata.get("frame_id")
     parts = [] if autograd is None else [f"!{autograd}"]
     if frame is not None:
@@ -109,7 +109,7 @@ def _name(metadata: dict[str, Any]) -> tuple[str, Any]:
 
 
 def interned(number: int) -> str:
-    """The file name behind a number in a trace's stack."""
+    """Return the file name behind a number in a trace's stack."""
     from torch._logging.structured import INTERN_TABLE
 
     return next((name for name, index in INTERN_TABLE.items() if index == number), "")

@@ -1,7 +1,7 @@
-"""What one observed run did: the data behind `qfuse explain`, its JSON, its HTML and its budgets.
+"""The data of one observed run, behind `qfuse explain`, its JSON, its HTML and its budgets.
 
-Plain frozen records, filled by the observer, read by the renderers. A field is added here first;
-`docs/explain.schema.json` is generated from these classes and a test compares.
+They are plain frozen records, filled by the observer and read by the renderers. A field is added
+here first; `docs/explain.schema.json` is generated from these classes and a test compares.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Literal, get_args
 SCHEMA_VERSION = 1
 
 
-#: What became of a quantized layer, the best first.
+#: The possible outcomes for a quantized layer, the best first.
 LayerStatus = Literal["fused", "left", "canonical", "rejected", "unseen"]
 STATUSES: tuple[LayerStatus, ...] = get_args(LayerStatus)
 
-#: The kind of those layers that call attention under a mask: "fused" without it, or "canonical".
+#: The kind of a layer that calls attention under a mask: "fused" without it, or "canonical".
 ATTENTION = "attention"
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in Python source. `text` is the line as it stood when the run ended."""
+    """Name a place in Python source. `text` is the line as it stood when the run ended."""
 
     file: str = ""
     line: int = 0
@@ -35,7 +35,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A distinct graph break: the same cause at the same place, `count` times.
+    """Describe a distinct graph break: the same cause at the same place, `count` times.
 
     `user` is the innermost frame of the user's own code, `origin` the frame that broke and
     `library` the distribution that owns it ("peft 0.21.2", or "your code"). `gb_id` is torch's
@@ -56,7 +56,7 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A distinct reason to compile a function again: the guard that failed, and on what values."""
+    """Give a reason to compile a function again: the guard that failed, and on what values."""
 
     function: str
     where: Frame
@@ -70,7 +70,7 @@ class Recompile:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A frame that ran in eager mode although it was to be compiled."""
+    """Name a frame that ran in eager mode although it was to be compiled."""
 
     function: str
     where: Frame
@@ -80,7 +80,7 @@ class Fallback:
 
 @dataclass(frozen=True)
 class SuppressedError:
-    """An error that `suppress_errors` turned into eager execution."""
+    """Describe an error that `suppress_errors` turned into eager execution."""
 
     function: str
     where: Frame
@@ -90,7 +90,7 @@ class SuppressedError:
 
 @dataclass(frozen=True)
 class CudagraphSkip:
-    """A reason for which compiled code was not recorded as a CUDA graph."""
+    """Give a reason for which compiled code was not recorded as a CUDA graph."""
 
     reason: str
     count: int = 1
@@ -98,7 +98,10 @@ class CudagraphSkip:
 
 @dataclass(frozen=True)
 class Phase:
-    """Wall seconds of one compile phase, over all compiles; phases nest, so they do not add up."""
+    """Give the wall seconds of one compile phase over all compiles.
+
+    Phases nest, so they do not add up.
+    """
 
     name: str
     seconds: float
@@ -107,7 +110,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What one op's outputs keep alive for backward (inputs and weights not counted)."""
+    """Count what one op's outputs keep alive for backward (inputs and weights not counted)."""
 
     op: str
     count: int
@@ -116,7 +119,9 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class Step:
-    """What one pass did at a layer: rewritten by `provider`, or `rejected` with the reason."""
+    """Record what one pass did at a layer: it was rewritten by `provider`, or `rejected` for a
+    reason.
+    """
 
     pass_name: str
     provider: str = ""
@@ -128,12 +133,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Layer:
-    """Fusion coverage of one quantized linear or expert, or of attention under a mask.
+    """Give the fusion coverage of one quantized linear or expert, or of attention under a mask.
 
     `status`: "fused" (its dequantization is in a rewritten product), "left" (to its library, since
     a threshold prefers that), "canonical" (recognized, its adapter or product left alone),
     "rejected" (`reason` says why), "unseen" (in no compiled graph).
-    `would` is true where another backend compiled it and the steps are what qfuse would do.
+    `would` is true where another backend compiled it: the steps are then what qfuse would do.
     """
 
     module: str
@@ -149,7 +154,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Compile:
-    """One graph that a backend compiled; what is fused and saved is seen where it is `observed`."""
+    """Describe a graph that a backend compiled; if `observed`, fusion and saved bytes are known."""
 
     compile_id: str
     function: str
@@ -164,7 +169,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Exit:
-    """How the target ended: exit status, the exception that left it, the signal."""
+    """Say how the target ended: exit status, the exception that left it, the signal."""
 
     status: int = 0
     exception: str = ""
@@ -173,7 +178,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything observed in one process of a run; `rank` of `world_size` under torchrun.
+    """Hold all that was observed in one process; `rank` is one of `world_size` under torchrun.
 
     `target` and the arguments after it, `argv`, are what was run.
     """
@@ -215,7 +220,9 @@ class Explanation:
 
     @property
     def fused_share(self) -> float:
-        """Fused layers of all quantized layers, those left to their library among the others; 1.0
-        where there are none."""
+        """The share of quantized layers that are fused; 1.0 where there are no layers.
+
+        Layers left to their library count as not fused.
+        """
         fused = sum(layer.status == "fused" for layer in self.layers)
         return fused / len(self.layers) if self.layers else 1.0

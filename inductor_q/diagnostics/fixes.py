@@ -1,4 +1,4 @@
-"""What to change: one table from the cause of a graph break to the way out, in one sentence.
+"""Say what to change: one table from the cause of a graph break to the way out, in one sentence.
 
 The first entry that matches wins, so the particular (a library's known trouble) stands before the
 general (a torch message). An entry matches on the frames of the break, as `path: function`, and on
@@ -16,7 +16,9 @@ from inductor_q.diagnostics.explanation import Frame
 
 @dataclass(frozen=True)
 class Fix:
-    """`frame` is looked for in "path: function" of every frame, `said` in torch's words."""
+    """Hold one way out; `frame` is looked for in "path: function" of each frame, `said` in torch's
+    words.
+    """
 
     remedy: str
     frame: str = ""
@@ -115,7 +117,7 @@ FIXES: tuple[Fix, ...] = (
 
 
 def fix_for(title: str, explanation: str, hints: Sequence[str], frames: Sequence[Frame]) -> str:
-    """What to change about a break: ours where the cause is known, else torch's first hint."""
+    """Say what to change about a break: our fix for a known cause, else torch's first hint."""
     said = f"{title}\n{explanation}"
     places = [f"{frame.file}: {frame.function}" for frame in frames]
     for fix in FIXES:

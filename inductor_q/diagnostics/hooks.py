@@ -1,5 +1,6 @@
-"""The two places where Inductor lets an observer look, by configuration: the joint graph and the
-partitioner. What is configured there already is called as before.
+"""Observe Inductor in the two places that can be configured: the joint graph and the partitioner.
+
+What is configured there already is called as before.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from inductor_q.hooks import Hook
 
 
 class Observer(Protocol):
-    """What is told of a compile; none of it may raise or change a graph."""
+    """Follow a compile; no method may raise or change a graph."""
 
     def compiling(self, compiler: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """A backend is about to compile a graph of Dynamo's."""
+        """A backend is about to compile one of Dynamo's graphs."""
 
     def compiled(self) -> None:
-        """It has."""
+        """The backend has compiled the graph."""
 
     def joint(self, graph: fx.Graph) -> None:
         """Inductor is about to run its joint passes."""
@@ -66,7 +67,7 @@ class PartitionHook(_Observing, CustomPartitionerFn):
 
 @contextlib.contextmanager
 def hooked(observer: Observer) -> Iterator[None]:
-    """Tell `observer` of what Inductor compiles inside the block.
+    """Report to `observer` what Inductor compiles inside the block.
 
     Put around one call of a backend: the (lazily compiled) backward needs no hook, and what a
     target configures between two compiles is kept.

@@ -15,8 +15,8 @@ from types import ModuleType
 def after_import(name: str, act: Callable[[], object]) -> Iterator[None]:
     """Call `act` when module `name` has been executed inside the block; at once if it was before.
 
-    So an observer is in place before anything of a library runs, and a target that sets environment
-    variables before its imports finds them read after that.
+    So an observer is in place before anything of a library runs, and a library reads the
+    environment variables that a target sets before its imports.
     """
     if name in sys.modules:
         act()
@@ -31,7 +31,7 @@ def after_import(name: str, act: Callable[[], object]) -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as everybody else does, and puts our loader around its loader."""
+    """Find one module as everybody else does, and put our loader around its loader."""
 
     def __init__(self, name: str, act: Callable[[], object]) -> None:
         self.name = name

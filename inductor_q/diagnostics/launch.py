@@ -32,7 +32,7 @@ BUDGET_MISSED = 1
 
 
 def explain(args: Namespace) -> int:
-    """`qfuse explain`: the exit status of the process."""
+    """Run `qfuse explain` and return the exit status of the process."""
     if args.module is not None:
         args.target = ["-m", *args.module]
     for name in ("json", "html", "dump"):
@@ -61,8 +61,9 @@ def explain(args: Namespace) -> int:
 
 
 def _output(name: str, given: str) -> Path:
-    """Where a report will lie, wherever the target goes (os.chdir), and that it can: a run may take
-    long, and its report should not be lost at the end.
+    """Return the absolute path of a report, after checking that it can be written.
+
+    The target may change the folder (os.chdir), and after a long run its report should not be lost.
 
     Raises:
         UnwritableOutput: it cannot be written.
@@ -81,7 +82,7 @@ def _output(name: str, given: str) -> Path:
 
 @dataclass
 class Reporter:
-    """Writes what was asked for: of this process, or of all ranks where this one merges them."""
+    """Write the requested reports of this process, or of all ranks where this one merges them."""
 
     args: Namespace
     ranks: Ranks
@@ -107,7 +108,7 @@ class Reporter:
         )
 
     def report(self, observation: Observation, ended: Exit) -> list[str]:
-        """Write the reports; returns the missed budgets for which this process is to fail."""
+        """Write the reports; return the missed budgets for which this process is to fail."""
         observation.exit = ended
         run = observation.explanation()
         missed = self.budget.missed(run)
@@ -167,8 +168,8 @@ def _save(path: Path, text: str) -> None:
 def _on_sigterm(report: Callable[[], object]) -> Iterator[None]:
     """Report before SIGTERM ends the process, as it would without us: nothing of the target runs.
 
-    Only where SIGTERM still has its default effect; a handler that the target installs replaces
-    ours.
+    This holds only where SIGTERM still has its default effect; a handler that the target installs
+    replaces ours.
     """
     if not _sigterm_is_ours():
         yield
@@ -191,8 +192,11 @@ def _on_sigterm(report: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_later() -> Iterator[None]:
-    """Let SIGTERM wait for the end of the block: where one rank has missed a budget and exits,
-    torchrun terminates the others, among them the one that writes the merged report."""
+    """Let SIGTERM wait for the end of the block.
+
+    Where one rank has missed a budget and exits, torchrun terminates the others, among them the one
+    that writes the merged report.
+    """
     if not _sigterm_is_ours():
         yield
         return
@@ -207,15 +211,17 @@ def _sigterm_later() -> Iterator[None]:
 
 
 def _sigterm_is_ours() -> bool:
-    """Whether a handler can be set, and the target has set none."""
+    """Return whether a handler can be set, and the target has set none."""
     main = threading.current_thread() is threading.main_thread()
     return main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def _die_interrupted() -> NoReturn:
-    """End as an uncaught Ctrl-C does, whose traceback has been printed: exit handlers run, then the
-    process dies of SIGINT. Raising it again would not do: started by `python -m`, Python 3.12 then
-    exits with status 1."""
+    """End as an uncaught Ctrl-C does, whose traceback has been printed.
+
+    Exit handlers run, then the process dies of SIGINT. Raising KeyboardInterrupt again would not
+    do: started by `python -m`, Python 3.12 then exits with status 1.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The quantized layers that are alive in this process, whatever compiled them or did not.
+"""Find the quantized layers that are alive in this process, whoever compiled them, if anybody did.
 
-Found through the garbage collector, so that a model local to a function of the target counts too.
-Only types and plain attributes are looked at: nothing of a module is run.
+The garbage collector finds them, so a model local to a function of the target counts too. Only
+types and plain attributes are looked at: nothing of a module is run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from inductor_q.capture.packed import MAIN_NAMES, packed_tensors
 
 @dataclass(frozen=True)
 class Quantized:
-    """One packed weight: the module that owns it, by path from its root, and how it is packed.
+    """Name one packed weight: the module that owns it, by path from its root, and how it is packed.
 
-    `tree` tells the module trees of a process apart.
+    `tree` distinguishes the module trees of a process.
     """
 
     module: str
@@ -32,7 +32,7 @@ class Quantized:
 
 
 def quantized_layers() -> tuple[Quantized, ...]:
-    """Every packed weight of every live module, a module tree's paths counted from its root."""
+    """Find every packed weight of every live module; paths count from the root of its tree."""
     found: dict[int, Quantized] = {}
     for root in _roots():
         for path, module in root.named_modules():
@@ -46,8 +46,11 @@ def quantized_layers() -> tuple[Quantized, ...]:
 
 
 def module_path(path: str, name: str = "") -> str:
-    """The path of a layer as reports have it: without PEFT's `base_layer` and torch's
-    `parametrizations`, with the parameter's name where a module packs more than `weight`."""
+    """Return the path of a layer as reports have it.
+
+    That is without PEFT's `base_layer` and torch's `parametrizations`, and with the parameter's
+    name where a module packs more than `weight`.
+    """
     parts = [p for p in path.split(".") if p not in ("base_layer", "_orig_mod", "")]
     if "parametrizations" in parts:
         parts.remove("parametrizations")
@@ -58,7 +61,7 @@ def module_path(path: str, name: str = "") -> str:
 
 
 def _roots() -> list[nn.Module]:
-    """The live modules that are in no other live module, the largest tree first."""
+    """Find the live modules that are in no other live module, the largest tree first."""
     objects = gc.get_objects()  # millions: a test of each type once, not of each object
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
     modules = [obj for obj in objects if type(obj) in kinds]
@@ -68,7 +71,7 @@ def _roots() -> list[nn.Module]:
 
 
 def _unknown(tensor: torch.Tensor) -> Packed:
-    """A packed weight of a library that is not listed."""
+    """Describe a packed weight of a library that is not listed."""
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
     name = str(tensor.dtype).removeprefix("torch.") if is_plain else type(tensor).__name__
     return Packed(name, tuple(tensor.shape))

@@ -1,6 +1,6 @@
-"""One report of several ranks: each rank writes its own, whoever comes last puts them together.
+"""Merge the reports of several ranks: each rank writes its own, and the last one joins them.
 
-By files alone, without a collective: a rank may have died, and its report matters most.
+This takes files alone and no collective: a rank may have died, and its report matters most.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from inductor_q.diagnostics.render.json import from_json, to_json
 from inductor_q.files import write_whole
 
 _POLL = 0.1
-RUN = "run"  # the key of `environment` that tells one launch from another
+RUN = "run"  # the key of `environment` that distinguishes launches
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of a launch; `local` of them share this machine's files."""
+    """Place this process among those of a launch; `local` of them share this machine's files."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,7 +33,7 @@ class Ranks:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Ranks:
-        """As torchrun tells it; a single process otherwise."""
+        """Read the place from torchrun's environment variables; without them, one process runs."""
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return cls()
         size = int(environ["WORLD_SIZE"])
@@ -45,7 +45,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where the ranks of a launch leave their reports: `FILE.rankN.json` beside the merged FILE."""
+    """Keep the reports of a launch's ranks: `FILE.rankN.json` beside the merged FILE."""
 
     file: Path
     ranks: Ranks
@@ -54,7 +54,7 @@ class Exchange:
         return self.file.with_name(f"{self.file.stem}.rank{rank}.json")
 
     def clear(self) -> None:
-        """Forget what an earlier launch left under this rank's name."""
+        """Remove what an earlier launch left under this rank's name."""
         self.rank_file(self.ranks.rank).unlink(missing_ok=True)
 
     def leave(self, run: Explanation) -> None:
@@ -63,7 +63,7 @@ class Exchange:
         write_whole(self.rank_file(self.ranks.rank), to_json(run))
 
     def collect(self, timeout: float) -> list[Explanation]:
-        """The reports of this launch, once all are there or `timeout` seconds are over."""
+        """Return the reports of this launch, once all are there or `timeout` seconds are over."""
         end = time.monotonic() + timeout
         while True:
             found = [*filter(None, map(self._read, range(self.ranks.world_size)))]
@@ -80,11 +80,11 @@ class Exchange:
 
 
 def merge(runs: Sequence[Explanation]) -> Explanation:
-    """The ranks as one run.
+    """Join the ranks into one run.
 
     Events of all ranks are counted together; times and bytes are those of the worst rank, since
-    ranks work side by side. A layer counts as its worst rank; what only some ranks saw is told in
-    the warnings.
+    ranks work side by side. A layer counts as its worst rank; a warning names what only some ranks
+    saw.
     """
     runs = sorted(runs, key=lambda run: run.rank)
     first = runs[0]
@@ -152,7 +152,7 @@ def _layers(ranks: Iterable[Iterable[Layer]]) -> tuple[Layer, ...]:
 
 
 def _warnings(runs: Sequence[Explanation]) -> list[str]:
-    """Each warning once, with the ranks that have it unless all do."""
+    """List each warning once, with the ranks that have it unless all do."""
     lines = [
         _of_ranks(text, [run.rank for run in runs if text in run.warnings], runs)
         for text in dict.fromkeys(w for run in runs for w in run.warnings)

@@ -9,11 +9,11 @@ from typing import Any
 
 
 class NotNamed(Exception):
-    """There is no function of a name; the text says why."""
+    """A name names no function; the text says why."""
 
 
 def named(name: str) -> Callable[..., Any]:
-    """The function of that name. What its module raises when it is imported is not caught.
+    """Return the function of that name. What its module raises when it is imported is not caught.
 
     Raises:
         NotNamed: there is none.

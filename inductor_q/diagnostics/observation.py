@@ -1,12 +1,12 @@
-"""Observe what torch.compile does in this process, and say it as one `Explanation`.
+"""Observe what torch.compile does in this process, and return it as one `Explanation`.
 
     with observe(target="train.py") as observation:
         ...
     explanation = observation.explanation()
 
-Torch's structured trace tells of breaks, recompiles, errors and time; the hooks around each call of
-a backend tell who compiled which layers and what is saved. Both are in force inside the block only.
-torch itself is not imported before the code that is observed does.
+Torch's structured trace reports breaks, recompiles, errors and time. The hooks around each call of
+a backend find who compiled which layers and what is saved. Both are in force inside the block only.
+torch itself is not imported before the observed code imports it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Observation:
                 self.compiles.look_at_layers()
 
     def explanation(self) -> Explanation:
-        """Everything seen so far, as plain data."""
+        """Return everything seen so far, as plain data."""
         from inductor_q.diagnostics.coverage import attention, layers
         from inductor_q.diagnostics.summary import Run
 
@@ -132,7 +132,7 @@ def observe(
         dry_run: run the passes on copies of what other backends compile, to say what qfuse would
             do.
         whole_process: count every quantized layer in memory, not only those of models that were
-            compiled in part: for a process that has no other models.
+            compiled in part; this suits a process that has no other models.
     """
     observation = Observation(
         target=target,
@@ -174,7 +174,7 @@ def _listening(name: str, handler: logging.Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forced(backend: str) -> Iterator[None]:
-    """Everything that torch.compile compiles goes to `backend`, whatever the target asked for."""
+    """Send everything that torch.compile compiles to `backend`, whatever the target named."""
     import torch
 
     if backend == "qfuse":
@@ -191,8 +191,10 @@ def _forced(backend: str) -> Iterator[None]:
 
 
 class _Skips(logging.Handler):
-    """The reasons for which Inductor did not record CUDA graphs, as it logs them, and what else it
-    warns of there: that it recorded too many."""
+    """Collect the reasons for which Inductor did not record CUDA graphs, as it logs them.
+
+    It logs a warning there too: that it recorded too many.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -211,7 +213,7 @@ class _Skips(logging.Handler):
 
 
 def environment() -> dict[str, str]:
-    """What a reader must know to repeat the run."""
+    """Return what a reader must know to repeat the run."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

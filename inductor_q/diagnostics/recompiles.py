@@ -1,4 +1,4 @@
-"""Recompiles: the guard that failed, on what values, and how to keep it from failing."""
+"""Explain recompiles: the guard that failed, on what values, and how to keep it from failing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 4  # values of one guard that a record lists
 
 @dataclass(frozen=True)
 class Guard:
-    """A failed guard: its text, what it is about, the value compiled for, the value found.
+    """Hold a failed guard: its text, what it is about, the value compiled for, the value found.
 
     `name` is the tensor or expression in the user's words ("x", where the subject is "tensor 'x'
     size at index 0").
@@ -39,7 +39,7 @@ class Guard:
 
 
 def first_reason(payload: str) -> str:
-    """The reason of the newest compiled version: the last one that a stable call would have hit."""
+    """Return the reason of the newest version, the last one that a stable call would have hit."""
     try:
         reasons = json.loads(payload)
     except ValueError:
@@ -63,10 +63,11 @@ def parse(reason: str, after: str = "") -> Guard:
 
 
 def value_now() -> str:
-    """The value that the failed guard's expression has in the call being recompiled.
+    """Return the value that the failed guard's expression has in the call being recompiled.
 
-    Called while torch emits `recompile_reasons`: the frame is still there. Only names, attributes,
-    subscripts and `len`, `type`, `.size()` are evaluated, which is what guards are made of.
+    This is called while torch emits `recompile_reasons`, when the frame is still there. Only names,
+    attributes, subscripts and `len`, `type`, `.size()` are evaluated, which is what guards are made
+    of.
     """
     torch_frame: FrameType | None = sys._getframe()
     while torch_frame is not None and torch_frame.f_code.co_name != _EMITTER:
@@ -79,7 +80,7 @@ def value_now() -> str:
 
 
 def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile, ...]:
-    """One record for each (function, subject of the guard), the most frequent first.
+    """Make one record for each (function, subject of the guard), the most frequent first.
 
     Args:
         found: function, where it is defined, the guard, and whether the recompile limit refused
@@ -108,7 +109,7 @@ def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile
 
 
 def fix_for(guard: Guard) -> str:
-    """What makes the guard stable: the first remedy whose pattern is in its text."""
+    """Say what makes the guard stable: the first remedy whose pattern is in its text."""
     index = re.search(r"index (\d+)|size\(\)\[(\d+)\]", guard.text)
     words = {
         "name": guard.name,
@@ -178,7 +179,7 @@ _REMEDIES = (
 
 
 def _subject(text: str) -> tuple[str, str]:
-    """(what a guard looks at, the value it wants), by its syntax tree where it is Python."""
+    """Return (what a guard looks at, the value it expects), by its syntax tree if it is Python."""
     state = re.match(r"GLOBAL_STATE changed: (.+)", text)
     if state:
         return f"global state: {state[1].strip()}", ""
@@ -213,11 +214,11 @@ def _evaluate(text: str, local: Mapping[str, Any], globals_: Mapping[str, Any]) 
 
 
 class _Unknown(Exception):
-    """An expression that is not evaluated."""
+    """Raised for an expression that is not evaluated."""
 
 
 class _Evaluator(ast.NodeVisitor):
-    """Evaluates what guards are made of: names, attributes, subscripts, len, type, size."""
+    """Evaluate what guards are made of: names, attributes, subscripts, len, type, size."""
 
     def __init__(self, local: Mapping[str, Any], globals_: Mapping[str, Any]) -> None:
         self.names = {"L": local, "G": globals_}

@@ -1,4 +1,4 @@
-"""What a training graph keeps for its backward, by the op that computed it."""
+"""Count what a training graph keeps for its backward, by the op that computed it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inductor_q.diagnostics.explanation import SavedTensors
 
 
 def saved_tensors(forward: fx.Graph, num_fwd_outputs: int) -> tuple[SavedTensors, ...]:
-    """What a partitioned forward graph returns for the backward, after its own outputs.
+    """Count what a partitioned forward graph returns for the backward, after its own outputs.
 
     Inputs (weights, the batch) live anyway and views share their base's memory, so neither is
     counted; an output that is also saved (the logits of a loss) is. A size that is a symbol counts
@@ -40,8 +40,10 @@ _Calls = tuple[fx.Node, ...]
 
 
 def _base(node: fx.Node, calls: _Calls = ()) -> tuple[fx.Node, _Calls]:
-    """The node whose memory a view or a result of a nested compile region shows, and the calls of
-    regions that lead to its graph."""
+    """Return the node whose memory a view or a result of a nested compile region shows.
+
+    With it come the calls of regions that lead to its graph.
+    """
     source = node.args[0] if node.args else None
     if node.op == "placeholder" and calls:
         given = calls[-1].args[2 + node.graph.find_nodes(op="placeholder").index(node)]

@@ -1,4 +1,4 @@
-"""From the events of a run to the records of its report."""
+"""Turn the events of a run into the records of its report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SMALLEST = 0.01  # of the longest phase: what is worth a line
 
 @dataclass
 class Run:
-    """The events of a run by what they tell. `compiled` are the graphs that reached a backend."""
+    """Sort the events of a run by kind. `compiled` are the graphs that reached a backend."""
 
     events: Sequence[Event]
     compiled: Sequence[Compiled]
@@ -57,7 +57,7 @@ class Run:
     # --- breaks, recompiles, what fell back --------------------------------------------------
 
     def breaks(self) -> tuple[GraphBreak, ...]:
-        """Every break, also one that `fullgraph=True` made an error of."""
+        """Return every break, also one that `fullgraph=True` made an error of."""
         found, told = [], set()
         for event in self.named("dynamo_graph_break_reason"):
             told.add(event.compile_id)
@@ -84,7 +84,9 @@ class Run:
         return recompiles.distinct(found)
 
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """Frames that torch gave up: a break that it could not resume, or too many recompiles."""
+        """Return frames that torch gave up: a break that it could not resume, or too many
+        recompiles.
+        """
         broken = {e.compile_id for e in self.named("dynamo_graph_break_reason")}
         count: Counter[tuple[str, Frame, str]] = Counter()
         for one, data in self.metrics.items():
@@ -105,7 +107,7 @@ class Run:
         return tuple(SuppressedError(f, w, e, n) for (f, w, e), n in count.items())
 
     def cudagraph_skips(self) -> tuple[CudagraphSkip, ...]:
-        """Torch logs why it skips a graph on a GPU; of one that has none it says nothing."""
+        """Return why torch skipped CUDA graphs; it logs a reason only for graphs on a GPU."""
         count = sum(one.wants_cudagraphs for one in self.compiled)
         return (CudagraphSkip(NO_GPU, count),) if count else ()
 
@@ -137,7 +139,7 @@ class Run:
         return tuple(found.values())
 
     def phases(self) -> tuple[Phase, ...]:
-        """Torch's own timings, begin and end paired within a thread."""
+        """Return torch's own timings, begin and end paired within a thread."""
         begun: dict[tuple[Any, str], list[float]] = defaultdict(list)
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
@@ -157,8 +159,10 @@ class Run:
         )
 
     def saved(self) -> tuple[SavedTensors, ...]:
-        """What one step keeps: of the compiles of one function, which replace each other, the
-        largest."""
+        """Return what one step keeps for backward.
+
+        The compiles of one function replace each other, so the largest counts.
+        """
         largest: dict[str, tuple[SavedTensors, ...]] = {}
         for one in self.compiled:
             frame = one.compile_id.rpartition("/")[0]
@@ -174,20 +178,22 @@ class Run:
     # --- coverage ----------------------------------------------------------------------------
 
     def reports(self) -> list[tuple[Report, bool]]:
-        """The passes' reports; True with those of dry runs."""
+        """Return the passes' reports, with True for those of dry runs."""
         own = {e.compile_id: e.payload for e in self.named("qfuse_report")}
         found = [(Report.from_dict(json.loads(text)), False) for text in own.values()]
         return found + [(one.report, True) for one in self.compiled if one.report is not None]
 
     def options(self) -> dict[str, dict[str, str]]:
-        """The options of the latest compile by qfuse, or of what it would have been."""
+        """Return the options of the latest compile by qfuse, or of what it would have been."""
         reports = self.reports()
         latest = reports[-1][0].options if reports else {}
         return {key: {k: str(v) for k, v in entry.items()} for key, entry in latest.items()}
 
     def read(self) -> dict[str, str]:
-        """The modules whose parameters some compiled graph reads -> why a layer among them may have
-        no site of a pass."""
+        """Map each module whose parameters some compiled graph reads to a reason.
+
+        The reason says why a layer in the module may have no site of a pass.
+        """
         found: dict[str, str] = {}
         for one in self.compiled:
             reason = UNKNOWN if one.observed else BLIND.format(one.backend)
@@ -215,7 +221,7 @@ class Run:
         ]
 
     def _failure(self, compile_id: str) -> str:
-        """The error that ended a compile; "" where it went well, or where a break ended it."""
+        """Return the error that ended a compile; "" where none did, or where a break ended it."""
         data = self.metrics.get(compile_id, {})
         kind = data.get("fail_type")
         if not kind or kind == "Unsupported" or _LIMIT in str(data.get("fail_reason")):
@@ -225,7 +231,7 @@ class Run:
         return ": ".join([str(kind), " ".join(lines)]) if lines else str(kind)
 
     def _function(self, compile_id: str) -> tuple[str, Frame]:
-        """The name of the function that a compile is about, and where it is defined."""
+        """Return the name of the function that a compile is about, and where it is defined."""
         frame = compile_id.rpartition("/")[0]
         for one, data in self.metrics.items():
             if one.rpartition("/")[0] == frame and data.get("co_name"):

@@ -1,8 +1,8 @@
-"""Run a target in this process as Python itself would: a script, `-m module`, `module:callable`, or
-a pytest node.
+"""Run a target in this process as Python itself would.
 
-sys.argv, sys.path[0], `__main__`, the output, the exit status, the traceback and the death by a
-signal are the target's; what was there before comes back afterwards.
+A target is a script, `-m module`, `module:callable` or a pytest node. sys.argv, sys.path[0],
+`__main__`, the output, the exit status, the traceback and the death by a signal are the target's;
+what was there before comes back afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inductor_q.exc import InvalidInputs, MissingExtra, UnknownTarget
 
 @dataclass(frozen=True)
 class Target:
-    """What to run: `kind` is "script", "module", "callable" or "pytest"."""
+    """Name what to run: `kind` is "script", "module", "callable" or "pytest"."""
 
     kind: str
     name: str
@@ -39,8 +39,11 @@ class Target:
 
     @classmethod
     def parse(cls, command: Sequence[str], *, inputs: str = "") -> Target:
-        """From what stands on the command line: `script.py a b`, `-m module a b`,
-        `package.module:callable`, `tests/test_x.py::test_y`."""
+        """Read a target from the words of the command line.
+
+        These are `script.py a b`, `-m module a b`, `package.module:callable` or
+        `tests/test_x.py::test_y`.
+        """
         name, *args = command or ("",)
         kind = "script"
         if name == "-m":
@@ -59,8 +62,10 @@ class Target:
         return f"-m {self.name}" if self.kind == "module" else self.name
 
     def run(self, *, at_end: Callable[[], object] = lambda: None) -> Exit:
-        """Run it to its end and tell how it ended. Errors of the target are printed as Python
-        prints them; those of the call (no such file) raise.
+        """Run it to its end and return how it ended.
+
+        Errors of the target are printed as Python prints them; those of the call (no such file)
+        raise.
 
         Args:
             at_end: called when the target is over and its `__main__` still there.
@@ -159,7 +164,7 @@ def _named(name: str) -> Any:
 
 
 def _arguments(target: Target) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the --inputs factory returns: a tuple of arguments, or a pair (arguments, keywords)."""
+    """Return what the --inputs factory returns: a tuple of arguments, or (arguments, keywords)."""
     if not target.inputs:
         return (), {}
     found = _named(target.inputs)()
@@ -172,10 +177,10 @@ def _arguments(target: Target) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _check_call(target: Target, function: Any, args: Any, kwargs: Any) -> None:
-    """Whether the function takes the arguments that there are."""
+    """Check that the function takes the arguments that there are."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin tells nothing
+    except (TypeError, ValueError):  # a builtin may have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -213,7 +218,10 @@ def _guarded(body: Callable[[], Any]) -> Exit:
 
 
 def _system_exit(error: SystemExit) -> Exit:
-    """As the interpreter reads it: None is 0, a number itself, anything else is printed and 1."""
+    """Read a status as the interpreter does.
+
+    None is 0, a number is itself, and anything else is printed and gives 1.
+    """
     if error.code is None:
         return Exit(0)
     if isinstance(error.code, int):
@@ -223,7 +231,7 @@ def _system_exit(error: SystemExit) -> Exit:
 
 
 def _print(error: BaseException) -> None:
-    """The traceback through the target's own hook, from its first frame on."""
+    """Print the traceback through the target's own hook, from its first frame on."""
     trace = _without_ours(error.__traceback__)
     sys.stdout.flush()
     sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -231,8 +239,10 @@ def _print(error: BaseException) -> None:
 
 
 def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of the observer: those that ran the target, and the one around
-    the call of a compiler."""
+    """Return a traceback without the frames of the observer.
+
+    Those are the frames that ran the target, and the one around the call of a compiler.
+    """
     kept = [t for t in _each(trace) if not _is_ours(t)]
     for outer, inner in zip(kept, [*kept[1:], None], strict=False):
         outer.tb_next = inner
@@ -256,10 +266,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _join_threads(before: set[threading.Thread]) -> None:
-    """The interpreter waits for these before it leaves, and they may compile.
+    """Wait for the threads that the interpreter waits for on its way out: they may compile.
 
-    Not for the workers of a pool, such as the one in which Inductor compiles C++: those wait for
-    work until the interpreter, on its way out, tells them that there will be none.
+    The workers of a pool are left out, such as the one in which Inductor compiles C++: they wait
+    for work until the interpreter, on its way out, signals them that none will come.
     """
     workers = concurrent.futures.thread._threads_queues
     left_alone = {*before, threading.current_thread(), *workers}
@@ -292,7 +302,7 @@ def _set_path(folder: str) -> None:
 
 
 def _main_module(file: str | None) -> types.ModuleType:
-    """A fresh `__main__`: what pickling and spawned processes look for."""
+    """Make a fresh `__main__`, which pickling and spawned processes look for."""
     module = types.ModuleType("__main__")
     module.__dict__.update(
         __file__=file, __builtins__=__builtins__, __cached__=None, __spec__=None, __package__=None

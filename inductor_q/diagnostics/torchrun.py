@@ -1,4 +1,4 @@
-"""A launcher as the target: the ranks are what is to be explained, not the process that waits."""
+"""Explain the ranks, not the process that waits, when the target is a launcher."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _OPTIONS = (
 
 
 def explained_ranks(command: Sequence[str], options: Namespace) -> list[str]:
-    """`command` ("-m torch.distributed.run ... script.py a b") so that each rank runs its script
-    under `qfuse explain` with the same options."""
+    """Rewrite `command` so that each rank runs its script under `qfuse explain`.
+
+    `command` is "-m torch.distributed.run ... script.py a b"; each rank has the same options.
+    """
     from torch.distributed.run import get_args_parser
 
     launcher, launched = list(command[:2]), list(command[2:])

@@ -1,8 +1,8 @@
 """Adapters of experts in PEFT's format: what `LoraConfig(target_parameters=...)` saves and loads.
 
 PEFT keeps one adapter of a fused parameter as two matrices: A [E r, K] with an expert's rows
-together, B [N, r E] with an expert's columns E apart. It wraps the module once a parameter, so the
-first one's adapter lies below as many `base_layer`s as there are parameters after it.
+together, B [N, r E] with an expert's columns E apart. It wraps the module once per parameter, so
+the first one's adapter lies below as many `base_layer`s as there are parameters after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The experts' adapters under PEFT's names and in its shapes."""
+    """Return the experts' adapters under PEFT's names and in its shapes."""
     adapted = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
     found = {}
     for name, key in _keys([*adapted]).items():
@@ -40,7 +40,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of `model`, those of a PEFT model around it included, as PEFT does.
+    """Write the adapters of `model` as PEFT does, those of a PEFT model around it included.
 
     Raises:
         CorruptAdapter: its experts have none.
@@ -83,10 +83,10 @@ def load_adapter(
 ) -> list[nn.Parameter]:
     """Give the experts of `model` the adapters that PEFT, or `save_adapter`, has written.
 
-    What the adapter has for other layers goes to the PEFT model around it.
+    The PEFT model around it takes what the adapter has for other layers.
 
     Args:
-        dtype: of the adapters of experts.
+        dtype: the dtype of the experts' adapters.
 
     Returns:
         The experts' new parameters.
@@ -134,7 +134,7 @@ def load_adapter(
 
 
 def _keys(names: list[str]) -> dict[str, str]:
-    """Names of projections -> what PEFT's names of their adapters begin with."""
+    """Map names of projections to the start of PEFT's names of their adapters."""
     found = {}
     for name in names:
         layer, _, short = name.rpartition(".")
@@ -154,7 +154,7 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _pattern(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
-    """What a PEFT pattern says of `name`: patterns match whole components from the right."""
+    """Return the value of the PEFT pattern that fits whole components of `name` from the right."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value
@@ -173,7 +173,7 @@ def _rank(stack: ExpertStack) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know and PEFT's configurations hold: sets, enums."""
+    """Convert what PEFT's configurations hold and JSON does not know: sets, enums."""
     return (
         sorted(value)
         if isinstance(value, (set, frozenset))

@@ -1,4 +1,4 @@
-"""Experts straight from a safetensors checkpoint, one projection of one layer at a time.
+"""Read experts straight from a safetensors checkpoint, one projection of one layer at a time.
 
 Checkpoints hold them fused, as transformers' modules do, or expert by expert under the names that
 their models had before; either way no more than one projection is in memory at once.
@@ -16,7 +16,7 @@ from inductor_q.experts.modules import expert_layers, projections
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kbit.checkpoint import Checkpoint, assign, owners
 
-#: The layer's name in the model -> in checkpoints, and the parts of each projection, row by row.
+#: Layers' names in the model and in checkpoints, and the parts of each projection, row by row.
 _RENAMED = {".mlp.": ".block_sparse_moe."}
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -26,7 +26,7 @@ _PARTS = {
 
 
 class ExpertCheckpoint:
-    """A checkpoint as the source of a model's weights.
+    """Read a model's weights from a checkpoint.
 
     Raises:
         WrongCheckpoint: something that the model needs is missing, or has another shape.
@@ -61,7 +61,9 @@ class ExpertCheckpoint:
             raise self._file.wrong(problems)
 
     def weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The values of a fused parameter, in its dtype; each tensor of the file is read once."""
+        """Return the values of a fused parameter, in its dtype; each tensor of the file is read
+        once.
+        """
         found = self._experts[name]
         if found == [[name]]:
             return self._file.read(name).to(parameter.dtype)
@@ -75,7 +77,7 @@ class ExpertCheckpoint:
         return out
 
     def load_others(self, model: nn.Module, device: torch.device | str | None) -> None:
-        """Everything that is not a stack by now, in the model's dtypes."""
+        """Load everything that is not a stack by now, in the model's dtypes."""
         for name in self._experts:
             layer, _, short = name.rpartition(".")
             parameter = model.get_submodule(layer)._parameters.get(short)
@@ -88,7 +90,9 @@ class ExpertCheckpoint:
             assign(model, {name: value})
 
     def _layouts(self, layer: str, short: str, num_experts: int) -> Iterator[list[list[str]]]:
-        """The names of a projection's tensors, an expert at a time, in layouts that are there."""
+        """Yield the names of a projection's tensors, one list per expert, for each layout in the
+        file.
+        """
         fused = f"{layer}.{short}"
         if fused in self._file:
             yield [[fused]]
@@ -105,12 +109,12 @@ class ExpertCheckpoint:
 
 
 def _names(name: str) -> list[str]:
-    """What the checkpoint may call it."""
+    """List the names that the checkpoint may use."""
     return [name, *(name.replace(old, new) for old, new in _RENAMED.items() if old in name)]
 
 
 def _others(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers of a state dict that are no expert's weights, tied ones once."""
+    """List parameters and buffers of a state dict that are no expert's weights, tied ones once."""
     experts = {
         f"{layer_name}.{short}"
         for layer_name, layer in expert_layers(model).items()

@@ -1,8 +1,8 @@
 """The forward pass of an expert layer, as transformers' experts implementation "qfuse".
 
-One routing (`ops/routing.py` has a picture), two products: rows are sorted once, the activation
-runs on grouped rows, and the second product puts them back and adds up each token's choices. No
-gather, no scatter, no sort in between.
+It needs one routing (`ops/routing.py` has a picture) and two products: rows are sorted once, the
+activation runs on grouped rows, and the second product puts them back and adds up each token's
+choices. Nothing is gathered, scattered or sorted in between.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def register() -> None:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """[tokens, H] through the experts of each token.
+    """Compute [tokens, H] through the experts of each token.
 
     Args:
         self: the expert layer; what it says of its layout is transformers'.
@@ -60,7 +60,7 @@ def experts_forward(
 
 
 def project(layer: Any, name: str, x: Tensor, routing: Routing, **how: Any) -> Tensor:
-    """One projection: an `ExpertStack`, or a parameter, packed by its library or not."""
+    """Compute one projection: an `ExpertStack`, or a parameter, packed by its library or not."""
     bias = getattr(layer, f"{name}_bias") if layer.has_bias else None
     stack = layer._modules.get(name)
     if isinstance(stack, ExpertStack):

@@ -40,19 +40,19 @@ def quantize(
     checkpoint: str | Path | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Pack the fused experts of `model` in place, a projection at a time, and use "qfuse" for them.
+    """Pack the fused experts of `model` in place, one projection at a time, and switch to "qfuse".
 
-    A projection's weights are freed before the next one is packed. What bitsandbytes'
-    `replace_parameter_4bit` has packed is taken over as it is; a warning says so where that is
+    A projection's weights are freed before the next one is packed. Experts that bitsandbytes'
+    `replace_parameter_4bit` has packed are taken over as they are; a warning says so where that is
     another format.
 
     Args:
-        model: of transformers (v5), or a PEFT model around one.
-        format: of `inductor_q.FORMATS`: "nf4_b64", "nf4_b64_nested", "fp4_b64", "kbit4_e4m4", ...
-        targets: "gate_up_proj", "up_proj", "down_proj".
-        weights: (name, parameter) -> its values, for a model with parameters on the meta device
-            (`inductor_q.kbit.meta_parameters`): asked for one projection at a time, so the whole
-            model is never held unpacked. By default the values that each parameter has.
+        model: a model of transformers (v5), or a PEFT model around one.
+        format: a name in `inductor_q.FORMATS`: "nf4_b64", "nf4_b64_nested", "kbit4_e4m4", ...
+        targets: some of "gate_up_proj", "up_proj", "down_proj".
+        weights: a function (name, parameter) -> its values, for a model with parameters on the
+            meta device (`inductor_q.kbit.meta_parameters`). It is called for one projection at a
+            time, so the whole model is never held unpacked. By default each parameter's own values.
         checkpoint: a safetensors file, an index of shards or a folder with either, instead of
             `weights`: the experts are read from it one projection at a time, and then the rest.
         device: where to pack, and where the packed weights stay; by default where each weight is.
@@ -63,7 +63,7 @@ def quantize(
     Raises:
         NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
-            parameter holds codes. Before anything is changed, as the next.
+            parameter holds codes. Nothing is changed then, nor for the next.
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
     """
@@ -126,7 +126,9 @@ def _check_not_packed(model: nn.Module, format: str, targets: Collection[str]) -
 
 
 def _foreign(layer: nn.Module, name: str) -> str:
-    """What a projection holds that we neither read nor quantize; "" for values, and for ours."""
+    """Describe what a projection holds that we neither read nor quantize; "" for values, and for
+    ours.
+    """
     packed, weight = packed_weight(layer, name), layer._parameters.get(name)
     if packed is not None and packed.read is None:
         return packed.reason
@@ -144,14 +146,15 @@ def add_lora(
 ) -> list[nn.Parameter]:
     """Give every expert of the targeted projections an adapter `alpha / r * B_e A_e`.
 
-    A as PEFT initializes it, B zero: the model computes what it did. The experts' own weights are
-    frozen. Adapters are parameters of the model like any other: they move, cast and save with it.
+    PEFT's initialization gives A, and B is zero, so the model computes what it did. The experts'
+    own weights are frozen. Adapters are parameters of the model like any other: they move, cast and
+    save with it.
 
     Args:
-        model: dense or quantized, of transformers (v5), or a PEFT model around one.
+        model: a model of transformers (v5), dense or quantized, or a PEFT model around one.
         r, alpha, rslora: as in PEFT's `LoraConfig`; rslora scales with `alpha / sqrt(r)`.
-        targets: "gate_up_proj", "up_proj", "down_proj".
-        dtype: of the adapters; they compute in that of the activations.
+        targets: some of "gate_up_proj", "up_proj", "down_proj".
+        dtype: the dtype of the adapters; they compute in that of the activations.
 
     Returns:
         The new parameters, for an optimizer.
@@ -191,7 +194,7 @@ def use_qfuse(model: nn.Module) -> nn.Module:
 
 
 def stacks(model: nn.Module) -> Iterator[tuple[str, ExpertStack]]:
-    """Every projection that is an `ExpertStack`, by name."""
+    """Return every projection that is an `ExpertStack`, by name."""
     for name, module in model.named_modules():
         if isinstance(module, ExpertStack):
             yield name, module

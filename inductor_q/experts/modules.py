@@ -1,7 +1,7 @@
 """The expert layers of a model: which modules they are and how their weights lie.
 
-What transformers (v5) decorates with `use_experts_implementation`: fused parameters [E, 2 I, H] and
-[E, H, I], or transposed, and flags that say which.
+transformers (v5) decorates them with `use_experts_implementation`. They have fused parameters [E, 2
+I, H] and [E, H, I], or transposed, and flags that say which.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """The expert layers by name.
+    """Return the expert layers by name.
 
     Raises:
         NoExperts: the model has none that transformers' experts interface knows.
@@ -36,7 +36,7 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Iterator[str]:
-    """The names of a layer's projections that are among `targets`."""
+    """Return the names of a layer's projections that are among `targets`."""
     for name in targets:
         if name not in PROJECTIONS:
             raise UnknownProjection(name=name, known=PROJECTIONS, source="targets")
@@ -48,7 +48,7 @@ def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Ite
 
 
 def packed_experts(layer: Any, name: str) -> Stored | None:
-    """A projection that a library has packed in one of our formats; None for any other."""
+    """Return a projection that a library packed in one of our formats; None for any other."""
     weight = layer._parameters.get(name)
     if type(weight) is nn.Parameter and weight.is_floating_point():
         return None  # values: Dynamo, which traces this, need not ask the list, nor guard on it
@@ -60,7 +60,7 @@ def packed_experts(layer: Any, name: str) -> Stored | None:
 
 
 def as_stack(layer: Any, name: str) -> ExpertStack:
-    """The projection as an `ExpertStack`, put in place of the parameter where it was none."""
+    """Return the projection as an `ExpertStack`, which replaces a parameter where it was one."""
     current = layer._modules.get(name)
     if isinstance(current, ExpertStack):
         return current

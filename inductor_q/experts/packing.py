@@ -1,4 +1,4 @@
-"""Quantize a stack of experts: a weight and a format's name to the format's operands."""
+"""Quantize a stack of experts: turn a weight and a format's name into the format's operands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from inductor_q.kernels.calls import DENSE
 
 
 def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
-    """The operands of `weight` in `format`, by name; blocks run along the flattened stack.
+    """Return the operands of `weight` in `format`, by name; blocks run along the flattened stack.
 
-    A library's formats are quantized by the library, k-bit formats with the normal-float codebook.
-    "dense" keeps the weight.
+    The library of a format quantizes to it; k-bit formats take the normal-float codebook. "dense"
+    keeps the weight.
 
     Raises:
         UnknownFormat, NoQuantizer, MissingExtra.
@@ -40,7 +40,7 @@ def _quantize_kbit(weight: Tensor, fmt: QuantFormat, *, k: int, absmax: str) -> 
     return kbit.quantize(weight, k, absmax=absmax).operands
 
 
-#: Formats are also read that only others write.
+#: The formats that can be written; the others can only be read.
 QUANTIZERS: dict[QuantFormat, Quantizer] = {
     **{fmt: quantize for library in LIBRARIES for fmt, quantize in library.quantizers.items()},
     **{
@@ -52,12 +52,12 @@ QUANTIZERS: dict[QuantFormat, Quantizer] = {
 
 
 def operand_names(format: str) -> tuple[str, ...]:
-    """The names under which a stack in `format` keeps its tensors."""
+    """Return the names under which a stack in `format` keeps its tensors."""
     return ("weight",) if format == DENSE else get_format(format).operands
 
 
 def expert_shape(shape: Sequence[int], num_experts: int) -> list[int]:
-    """[E, rows, cols] of a stack that was quantized in that shape, or flattened to [E rows, cols].
+    """Return [E, rows, cols] of a stack quantized in that shape, or flattened to [E rows, cols].
 
     Raises:
         WrongShape: it is no stack of `num_experts` experts.

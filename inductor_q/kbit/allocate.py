@@ -18,7 +18,7 @@ from inductor_q.kbit.tensor import dequantize, quantize
 
 @dataclass(frozen=True)
 class LayerError:
-    """What each K costs a layer and what it loses by it.
+    """Hold what each K costs a layer and what it loses by it.
 
     `error` is the sum of squared differences to the original, `power` the sum of its squares, both
     over all elements; `nbytes` counts codes and scales. `weight` multiplies the error.
@@ -36,7 +36,7 @@ class LayerError:
         return math.prod(self.shape)
 
     def sqnr(self, k: int) -> float:
-        """Signal to quantization noise in dB."""
+        """Return the signal-to-quantization-noise ratio in dB."""
         return 10 * math.log10(self.power / self.error[k]) if self.error[k] else math.inf
 
 
@@ -59,12 +59,12 @@ def _sum_of_squares(x: Tensor) -> float:
 
 
 def allocate(layers: Sequence[LayerError], bits: float) -> dict[str, int]:
-    """K by layer: the least weighted error with at most `bits` an element on average, scales too.
+    """Choose K by layer: the least weighted error within `bits` per element on average.
 
-    Every layer starts at the smallest K; again and again the step that removes most error for its
-    bytes is taken, until none fits. Each further bit of a layer removes less than the one before,
-    so this is the optimum, up to the last steps, where a layer too large for what is left of the
-    budget gives way to smaller ones.
+    Scales count towards `bits`. Every layer starts at the smallest K; again and again the step that
+    removes most error for its bytes is taken, until none fits. Each further bit of a layer removes
+    less than the one before, so this is the optimum, up to the last steps, where a layer too large
+    for what is left of the budget gives way to smaller ones.
 
     Raises:
         WrongBudget: below the smallest K of every layer, or above the largest.
@@ -93,7 +93,7 @@ def allocate(layers: Sequence[LayerError], bits: float) -> dict[str, int]:
 
 
 def _gain(layer: LayerError, k: int) -> float:
-    """Minus the weighted error removed per byte by going from `k` to `k + 1`."""
+    """Return minus the weighted error removed per byte by going from `k` to `k + 1`."""
     removed = layer.weight * (layer.error[k] - layer.error[k + 1])
     return -removed / max(1, layer.nbytes[k + 1] - layer.nbytes[k])
 
@@ -105,7 +105,7 @@ def check_importance(importance: Mapping[str, float], layers: Collection[str]) -
 
 
 def table(layers: Sequence[LayerError], chosen: Mapping[str, int]) -> Table:
-    """What each layer got, and the whole."""
+    """Tabulate what each layer got, and the whole."""
     rows = Table(title="Bits by layer", title_justify="left")
     rows.add_column("layer", overflow="fold")
     for header in ("shape", "weight", "k", "bits / element", "SQNR"):

@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """The tensors of a checkpoint: their names and shapes at once, their values when asked for.
+    """Hold a checkpoint: names and shapes of its tensors at once, their values when read.
 
     Args:
         path: a .safetensors file, an index.json of shards, or a folder with either.
@@ -42,7 +42,7 @@ class Checkpoint:
         return name in self._files
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, from the headers alone."""
+        """Map names to shapes, from the headers alone."""
         found = {}
         with self.readable():
             for file in dict.fromkeys(self._files.values()):
@@ -52,7 +52,7 @@ class Checkpoint:
         return {name: found[name] for name in self._files}
 
     def metadata(self) -> dict[str, str]:
-        """The headers' own entries."""
+        """Return the headers' own entries."""
         found: dict[str, str] = {}
         with self.readable():
             for file in dict.fromkeys(self._files.values()):
@@ -61,7 +61,7 @@ class Checkpoint:
         return found
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name` in host memory; nothing of it is kept here."""
+        """Return the tensor `name` in host memory; nothing of it is kept here."""
         with self.readable(), self._open(self._files[name], "pt") as handle:
             tensor: Tensor = handle.get_tensor(name)
         return tensor
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """What a missing or damaged file raises, as `WrongCheckpoint`."""
+        """Raise `WrongCheckpoint` for what a missing or damaged file raises inside the block."""
         damaged = (OSError, json.JSONDecodeError, safetensors().SafetensorError)
         try:
             yield
@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def _files(path: Path) -> list[tuple[Path, list[str]]]:
-    """Files and the names to take from each; an empty list is all of them."""
+    """List files and the names to take from each; an empty list stands for all of them."""
     if path.is_dir():
         index = path / INDEX
         if not index.exists():
@@ -141,8 +141,8 @@ def safetensors() -> Any:
 def meta_parameters() -> Iterator[None]:
     """Make the parameters of modules that are built inside on the meta device, without memory.
 
-    Buffers stay real, since some (rotary frequencies) are in no checkpoint. For one parameter at a
-    time there is memory, before it is registered.
+    Buffers stay real, since some (rotary frequencies) are in no checkpoint. Memory is taken for one
+    parameter at a time, before it is registered.
     """
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
@@ -158,7 +158,7 @@ def meta_parameters() -> Iterator[None]:
 
 
 def owners(model: nn.Module) -> dict[str, list[str]]:
-    """First name -> all names, of each parameter and each buffer that a state dict has."""
+    """Map first names to all names, of each parameter and each buffer that a state dict has."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are quantized, and how a layer is put in place of another."""
+"""Find which linear layers of a model are quantized, and put a layer in the place of another."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ log = logging.getLogger("inductor_q")
 
 
 def linear_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[str, nn.Linear]:
-    """The layers to quantize, by name: every `nn.Linear` itself, not its subclasses.
+    """Return the layers to quantize, by name: every `nn.Linear` itself, not its subclasses.
 
-    Left out are what `skip` matches, layers whose weight is tied to another parameter, which would
-    be stored twice, layers whose weight is packed already, and the matrices of PEFT's adapters.
+    Some are left out: layers that `skip` matches; layers whose weight is tied to another parameter,
+    which would be stored twice; layers whose weight is packed already; and the matrices of PEFT's
+    adapters.
 
     Args:
         skip: shell patterns of whole names or of last components: "lm_head", "*.layers.0.*".
@@ -43,11 +44,12 @@ def linear_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[str, nn.
 
 
 def check_some(layers: Collection[str], model: nn.Module, *, told: bool = True) -> None:
-    """Raise where there is no layer to quantize; else, where `told`, warn of what is packed already
-    and stays as it is.
+    """Raise where there is no layer to quantize.
+
+    Where there is one and `told` is set, warn of what is packed already and stays as it is.
 
     Raises:
-        NothingToQuantize: with what the model has instead.
+        NothingToQuantize: there is none; the error says what the model has instead.
     """
     packed = {
         name or "the layer": _kind(module, tensor)
@@ -78,7 +80,7 @@ def check_some(layers: Collection[str], model: nn.Module, *, told: bool = True) 
 
 
 def _kind(module: nn.Module, weight: Tensor) -> str:
-    """The library's class of a layer, or, where it is torch's, that of its weight."""
+    """Name a layer by its library's class; where torch's is the class, by that of its weight."""
     if type(module) is not nn.Linear:
         return type(module).__name__
     is_plain = type(weight) in (Tensor, nn.Parameter)

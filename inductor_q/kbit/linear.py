@@ -21,7 +21,7 @@ class KBitLinear(nn.Linear):
     """Compute `x @ W.t() + bias` with a frozen W [out_features, in_features] in k bits.
 
     It is an `nn.Linear`, because PEFT and others decide by that type. Its `weight` is the packed
-    words, as bitsandbytes' is: it shows the device, and what takes it for values (merging an
+    words, as bitsandbytes' is: it shows the device, and code that takes it for values (merging an
     adapter, DoRA) fails on shape and dtype instead of changing a copy. `dequantize()`
     gives the values, `inductor_q.kbit.dequantize_model` ordinary layers.
 
@@ -113,7 +113,7 @@ class KBitLinear(nn.Linear):
 
 
 def check_packed(layer: KBitLinear, tensors: Mapping[str, Tensor | None], name: str) -> None:
-    """Raise unless `tensors` fit `layer`, called `name`. Those that are None are not looked at."""
+    """Raise unless `tensors` fit `layer`, called `name`. Those that are None are not checked."""
     codebook, absmax = tensors.get("codebook"), tensors.get("absmax")
     if codebook is not None and absmax is not None:
         k = codebook.numel().bit_length() - 1

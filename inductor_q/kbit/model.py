@@ -100,8 +100,8 @@ def quantize_model(
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace every `KBitLinear` of `model` by an `nn.Linear` of the same values.
 
-    To merge an adapter, export, or compare. `dtype` is the original's by default. Changes the model
-    in place and returns it, as `quantize_model` does.
+    Use this to merge an adapter, to export, or to compare. `dtype` is the original's by default. It
+    changes the model in place and returns it, as `quantize_model` does.
     """
     packed = {n: m for n, m in model.named_modules() if isinstance(m, KBitLinear)}
     plain = {}
@@ -123,7 +123,7 @@ _COLUMNS = (
 
 
 def _default_skip(model: nn.Module) -> tuple[str, ...]:
-    """The head, whose errors reach the loss directly, as other quantizers leave it."""
+    """Skip the head, whose errors reach the loss directly, as other quantizers do."""
     heads = (type(m) is nn.Linear and _is_head(name) for name, m in model.named_modules())
     return ("lm_head",) if any(heads) else ()
 
@@ -177,7 +177,7 @@ class _Source(Protocol):
 
 
 class _InMemory:
-    """The model's own weights; each is freed once its layer is replaced."""
+    """Take the model's own weights; each is freed once its layer is replaced."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class _InMemory:
 
 
 class _FromCheckpoint:
-    """The weights of a checkpoint, one at a time; the model is changed when all are quantized."""
+    """Read a checkpoint's weights one at a time; the model changes when all are quantized."""
 
     def __init__(
         self,
@@ -242,7 +242,9 @@ class _FromCheckpoint:
 
 
 def _locate(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """First name in the model -> name in the checkpoint; raises when one is missing or differs."""
+    """Map first names in the model to names in the checkpoint; raise when one is missing or
+    differs.
+    """
     shapes, state = checkpoint.shapes(), model.state_dict(keep_vars=True)
     names, problems = {}, []
     for name, aliases in owners(model).items():

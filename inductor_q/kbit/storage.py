@@ -56,8 +56,8 @@ def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu")
         The model, changed in place; a `KBitLinear` where it is itself a linear layer.
 
     Raises:
-        WrongCheckpoint: the file is damaged, was not written by `save`, or lacks or has tensors
-            that the model has not, or in other shapes.
+        WrongCheckpoint: the file is damaged or was not written by `save`; it lacks tensors of the
+            model, has others, or has them in other shapes.
         CorruptQuantState: a layer is packed with another K, kind of scale or shape.
     """
     checkpoint = Checkpoint(path)
@@ -88,7 +88,7 @@ def _join(layer: str, leaf: str) -> str:
 
 
 def _packed_layers(model: nn.Module, checkpoint: Checkpoint) -> dict[str, KBitLinear]:
-    """An empty layer for each that the file holds packed."""
+    """Make an empty layer for each that the file holds packed."""
     header = checkpoint.metadata().get(KEY)
     if header is None:
         raise checkpoint.wrong(["inductor_q.kbit.save did not write it: its header says nothing"])
@@ -129,7 +129,9 @@ def _packed_layers(model: nn.Module, checkpoint: Checkpoint) -> dict[str, KBitLi
 
 
 def _expected(model: nn.Module, layers: Mapping[str, KBitLinear]) -> dict[str, Tensor]:
-    """What the file has to hold, once `layers` are in the model: first names of tied tensors."""
+    """Return what the file has to hold, once `layers` are in the model: first names of tied
+    tensors.
+    """
     state = model.state_dict(keep_vars=True)
     names = {name: state[name] for name in owners(model)}
     for layer, new in layers.items():

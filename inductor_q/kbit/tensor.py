@@ -48,17 +48,17 @@ class KBitTensor:
 
     @property
     def operands(self) -> list[Tensor]:
-        """What `inductor_q.ops.dequantize` and `linear` take, in their order."""
+        """The operands that `inductor_q.ops.dequantize` and `linear` take, in their order."""
         return [self.qweight, self.absmax, self.codebook]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales; the codebook's 2**k floats are not counted."""
+        """The bytes of codes and scales; the codebook's 2**k floats are not counted."""
         return self.qweight.nbytes + self.absmax.nbytes
 
     @property
     def bits_per_element(self) -> float:
-        """K + 0.25 with E4M4 scales, K + 0.5 with fp16, and the padding to whole blocks."""
+        """The size per element: K + 0.25 bits with E4M4 scales, K + 0.5 with fp16, and padding."""
         return 8 * self.nbytes / max(1, math.prod(self.shape))
 
 

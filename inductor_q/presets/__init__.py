@@ -1,4 +1,4 @@
-"""Presets by exact architecture: PRESETS, and select() to find the one of a device."""
+"""Presets by exact architecture: PRESETS holds them, and select() finds the one of a device."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PRESETS: Mapping[str, Preset] = FrozenMap({p.name: p for p in (*NVIDIA, CPU, GEN
 
 
 def select(device: torch.device, name: str = "auto", *, source: str = "") -> Preset:
-    """The preset of that name, or ("auto") of the device's exact architecture, and why this one.
+    """Return the preset of that name, or ("auto") of the exact architecture, and why this one.
 
-    Between architectures nothing is guessed: another capability of the same family, an AMD device
+    Nothing is guessed between architectures: another capability of the same family, an AMD device
     that reports the same numbers, or a device of another type get "generic".
     """
     if name == "none":
@@ -45,7 +45,7 @@ def select(device: torch.device, name: str = "auto", *, source: str = "") -> Pre
 
 
 def _architecture(device: torch.device) -> tuple[str, str]:
-    """The name of the device's architecture, and why it has no preset ("" when it has one)."""
+    """Return the architecture's name, and why it has no preset ("" when it has one)."""
     if device.type == "cpu":
         return "cpu", ""
     if device.type != "cuda":

@@ -8,7 +8,7 @@ from inductor_q.presets.preset import Entry, Preset
 
 GENERIC = Preset(name="generic")
 
-# Asked for by name only: nothing is set, whatever the device.
+# This one is chosen by name only: nothing is set, whatever the device.
 NONE = replace(GENERIC, name="none")
 
 CPU = replace(

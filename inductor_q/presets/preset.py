@@ -1,4 +1,4 @@
-"""What a preset is: values per exact architecture, each with the evidence for it."""
+"""Define a preset: values for one exact architecture, each with the evidence for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class FrozenMap(Mapping[str, V], Generic[V]):
-    """A read-only dict. Unlike MappingProxyType it can be copied deeply and pickled.
+    """Hold a read-only dict. Unlike MappingProxyType it can be copied deeply and pickled.
 
     Inductor deep-copies its config, and with it every pass object that holds resolved options.
     """
@@ -33,7 +33,9 @@ class FrozenMap(Mapping[str, V], Generic[V]):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A value and why: who measured it, on what, how much, when; or the hardware's limit."""
+    """Hold a value and its evidence: who measured, on what, how much, when; or the hardware's
+    limit.
+    """
 
     value: Any
     evidence: str
@@ -45,10 +47,11 @@ def _entries() -> FrozenMap[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Which thresholds suit one architecture, and which options of Inductor do not.
+    """Say which thresholds suit one architecture, and which options of Inductor do not.
 
-    No entry repeats what holds without it. What was measured and changes nothing stands in `facts`;
-    what was measured to lose stands in `losses` and is told when a user chooses it.
+    No entry repeats what holds without it. Measurements that change nothing stand in `facts`;
+    values that were measured to lose stand in `losses`, and a warning follows when a user chooses
+    one.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Preset:
 
 MAPPINGS = ("thresholds", "losses", "min_memory")
 
-# Where every device starts, and so what every preset holds unless it was measured to differ there.
+# Every device starts with these, and every preset holds them unless measurements differed there.
 THRESHOLDS: Mapping[str, Entry] = FrozenMap(
     {
         # Rows from which the LoRA product rides in the main GEMM.
