@@ -23,14 +23,14 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-f
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler: $CXX ("ccache g++" too), else g++ or clang++; [] if none."""
+    """Return the command of the C++ compiler: $CXX ("ccache g++" too), else g++, clang++ or []."""
     command = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     return shlex.split(command or "")
 
 
 @functools.cache
 def load(source: str) -> ctypes.CDLL | str:
-    """The shared library built from `csrc/<source>`, or the reason why there is none."""
+    """Load the shared library built from `csrc/<source>`, or return why there is none."""
     cxx = compiler()
     if not cxx:
         return "no C++ compiler: set CXX or install g++"

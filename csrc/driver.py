@@ -25,7 +25,7 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 @functools.cache
 def _cuda() -> Any:
-    """The driver that torch has loaded already."""
+    """Return the driver, which torch has loaded already."""
     import sys
 
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -45,7 +45,7 @@ def _error(code: int) -> str:
 
 @functools.cache
 def _context(device: int) -> ctypes.c_void_p:
-    """The primary context, which is torch's."""
+    """Return the device's primary context, which is torch's."""
     ordinal, context = ctypes.c_int(), ctypes.c_void_p()
     _check("cuDeviceGet", ctypes.byref(ordinal), device)
     _check("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
@@ -54,7 +54,7 @@ def _context(device: int) -> ctypes.c_void_p:
 
 @contextmanager
 def _current(device: int) -> Iterator[None]:
-    """`device`'s context, and a mode in which a thread that captures a graph may load code."""
+    """Enter `device`'s context and a mode in which a thread that captures a graph may load code."""
     _check("cuCtxPushCurrent_v2", _context(device))
     mode = ctypes.c_int(_CAPTURE_RELAXED)
     try:
@@ -72,9 +72,9 @@ _functions: dict[tuple[str, str, int, str], ctypes.c_void_p | str] = {}
 
 
 def function(source: str, kernel: str, device: int, arch: str = "") -> ctypes.c_void_p | str:
-    """`kernel` of `csrc/<source>`, compiled for and loaded into a CUDA device, or why it is not.
+    """Compile `kernel` of `csrc/<source>` and load it into a CUDA device; return it or why not.
 
-    arch: what to compile for, as "sm_90a"; the device's architecture if empty.
+    arch: the architecture to compile for, as "sm_90a"; the device's own if empty.
     """
     key = (source, kernel, device, arch)
     with _lock:

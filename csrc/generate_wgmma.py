@@ -1,4 +1,4 @@
-"""Writes wgmma.cuh: `python -m inductor_q.csrc.generate_wgmma > csrc/wgmma.cuh`; a test compares.
+"""Write wgmma.cuh: `python -m inductor_q.csrc.generate_wgmma > csrc/wgmma.cuh`; a test compares.
 
 The instruction names every accumulator register in its text, so each width is a text of its own.
 PTX ISA, "wgmma.mma_async": m64nNk16, bf16 in, float32 out, A in registers.

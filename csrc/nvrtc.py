@@ -42,9 +42,9 @@ _compiled: dict[tuple[str, str, str], Cubin | str] = {}
 
 
 def compile(source: str, kernel: str, arch: str) -> Cubin | str:
-    """`kernel`, an expression as "f<4, true>", of `csrc/<source>` for `arch`, as "sm_90".
+    """Compile `kernel`, an expression as "f<4, true>", of `csrc/<source>` for `arch`, as "sm_90".
 
-    Returns the reason where there is none: no NVRTC, an unknown architecture, the compiler's log.
+    Where that fails, return the reason: no NVRTC, an unknown architecture, the compiler's log.
     """
     key = (source, kernel, arch)
     with _lock:  # threads that want the same kernel wait for it instead of compiling it again
@@ -54,9 +54,9 @@ def compile(source: str, kernel: str, arch: str) -> Cubin | str:
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """The architecture to compile for: the device's own, or the newest of its major version that
-    the compiler knows, whose code it runs too. With "a" behind it ("sm_90a"), instructions that no
-    other architecture has (wgmma) are there as well.
+    """Return the architecture to compile for: the device's own, or the newest of its major version
+    that the compiler knows, whose code it runs too. With "a" behind it ("sm_90a") it also has the
+    instructions that no other architecture has (wgmma).
     """
     nvrtc = library()
     exact = 10 * capability[0] + capability[1]
@@ -103,7 +103,7 @@ def _folder() -> Path:
 
 
 def _read(name: str) -> Cubin | None:
-    """What `_write` wrote; None where there is nothing, or less than was written."""
+    """Read what `_write` wrote; return None where there is nothing, or less than was written."""
     try:
         digest, _, body = (_folder() / name).read_bytes().partition(b"\n")
     except OSError:
@@ -152,7 +152,7 @@ class Nvrtc:
             raise RuntimeError(f"{function}: {reason}")
 
     def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
-        """What `nvrtcGet<what>` gives, by way of `nvrtcGet<what>Size`."""
+        """Return what `nvrtcGet<what>` writes into a buffer of `nvrtcGet<what>Size`."""
         size = ctypes.c_size_t()
         self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
@@ -167,7 +167,7 @@ class Nvrtc:
         kernel: str,
         options: Sequence[str],
     ) -> Cubin:
-        """Raises RuntimeError with the compiler's log."""
+        """Compile one kernel; raise RuntimeError with the compiler's log."""
         program = ctypes.c_void_p()
         self._call(
             "nvrtcCreateProgram",
@@ -201,7 +201,7 @@ def _strings(items: Iterable[bytes]) -> ctypes.Array[ctypes.c_char_p]:
 
 @functools.cache
 def library() -> Nvrtc | str:
-    """NVRTC as torch's wheels, the toolkit or the system have it; else the reason why not."""
+    """Load NVRTC from torch's wheels, the toolkit or the system; else return why there is none."""
     failed = []
     for path in _places():
         found = _open(path)
@@ -220,7 +220,7 @@ def _open(path: str) -> Nvrtc | str:
 
 
 def _places() -> Iterator[str]:
-    """Where NVRTC may lie; first the CUDA version that torch was built for."""
+    """Yield the files that NVRTC may be in, first those of the CUDA that torch was built for."""
     import torch
 
     folders: list[Path] = []

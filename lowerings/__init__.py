@@ -1,4 +1,4 @@
-"""qfuse:: op -> Inductor IR or extern kernel. Registered when the backend is first called."""
+"""Lower qfuse:: ops to Inductor IR or extern kernels, from the first call of the backend on."""
 
 import functools
 

@@ -21,19 +21,19 @@ def qfuse_dequantize(
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
-    """The op with its arguments as traced, checked then; behind them the provider to ask first."""
+    """Serve the op, checked when it was traced; the preferred provider follows its arguments."""
     *inputs, provider = args
     result: tuple[Tensor, Tensor] = serve("scatter2scatter", unchecked(inputs), provider)
     return result
 
 
 def qfuse_grouped_gram(*args: Any) -> Tensor:
-    """The op with its arguments as traced: checked then."""
+    """Serve the op, whose arguments were checked when it was traced."""
     result: Tensor = serve("grouped_gram", GroupedGram(*args))
     return result
 
 
 def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:
-    """The op with its arguments as traced: checked then."""
+    """Serve the op, whose arguments were checked when it was traced."""
     result: Tensor = serve("tile_map", TileMap(offsets, rows))
     return result

@@ -1,4 +1,4 @@
-"""`qfuse::dequantize` in Inductor: loop IR that fuses, or a kernel that writes where it is told.
+"""Lower `qfuse::dequantize` to loop IR that fuses, or to a kernel that writes into any buffer.
 
 Provider "inductor" is `Pointwise` IR: the decode joins the kernel of its neighbours (casts,
 transposes, a concatenation), at one lane per element. The kernels of `inductor_q.kernels` read each
@@ -50,7 +50,7 @@ def lower(
 def pointwise(
     operands: Sequence[Any], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
 ) -> ir.TensorBox:
-    """The decode as loop IR."""
+    """Express the decode as loop IR."""
     loaders = {
         name: _flat(_units(operand, fmt) if name == "qweight" else operand).make_loader()
         for name, operand in zip(fmt.operands, operands, strict=True)
@@ -67,7 +67,7 @@ def pointwise(
 
 
 def _units(x: Any, fmt: QuantFormat) -> Any:
-    """The packed units, whatever dtype they are stored in."""
+    """View the packed weight as its units, whatever dtype they are stored in."""
     unit = getattr(torch, fmt.packing.unit)
     return x if x.get_dtype() is unit else lowering.lowerings[torch.ops.aten.view.dtype](x, unit)
 
@@ -79,8 +79,8 @@ def _flat(x: Any) -> Any:
 class DequantizeOut(ir.ExternKernelOut):
     """A call of `inductor_q.kernels.dequantize.write` from the generated code.
 
-    Called as the Python function it is: the dispatcher would cost more than the launch, and the
-    operands were checked when the op was traced.
+    The code calls the Python function itself: the dispatcher would cost more than the launch, and
+    the operands were checked when the op was traced.
     """
 
     def codegen(self, wrapper: Any) -> None:
@@ -103,7 +103,7 @@ def extern(
     dtype: torch.dtype,
     provider: str,
 ) -> ir.TensorBox:
-    """The decode as one kernel call into a buffer whose place is not decided yet."""
+    """Express the decode as one kernel call into a buffer whose place is not decided yet."""
     realized = [ir.ExternKernel.realize_input(x) for x in operands]
     layout = ir.FlexibleLayout(device=operands[0].get_device(), dtype=dtype, size=list(shape))
     node = DequantizeOut(

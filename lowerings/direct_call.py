@@ -1,4 +1,4 @@
-"""Ops whose generated code calls the Python function behind them, past the dispatcher.
+"""Let generated code call the Python functions behind ops, past the dispatcher.
 
 A call through the dispatcher is boxed, unboxed and sent through the autograd key on its way, and
 its arguments are checked again, which costs the host more than the launches of a small layer. They
@@ -25,7 +25,7 @@ OP = "scatter2scatter"
 SCATTER2SCATTER = torch.ops.qfuse.scatter2scatter.default
 BY_THE_OP = "C++ wrapper code calls the op, which takes no provider"
 
-#: Op -> the function of `inductor_q.lowerings.calls`.
+#: Op -> the function of `inductor_q.lowerings.calls` that serves it.
 FUNCTIONS: dict[Any, Any] = {
     SCATTER2SCATTER: calls.qfuse_scatter2scatter,
     torch.ops.qfuse.grouped_gram.default: calls.qfuse_grouped_gram,
@@ -35,7 +35,7 @@ FUNCTIONS: dict[Any, Any] = {
 
 def register() -> None:
     for op in FUNCTIONS:
-        # Layouts as they were traced: kernels read rows.
+        # Layouts stay as they were traced: kernels read rows.
         lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
         lowering.register_lowering(op, type_promotion_kind=None)(_lower(op))
 
@@ -58,10 +58,10 @@ def _count_provider() -> None:
 
 
 class DirectCall(ir.FallbackKernel):
-    """What Inductor does with an op that it does not know, but for the name that is called."""
+    """A call as Inductor writes it for an op that it does not know, but to another function."""
 
     def codegen(self, wrapper: Any) -> None:
-        # Of another backend's compiles the cache outlives our names; a C++ wrapper calls no Python.
+        # The cache of another backend's compiles outlives our names; a C++ wrapper calls no Python.
         if is_ours() and not V.graph.cpp_wrapper:
             name = FUNCTIONS[self.op_overload].__name__
             wrapper.add_import_once(f"from inductor_q.lowerings.calls import {name}")

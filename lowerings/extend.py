@@ -1,8 +1,8 @@
-"""`qfuse::extend` in Inductor: one wide buffer that its parts are written into.
+"""Lower `qfuse::extend` to one wide buffer that its parts are written into.
 
-What a `ConcatKernel` does for `cat`, with two differences that extend_k needs: the blocks move into
-the buffer before anything else has fixed their layout, and a product may read a block from there
-while it writes beside it.
+A `ConcatKernel` does so for `cat`. Here are two differences that extend_k needs: the blocks move
+into the buffer before anything else has fixed their layout, and a product may read a block from
+there while it writes beside it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) ->
         place = ir.SliceView.create(storage, len(lead), start, start + width, clamp=False)
         part = ir.ConcatKernel.realize_into(block, place)
         parts.append(part)
-        # Read through the part's own buffer: through the wide one, the product would wait for
-        # itself.
+        # Products read a block through its own buffer: through the wide one, they would wait for
+        # themselves.
         in_place[id(block)] = _matrix(ir.StorageBox(part), 0, width, total, lead)
         start += width
     rows = math.prod(lead)
@@ -66,7 +66,7 @@ def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) ->
 def _matrix(
     storage: ir.StorageBox, start: Any, width: Any, total: Any, lead: Sequence[Any]
 ) -> ir.TensorBox:
-    """Columns `start` to `start + width` of the wide buffer as a matrix."""
+    """View columns `start` to `start + width` of the wide buffer as a matrix."""
     layout = storage.get_layout()
     return ir.TensorBox(
         ir.ReinterpretView(

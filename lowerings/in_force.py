@@ -1,4 +1,4 @@
-"""The context of the compile that is running, for lowerings.
+"""Give lowerings the context of the compile that is running.
 
 Lowerings are process-wide and take no options. The joint pass hook in Inductor's own configuration
 is scoped to one compile, forward and lazy backward alike, and carries our context.
@@ -18,7 +18,7 @@ class InForce(Protocol):
 
 
 class _Defaults:
-    """Under another backend, where somebody calls a qfuse:: op directly."""
+    """The defaults under another backend, where somebody calls a qfuse:: op directly."""
 
     def kernel(self, op: str) -> str:
         return "auto"

@@ -1,11 +1,11 @@
-"""FX graph -> FX graph, in terms of qfuse:: ops. The pipeline, in order, a line each:
+"""Passes rewrite an FX graph in terms of qfuse:: ops. Their order has these reasons:
 
-causal_attention first, on the graph as Dynamo captured it, before AOTAutograd chooses attention's
-kernels; canonicalize before the rest, so that it knows one form; fuse_scatter2scatter next, so that
-no other pass sees a dequantized stack of experts; fold_lora before the stacking, since a scale or a
-cast between two products hides that they share an input; stack_adapters before extend_k, so that
-one projection serves all of a group's products; stack_gradients when extend_k has laid the
-gradients side by side; keep_packed in the partitioner, on whatever they left.
+causal_attention reads the graph as Dynamo captured it, before AOTAutograd chooses attention's
+kernels. canonicalize precedes the rest, which then know one form. fuse_scatter2scatter is next, so
+that no other pass sees a dequantized stack of experts. fold_lora precedes the stacking, since a
+scale or a cast between two products hides that they share an input. stack_adapters precedes
+extend_k, so that one projection serves all of a group's products. stack_gradients follows when
+extend_k has laid the gradients side by side. keep_packed runs in the partitioner, on what is left.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads

@@ -5,7 +5,7 @@ bitsandbytes' `gemm_4bit`, its `dequantize_4bit` chains (the backward of 0.50, b
 and a plain matrix product. A cast of a dequantization is folded into it, so that values, which are
 computed in float32, are rounded once.
 
-Refused for fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel
+It refuses fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel
 reads packed bytes and is not beaten by a dequantization and a product. A dequantized weight that
 the graph returns is refused too, for it has no product here; the dequantization itself is ours.
 """
@@ -102,7 +102,7 @@ def _leaves(node: fx.Node) -> bool:
 
 
 def emit_dequantize(graph: fx.Graph, weight: Weight, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    """`qfuse::dequantize` of `weight` at the insertion point."""
+    """Emit `qfuse::dequantize` of `weight` at the insertion point."""
     args = (list(weight.operands), weight.format, list(weight.shape), dtype)
     return emit(graph, torch.ops.qfuse.dequantize.default, args, like)
 
@@ -119,7 +119,7 @@ def _emit_linear(graph: fx.Graph, node: fx.Node, plan: Linear) -> fx.Node:
         y = emit(graph, RESHAPE, (y, shape), node)
     if plan.bias is None:
         return y
-    # Last, so that PEFT's sum with an adapter and this one are one tree of additions.
+    # The bias comes last, so that this sum and PEFT's with an adapter are one tree of additions.
     bias = plan.bias
     if tensor(bias).dtype != dtype:
         bias = emit(graph, CAST, (bias, dtype), node)
@@ -145,7 +145,7 @@ def _emit_adapter(
 
 
 def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
-    """The leading sizes of `x`, symbols as nodes."""
+    """Return the leading sizes of `x`, with nodes for symbols."""
     return [
         size if isinstance(size, int) else emit(graph, torch.ops.aten.sym_size.int, (x, dim), like)
         for dim, size in enumerate(tensor(x).shape[:-1])
@@ -153,11 +153,11 @@ def _sizes(graph: fx.Graph, x: fx.Node, like: fx.Node) -> list[Any]:
 
 
 def _fold_casts(graph: fx.Graph, node: fx.Node, plan: Decoded, numerics: str) -> list[fx.Node]:
-    """A cast of a dequantization is a dequantization in the cast's dtype.
+    """Turn each cast of a dequantization into a dequantization in the cast's dtype.
 
-    The same value from float32, which is what is computed before the rounding; one rounding fewer
-    from a 16-bit dtype (bitsandbytes' backward decodes in the dtype the weight once had), which
-    numerics "strict" leaves in.
+    A cast from float32 keeps its value, since a dequantization computes in float32 and rounds then.
+    A cast from a 16-bit dtype (bitsandbytes' backward decodes in the dtype the weight once had) is
+    rounded once less; numerics "strict" leaves that one in.
     """
     found = []
     for user in list(node.users):
@@ -173,7 +173,7 @@ def _fold_casts(graph: fx.Graph, node: fx.Node, plan: Decoded, numerics: str) ->
 
 
 def _split_bias(graph: fx.Graph, weight: fx.Node) -> None:
-    """`addmm(bias, x, W')` is `x @ W'` and, above the view that restores its rank, `+ bias`.
+    """Split `addmm(bias, x, W')`: `x @ W'` and, above the view that restores its rank, `+ bias`.
 
     A bias with rows of its own is added below that view, where it has its shape.
     """

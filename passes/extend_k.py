@@ -8,9 +8,10 @@ multiple of 64 so that the product keeps its speed.
 
 It pays only if both wide operands are written in place: `qfuse::extend` lets the producer of x and
 the projection write into one buffer, and the weight is decoded into its columns (or rows) of
-another. Refused where that cannot be: x made by an opaque kernel (attention), unless copying it is
-small; for an x that backward would compute again from what forward has written over; for fewer rows
-than `extend_k.min_rows` of the preset; for an adapter in another dtype; under numerics "strict".
+another. The pass refuses what does not allow that: an x that an opaque kernel (attention) makes,
+unless little is copied, and an x that backward would compute again from what forward has written
+over. It also refuses fewer rows than `extend_k.min_rows` of the preset, an adapter in another
+dtype, and everything under numerics "strict".
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class _Low:
 
 @dataclass(frozen=True)
 class _Sum:
-    """`node` = base products + adapter products + rest; `shape` as a view of its terms wrote it."""
+    """`node` = base products + adapter products + rest; `shape` is what a view of a term wrote."""
 
     node: fx.Node
     bases: tuple[Product, ...]
@@ -113,7 +114,7 @@ class _Sum:
 
     @property
     def transposed(self) -> bool:
-        """Forward: the weight is used as `W'`."""
+        """Whether the weight is used as `W'`, as in forward."""
         return peel_transposes(self.bases[0].rhs)[1]
 
 
@@ -153,7 +154,7 @@ class ExtendK:
 
 
 def _sums(graph: fx.Graph) -> Iterator[_Sum]:
-    """Every maximal sum with a quantized product and an adapter's product among its terms."""
+    """Find each maximal sum with a quantized and an adapter's product among its terms."""
     for node, leaves in sums(graph):
         bases: list[Product] = []
         lows: list[_Low] = []
@@ -177,8 +178,8 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
 
 
 def _term(leaf: fx.Node, of: fx.Node) -> Product | None:
-    """The product that a term of the sum `of` is: through views, with no other user, and not
-    broadcast by the addition."""
+    """Find the product that a term of the sum `of` is a view of; None where one of them has
+    another user, or where the addition broadcasts the term."""
     if not is_tensor(leaf) or not same_shape(leaf, of):
         return None
     node: object = leaf
@@ -194,7 +195,7 @@ def _term(leaf: fx.Node, of: fx.Node) -> Product | None:
 
 
 def _as_low(product: Product) -> _Low | None:
-    """`projection @ rhs`, the projection possibly one of a stack's slices."""
+    """Read a product as `projection @ rhs`, where the projection may be a slice of a stack."""
     if not is_rank(product.inner, product.cols):
         return None
     node = peel_rows(product.lhs)
@@ -212,7 +213,7 @@ def _as_low(product: Product) -> _Low | None:
 
 
 def _hidden(leaf: fx.Node) -> str:
-    """Why a term that comes from an adapter's product is not one: a cast or a factor on the way."""
+    """Return which cast or factor keeps a term from being an adapter's product; empty if none."""
     reason = ""
     node = leaf
     while node.target in VIEWS or node.target in (CAST, CLONE, MUL):
@@ -264,7 +265,8 @@ def _chained(members: Sequence[_Sum], order: Mapping[fx.Node, int]) -> str:
 
 
 def _group_rejected(members: Sequence[_Sum]) -> str:
-    """Copying what an opaque kernel wrote must cost less than the passes over [M, N] it saves."""
+    """Refuse a group where copying what opaque kernels wrote costs more than the passes over
+    [M, N] that it saves."""
     blocks = members[0].blocks
     copied = sum(tensor(x).shape[-1] for x in blocks if not _writes_anywhere(x))
     saved = sum(
@@ -277,7 +279,7 @@ def _group_rejected(members: Sequence[_Sum]) -> str:
 
 
 def _recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
-    """What the forward blocks are computed from again in backward, through pointwise operations."""
+    """Find what backward reads to compute forward's blocks again, through pointwise operations."""
     todo = [x for x in blocks if x not in backward and _is_pointwise(x)]
     found: set[fx.Node] = set()
     while todo:
@@ -292,7 +294,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _producer(node: fx.Node) -> fx.Node:
-    """What computes a tensor, below layout changes."""
+    """Find the node that computes a tensor, below layout changes."""
     while node.target in _LAYOUT:
         node = arg(node, 0)
     return node
@@ -312,7 +314,7 @@ def _writes_anywhere(node: fx.Node) -> bool:
 
 
 def _extend_group(graph: fx.Graph, members: Sequence[_Sum], backward: set[fx.Node]) -> None:
-    """One wide left operand for sums over the same inputs, one wide weight for each sum."""
+    """Emit one wide left operand for sums over the same inputs, and one wide weight per sum."""
     offsets: dict[fx.Node, int] = {}  # projection -> its first column among the adapters' columns
     projections: list[Product] = []
     width = 0
@@ -334,8 +336,8 @@ def _extend_group(graph: fx.Graph, members: Sequence[_Sum], backward: set[fx.Nod
             start = base_width + offsets[projection.node]
             part = emit(graph, SLICE, (wide, 1, start, start + projection.cols), projection.node)
             if projection.node not in backward:
-                # What backward reads of it is a copy of r columns: a slice would keep the whole
-                # buffer alive until then.
+                # Backward reads a copy of its r columns: a slice would keep the whole buffer alive
+                # until then.
                 part = emit(graph, CLONE, (part,), projection.node)
             projection.node.replace_all_uses_with(part)
         _read_blocks_from(graph, wide, members[0], backward)
@@ -349,8 +351,8 @@ def _emit_extend(
     padding: int,
     like: fx.Node,
 ) -> fx.Node:
-    """`qfuse::extend` as a matrix; over the unflattened inputs where they agree, so that their
-    producers, which know no flattening, can write in place."""
+    """Emit `qfuse::extend` and view it as a matrix. It takes the unflattened inputs where they
+    agree, so that their producers, which know no flattening, can write in place."""
     lefts = [p.x for p in projections]
     leading = tensor(blocks[0]).shape[:-1]
     if any(tensor(n).shape[:-1] != leading for n in (*blocks, *lefts)):
@@ -367,7 +369,7 @@ def _emit_sum(
     graph: fx.Graph, member: _Sum, wide: fx.Node, offsets: dict[fx.Node, int], width: int
 ) -> None:
     like = member.node
-    # Decoded here, next to its use: where the layer stood, several wide weights would live at once.
+    # Decode here, next to the use: where the layer stood, several wide weights would live at once.
     weights = [graph.node_copy(base.weight) for base in member.bases if base.weight is not None]
     tail = _emit_tail(graph, member, offsets, width)
     if member.transposed:
@@ -386,7 +388,7 @@ def _emit_sum(
 def _emit_tail(
     graph: fx.Graph, member: _Sum, offsets: dict[fx.Node, int], width: int
 ) -> list[fx.Node]:
-    """The adapters' rows or columns beside the weight, zeros in between."""
+    """Emit the adapters' rows or columns beside the weight, with zeros in between."""
     spans = sorted(
         ((offsets[low.projection.node] + low.start, low) for low in member.lows),
         key=lambda span: span[0],
@@ -433,9 +435,9 @@ def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: se
 def _recompute(x: fx.Node) -> None:
     """Let backward compute a pointwise input again rather than keep the wide buffer it lies in.
 
-    What it is computed from (the residual stream, a gate and its factor) is kept for its own
-    backward anyway. Not in a nested compile region: what its backward takes, Inductor (2.13) may
-    overwrite in place, and that would be the caller's tensor.
+    Its inputs (the residual stream, a gate and its factor) are kept for their own backward anyway.
+    A nested compile region is left alone: Inductor (2.13) may overwrite in place what its backward
+    takes, and that would be the caller's tensor.
     """
     if is_nested(x.graph):
         return

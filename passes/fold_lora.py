@@ -1,11 +1,11 @@
 """Clean up what PEFT puts around an adapter: the clone, the [M, N] scaling, the float32 detour.
 
-- `clone` of a product that has just been computed, and casts to float32 and back: dropped.
+- A `clone` of a product that has just been computed, and casts to float32 and back are dropped.
 - `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the adapter's parameter, or to the smallest
   of P, Q and the product: [N, r] or [M, r] instead of an [M, N] activation. A factor of 1 vanishes.
-  The result is rounded once less; bitwise equal when s is a power of two, as PEFT's alpha / r
+  The result is rounded once less; it is bitwise equal when s is a power of two, as PEFT's alpha / r
   mostly is.
-- float32 products of an upcast 16-bit activation with a small adapter: computed in the 16-bit
+- float32 products of an upcast 16-bit activation with a small adapter are computed in the 16-bit
   dtype, under `qfuse.numerics="relaxed"` only, since the gradients of A and B lose float32
   precision.
 
@@ -52,7 +52,7 @@ FLOAT32 = (
 
 @dataclass(frozen=True)
 class _Drop:
-    """The node has the value of its input, or for a cast, of what that was cast from."""
+    """The node has the value of its input or, if it is a cast, of what that was cast from."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _MoveScale:
 
     @property
     def plain(self) -> fx.Node:
-        """As it is now: moving another factor may have replaced it."""
+        """The unscaled tensor as it is now: moving another factor may have replaced it."""
         mul = self.scaled if self.scaled.target is MUL else arg(self.scaled, 0)
         return arg(mul, 0)
 
@@ -103,7 +103,7 @@ class FoldLora:
                 if dtype is not None:
                     demoted[node] = dtype
         yield from scales
-        # Last: what moves a factor still knows the products by their nodes.
+        # Demoted products come last: the moves above know the products by their nodes.
         for node, dtype in demoted.items():
             rejected = "" if context.numerics == "relaxed" else FLOAT32
             yield Site(node, rejected, plan=_Demote(node, dtype))
@@ -111,7 +111,7 @@ class FoldLora:
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         plan = site.plan
         if isinstance(plan, _Drop):
-            # The inputs as they are now: an earlier site may have replaced them.
+            # Read the inputs as they are now: an earlier site may have replaced them.
             source = arg(site.node, 0)
             if tensor(source).dtype is not tensor(site.node).dtype:
                 source = arg(source, 0)
@@ -124,14 +124,14 @@ class FoldLora:
 
 
 def is_low_rank(mm: fx.Node) -> bool:
-    """One of the product's three sizes is a LoRA rank."""
+    """Whether one of the product's three sizes is a LoRA rank."""
     a, b = tensor(mm.args[0]), tensor(mm.args[1])
     return any(isinstance(s, int) and s <= MAX_RANK for s in (a.shape[0], a.shape[1], b.shape[1]))
 
 
 def _is_one_of_two(mm: fx.Node) -> bool:
     """Whether the product reads another or is read by one, as an adapter's are forward and
-    backward: not a router's or a head's, which are in float32 on purpose."""
+    backward. A router's or a head's do not, which are in float32 on purpose."""
     return any(_peel_factors(arg(mm, i)).target is MM for i in range(2)) or _feeds_product(mm)
 
 
@@ -152,7 +152,7 @@ def _feeds_product(node: fx.Node) -> bool:
 
 
 def _is_product(node: object) -> bool:
-    """A matrix product seen through views and the addition of a bias."""
+    """Whether a node is a matrix product, seen through views and the addition of a bias."""
     while isinstance(node, fx.Node) and (node.target in VIEWS or node.target is ADD):
         node = node.args[0]
     return isinstance(node, fx.Node) and (node.target is MM or capture.is_product(node))
@@ -177,7 +177,7 @@ def _casts_nothing(cast: fx.Node) -> bool:
 def _scale_sites(
     node: fx.Node, plain: fx.Node, factor: float | fx.Node, context: Context
 ) -> Iterator[Site]:
-    """Where the factor of `node` = plain * factor may go: to a product below, or those above."""
+    """Find where the factor of `node` = plain * factor may go: a product below, or those above."""
     found = []
     below = _peel_layout(plain)
     if below.target is MM and is_low_rank(below) and _single_use_chain(plain, below):
@@ -230,8 +230,8 @@ def _products_above(node: fx.Node) -> list[fx.Node]:
 
 
 def _upcast_from(mm: fx.Node, demoted: Mapping[fx.Node, torch.dtype]) -> torch.dtype | None:
-    """The 16-bit dtype that an operand of a float32 product was cast from, or will be, when it is
-    one of the products that are `demoted`."""
+    """Find the 16-bit dtype that an operand of a float32 product was cast from, or in which it
+    will be computed if it is one of the `demoted` products."""
     if tensor(mm).dtype is not torch.float32:
         return None
     for operand in (arg(mm, 0), arg(mm, 1)):
@@ -278,7 +278,7 @@ def _move_scale(graph: fx.Graph, plan: _MoveScale) -> None:
 
 
 def _place(lhs: fx.Node, rhs: fx.Node, plan: _MoveScale) -> str:
-    """Where a factor costs least: on a parameter, else on the smallest of the three.
+    """Choose where a factor costs least: on a parameter, else on the smallest of the three.
 
     A parameter is small, and scaled once for forward and backward: where forward has scaled it,
     backward reads that, and nothing stands between the products of its sum.
@@ -298,7 +298,7 @@ def _place(lhs: fx.Node, rhs: fx.Node, plan: _MoveScale) -> str:
 
 
 def _scaled(graph: fx.Graph, node: fx.Node, factor: float | fx.Node, like: fx.Node) -> fx.Node:
-    """`node * factor`, with the product below layout changes so that equal ones are one node."""
+    """Emit `node * factor` below layout changes, so that equal products are one node."""
     if node.target in LAYOUT:
         inner = _scaled(graph, arg(node, 0), factor, like)
         return replay(graph, node, inner, like)
@@ -313,7 +313,7 @@ def _scaled(graph: fx.Graph, node: fx.Node, factor: float | fx.Node, like: fx.No
 
 
 def _times(node: fx.Node, factor: float | fx.Node) -> fx.Node | None:
-    """`node * factor` in the dtype of `node`, where the graph has it."""
+    """Find `node * factor` in the dtype of `node`; None where the graph does not have it."""
     for user in node.users:
         same = user.target is MUL and user.args == (node, factor)
         if same and tensor(user).dtype == tensor(node).dtype:
@@ -344,7 +344,7 @@ def _demote(graph: fx.Graph, plan: _Demote) -> None:
 
 
 def _demoted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    """`node` in `dtype`: the tensor it was cast from where there is one."""
+    """Return `node` in `dtype`: the tensor it was cast from where there is one, else a cast."""
     if node.target in LAYOUT:
         inner = _demoted(graph, arg(node, 0), dtype, like)
         return replay(graph, node, inner, like)
@@ -354,7 +354,7 @@ def _demoted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) 
 
 
 def _cancel_casts(graph: fx.Graph, wide: fx.Node, narrow: fx.Node, dtype: torch.dtype) -> None:
-    """Casts of `wide` (= `narrow` in float32) back to `dtype`, also above views, read `narrow`."""
+    """Replace casts of `wide` (= `narrow` in float32) to `dtype`, also above views, by `narrow`."""
     for user in list(wide.users):
         if user.target is CAST and user.args[1] is dtype:
             user.replace_all_uses_with(narrow)

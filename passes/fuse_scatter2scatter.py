@@ -1,16 +1,16 @@
 """Multiply with packed experts instead of dequantizing all of them.
 
 transformers computes experts as a grouped product of sorted rows (`grouped_mm`) or by gathering an
-expert's weights for each row (`batched_mm`). Either way over a dequantization becomes one
+expert's weights for each row (`batched_mm`). Over a dequantization either becomes one
 `qfuse::scatter2scatter` on the packed stack, forward and backward alike, so no expert is held in 16
-bits and none is saved; `batched_mm` over dense experts too, whose gathered copies are saved for
-backward otherwise. Where the graph shows of which token each row of a grouped product is
+bits and none is saved. `batched_mm` over dense experts becomes one too: its gathered copies would
+be saved for backward. Where the graph shows which token each row of a grouped product belongs to
 (`capture/expert_layers.py` has a diagram), the op reads the tokens in place of copies, or adds up
 the slots of each token, weighted by its gates.
 
-Refused where the weights are dense and grouped (torch's product is the thing to run), and where
-they train. Products that a model has asked for itself are reported with the kernel that serves
-them. The first site of a layer carries the plan of all its sites.
+The pass refuses weights that are dense and grouped (torch's product is the thing to run), and those
+that train. Products that a model calls itself are reported with the kernel that serves them. The
+first site of a layer carries the plan of all its sites.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FuseScatter2Scatter:
 
 
 def _example(projection: Projection) -> Scatter2Scatter:
-    """A call like the one that a projection becomes, to ask who will serve it."""
+    """Make a call like the one that a projection becomes, to find who will serve it."""
     product, gathers = projection.product, projection.gathers
     return example_product(
         gathers.tokens if gathers else product.x,
@@ -81,7 +81,7 @@ def _example(projection: Projection) -> Scatter2Scatter:
 
 
 def _emit_layer(graph: fx.Graph, layer: ExpertLayer) -> None:
-    """One op for each product of a layer, on one routing."""
+    """Emit one op per product of a layer; all of them share its routing."""
     first = layer.projections[0].product.node
     with graph.inserting_before(first):
         routings = _emit_routings(graph, layer, first)
@@ -101,7 +101,7 @@ def _emit_layer(graph: fx.Graph, layer: ExpertLayer) -> None:
 
 
 def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing) -> fx.Node:
-    """The result of a projection; where it gathers weighted rows, without their weights."""
+    """Emit the result of a projection; where it gathers weighted rows, without their weights."""
     product, gathers, sums = projection.product, projection.gathers, projection.sums
     node, stack, batched = product.node, product.stack, isinstance(product, Batched)
     x, gates = gathers.tokens if gathers else product.x, None
@@ -135,14 +135,14 @@ def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing)
 def _emit_routings(
     graph: fx.Graph, layer: ExpertLayer, like: fx.Node
 ) -> dict[fx.Node | None, _Routing]:
-    """The routing of a layer for each order that its projections have, None among them."""
+    """Emit the routing of a layer for each order that its projections have, which may be None."""
     first = layer.projections[0].product
     orders: dict[fx.Node | None, fx.Node | None] = {p.order: p.order for p in layer.projections}
     if isinstance(first, Batched):
         offsets, orders[None] = _emit_sort(graph, first, like)
     else:
         offsets = emit(graph, aten.constant_pad_nd.default, (first.offs, [1, 0]), like)
-    # Rows are counted where they surely are: copies of tokens may not be made any more.
+    # An order has the number of rows, if there is one: copies of tokens may not be made any more.
     counted = next(filter(None, orders.values()), first.x)
     rows = tensor(counted).shape[0]
     if not isinstance(rows, int):
@@ -151,7 +151,7 @@ def _emit_routings(
     places = _emit_arange(graph, rows, torch.int64, like)
     routings: dict[fx.Node | None, _Routing] = {}
     for key, order in orders.items():
-        inverse = places  # of rows that are sorted already, neither is read
+        inverse = places  # neither is read where rows are sorted already
         if order is not None:
             inverse = emit(graph, aten.scatter.src, (order, 0, order, places), like)
         routings[key] = order or places, inverse, offsets, tiles
@@ -159,7 +159,7 @@ def _emit_routings(
 
 
 def _emit_sort(graph: fx.Graph, product: Batched, like: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The offsets of the experts and the order of the slots, as in `experts.route`."""
+    """Emit the offsets of the experts and the order of the slots, as `experts.route` does."""
     num_experts = product.stack.shape[0]
     # An index counts from the end where it is negative, and is in range otherwise.
     ids = emit(graph, aten.remainder.Scalar, (product.ids, num_experts), like)

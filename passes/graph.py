@@ -1,4 +1,4 @@
-"""Reading and editing FX graphs: the few verbs that every pass uses.
+"""Read and edit FX graphs: the few verbs that every pass uses.
 
 Passes insert where it reads naturally; the runner restores a topological order after each.
 """
@@ -32,10 +32,10 @@ PAD = aten.constant_pad_nd.default
 CAST = prims.convert_element_type.default
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 
-# Where `replace` leaves the node that stands in for another.
+# The key in `meta` under which `replace` leaves the node that stands in for another.
 _REPLACED = "qfuse_replaced_by"
 
-# What a new node inherits from the node it stands for.
+# The keys in `meta` that a new node inherits from the node it stands for.
 _INHERITED = (
     "stack_trace",
     "nn_module_stack",
@@ -60,7 +60,7 @@ def is_tensor(node: Any) -> TypeGuard[fx.Node]:
 
 
 def arg(node: fx.Node, index: int) -> fx.Node:
-    """An argument that is a node."""
+    """Return an argument, which has to be a node."""
     value = node.args[index]
     assert isinstance(value, fx.Node), f"argument {index} of {node=} is {value!r}"
     return value
@@ -69,7 +69,7 @@ def arg(node: fx.Node, index: int) -> fx.Node:
 def emit(
     graph: fx.Graph, target: Any, args: Sequence[Any], like: fx.Node, **kwargs: Any
 ) -> fx.Node:
-    """A new call at the graph's insertion point, with fake value and the origin of `like`.
+    """Insert a call at the graph's insertion point, with its fake value and the origin of `like`.
 
     An argument that an earlier site has replaced (see `replace`) is read in its new place.
     """
@@ -91,15 +91,15 @@ def replace(old: fx.Node, new: fx.Node) -> None:
 
 
 def _current(node: fx.Node) -> fx.Node:
-    """What is read in the place of `node` now."""
+    """Return the node that is read in the place of `node` now."""
     while _REPLACED in node.meta:
         node = node.meta[_REPLACED]
     return node
 
 
 def replay(graph: fx.Graph, view: fx.Node, source: fx.Node, like: fx.Node) -> fx.Node:
-    """The layout change `view`, of `source` instead of its own input, which may have had another
-    layout."""
+    """Emit the layout change `view` of `source` instead of its own input, which may have had
+    another layout."""
     copies = view.target in VIEWS and not tensor(source).is_contiguous()
     return emit(graph, RESHAPE if copies else view.target, (source, *view.args[1:]), like)
 
@@ -112,7 +112,7 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def rows(node: fx.Node) -> int:
-    """How many rows the tensor has as a matrix of its last dimension."""
+    """Return how many rows the tensor has as a matrix whose columns are its last dimension."""
     total = 1
     for size in tensor(node).shape[:-1]:
         total *= hint(size)
@@ -120,7 +120,7 @@ def rows(node: fx.Node) -> int:
 
 
 def peel_rows(node: fx.Node) -> fx.Node:
-    """Through views that only regroup rows: the tensor below whose last dimension is the same."""
+    """Return the tensor below views that only regroup rows and keep the last dimension."""
     while node.target in VIEWS:
         source = arg(node, 0)
         if last_size(source) != last_size(node):
@@ -130,7 +130,7 @@ def peel_rows(node: fx.Node) -> fx.Node:
 
 
 def last_size(node: fx.Node) -> int:
-    """The last dimension where it is a number, else -1 for a scalar and -2 for a symbol."""
+    """Return the last dimension if it is a number, else -1 for a scalar and -2 for a symbol."""
     shape = tensor(node).shape
     if not shape:
         return -1
@@ -138,7 +138,7 @@ def last_size(node: fx.Node) -> int:
 
 
 def columns(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """The matrix and span that a slice of its columns reads, where both ends are numbers."""
+    """Return the matrix and span that a slice of columns reads, where both ends are numbers."""
     if node.target is not SLICE or len(node.args) != 4 or node.args[1] != 1:
         return None
     matrix, start, end = arg(node, 0), node.args[2], node.args[3]
@@ -149,7 +149,7 @@ def columns(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 
 
 def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Through 2-D permutes: the tensor below and whether it is seen transposed."""
+    """Return the tensor below 2-D permutes, and whether they show it transposed."""
     transposed = False
     while node.target is PERMUTE and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
         transposed = not transposed
@@ -158,14 +158,14 @@ def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def as_matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`node` as [rows, last dimension], at the insertion point."""
+    """Reshape `node` to [rows, last dimension] at the insertion point."""
     value = tensor(node)
     if value.dim() == 2:
         return node
     return emit(graph, RESHAPE, (node, [-1, value.shape[-1]]), node)
 
 
-#: Why products of one input are not stacked, where `computed_from` says so.
+#: The reason why products of one input are not stacked, where `computed_from` holds.
 CHAINED = "one product is computed from another's result"
 
 
@@ -206,8 +206,8 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs that the graph updates: by the copies that functionalization leaves at its end, or by
-    an output that the caller copies back."""
+    """Find inputs that the graph updates: by the copies that functionalization leaves at its end,
+    or by an output that the caller copies back."""
     inputs = {base_descriptor(n.meta.get("desc")): n for n in graph.find_nodes(op="placeholder")}
     written: set[Any] = {
         node.args[0]
@@ -228,7 +228,7 @@ def is_nested(graph: fx.Graph) -> bool:
 
 
 def base_descriptor(desc: Any) -> Any:
-    """Of a tensor that was desugared or cloned: what it comes from."""
+    """Return the descriptor of what a desugared or cloned tensor comes from."""
     while hasattr(desc, "base"):
         desc = desc.base
     return desc

@@ -1,4 +1,4 @@
-"""Keys and values that a graph repeats for the groups of its queries, as they were before.
+"""Find keys and values as they were before a graph repeated them for the groups of its queries.
 
 Fused kernels read grouped keys as they are: nothing is copied, kept for backward, or summed in it.
 The math kernel would repeat them again and write the scores out, so where no fused kernel takes
@@ -17,8 +17,8 @@ from torch._ops import HigherOrderOperator
 
 from inductor_q.passes.causal_mask import same_size, written_by
 
-#: The most features of a head that flash attention takes, and of GPUs with little shared memory in
-#: backward: can_use_flash_attention of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+#: The most features per head that flash attention takes, and that it takes in backward on GPUs with
+#: little shared memory: can_use_flash_attention of ATen/native/transformers/cuda/sdp_utils.cpp.
 HEAD_DIM = 256
 SMALL_HEAD_DIM = 192
 
@@ -29,12 +29,12 @@ _FULL = slice(None)
 def before_repeat(
     attention: fx.Node, arguments: Mapping[str, Any], graphs: Iterable[fx.Graph]
 ) -> tuple[fx.Node, fx.Node] | str:
-    """Key and value to call `attention` with under `enable_gqa`, without a mask; else why they stay
-    repeated, empty where they are not.
+    """Return the key and value for a call of `attention` with `enable_gqa` and without a mask; else
+    the reason why they stay repeated, which is empty where they are not repeated.
 
     Args:
         attention: a call in Dynamo's graph.
-        arguments: of that call, by name.
+        arguments: those of that call, by name.
         graphs: Dynamo's graph and its subgraphs.
     """
     query, *wide = (arguments[name] for name in ("query", "key", "value"))
@@ -54,14 +54,14 @@ def before_repeat(
     choose: Any = torch.nn.attention._sdpa_kernel
     if any(graph.find_nodes(op="call_function", target=choose) for graph in graphs):
         return "the program chooses the kernel"
-    # Autocast is the call's own: it computes in the dtype of its result, not of what it is given.
+    # Autocast casts inside the call, which computes in the dtype of its result, not of its inputs.
     result = attention.meta["example_value"]
     refused = no_kernel(result.device, result.dtype, result.shape[-1], arguments["dropout_p"])
     return refused or (key, value)
 
 
 def no_kernel(device: torch.device, dtype: torch.dtype, head_dim: Any, dropout: Any) -> str:
-    """Why no fused kernel of a device takes grouped keys; empty if one does."""
+    """Return why no fused kernel of a device takes grouped keys; empty if one does."""
     if not torch.backends.cuda.flash_sdp_enabled():  # a CPU's, too
         return "flash attention is turned off"
     if device.type == "cpu":
@@ -98,7 +98,7 @@ def _repeated(node: Any) -> fx.Node | None:
 
 
 def _argument(node: Any, *targets: Any) -> fx.Node | None:
-    """What a node is given first, if it calls one of `targets`."""
+    """Return the first argument of a node, if it is a node and `targets` has what it calls."""
     if not isinstance(node, fx.Node) or node.target not in targets or not node.args:
         return None
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
@@ -116,7 +116,7 @@ def _adds_third(node: fx.Node) -> bool:
 
 def _written_since(wide: Iterable[fx.Node], attention: fx.Node) -> bool:
     """Whether anything is written to from where keys and values are repeated to where they are
-    used: it could be what was repeated. What was written before, or is later, is no matter."""
+    used: it could be what was repeated. Earlier and later writes do not matter."""
     ahead = set(wide)
     node = attention.prev
     while ahead:

@@ -1,18 +1,18 @@
 """Never save a dequantized weight for backward.
 
-Not per format but in general: whatever is computed from frozen inputs alone, packed ones among
-them, is recomputed in backward from those inputs, which live anyway. It holds for every library
-whose dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning saves the 16-bit
+The rule knows no format: whatever is computed from frozen inputs alone, packed ones among them, is
+recomputed in backward from those inputs, which live anyway. It holds for every library whose
+dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning saves the 16-bit
 weight as soon as forward and backward share it, and tagging only part of a chain makes it save the
 rest.
 
 In a nested compile region torch does not say which inputs are frozen: there it holds for what
 `qfuse::dequantize` reads.
 
-Refused where the forward pass itself writes to the packed tensor: backward would decode what is in
-it by then.
+It refuses packed tensors that the forward pass itself writes to: backward would decode what is in
+them by then.
 
-Runs in Inductor's partitioner, after the joint passes; the partitioning itself is functorch's.
+It runs in Inductor's partitioner, after the joint passes; the partitioning itself is functorch's.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class KeepPacked:
 
 
 def _operands(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs of dequantizations: in a nested compile region, where torch names no static input,
-    those that are known to be packed weights."""
+    """Find the inputs of dequantizations: in a nested compile region, where torch names no static
+    input, they alone are known to be packed weights."""
     calls = graph.find_nodes(op="call_function", target=torch.ops.qfuse.dequantize.default)
     return {a for call in calls for a in call.all_input_nodes if a.op == "placeholder"}
 
 
 def _unknown(graph: fx.Graph, operands: set[fx.Node]) -> Iterator[Site]:
-    """The matrices of a nested region that may be packed weights of another library."""
+    """Refuse the matrices of a nested region that may be packed weights of another library."""
     for node in graph.find_nodes(op="placeholder"):
         is_matrix = _is_packed(node) and tensor(node).dim() > 1 and tensor(node).element_size() == 1
         if is_matrix and node not in operands and node.users:
@@ -116,7 +116,7 @@ def _is_static(node: fx.Node, context: Context) -> bool:
 
 
 def _trainable(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs that take a gradient."""
+    """Find the inputs that take a gradient."""
     output = next(iter(graph.find_nodes(op="output")))
     of = {
         base_descriptor(desc.grad_of)
@@ -131,7 +131,7 @@ def _trainable(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _computed_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
-    """`inputs` and every tensor computed from them and constants alone."""
+    """Find `inputs` and every tensor that is computed from them and constants alone."""
     known = set(inputs)
     for node in graph.nodes:
         if (
@@ -150,7 +150,7 @@ def _computed_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
 
 
 def _packed_chains(graph: fx.Graph, frozen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Tensors computed from frozen inputs alone -> the packed input they come from."""
+    """Map tensors that are computed from frozen inputs alone to the packed input they come from."""
     known = _computed_from(graph, frozen)
     source = {node: node for node in frozen if _is_packed(node)}
     for node in graph.nodes:
@@ -167,7 +167,7 @@ def _is_packed(node: fx.Node) -> bool:
 def _readers(
     node: fx.Node, weights: set[fx.Node], chain: Mapping[fx.Node, fx.Node]
 ) -> set[fx.Node]:
-    """The users of a weight that read activations, through what is computed from weights alone
+    """Find the users of a weight that read activations, through what is computed from weights alone
     (a layout change, the concatenation with an adapter). A further step of decoding is no reader:
     its result is the value that would be saved."""
     found: set[fx.Node] = set()

@@ -45,7 +45,7 @@ class Product:
 
     @property
     def cols(self) -> int:
-        """The columns of the product, -1 where symbolic."""
+        """The columns of the product, -1 where they are symbolic."""
         size = tensor(self.rhs).shape[1]
         return size if isinstance(size, int) else -1
 
@@ -57,7 +57,7 @@ class Product:
 
 
 def as_product(node: object) -> Product | None:
-    """`node` as a product with static inner size and columns."""
+    """Read `node` as a product with static inner size and columns; None where it is none."""
     if not is_tensor(node) or node.target is not MM:
         return None
     lhs, rhs = arg(node, 0), arg(node, 1)
@@ -66,8 +66,8 @@ def as_product(node: object) -> Product | None:
 
 
 def as_scaled(node: fx.Node) -> tuple[fx.Node, float | fx.Node] | None:
-    """`(x, factor)` where `node` is `x * factor` in the dtype of x, the factor a number or a scalar
-    tensor: under dynamic shapes Dynamo hands in a module's float as one, and casts around it.
+    """Return `(x, factor)` where `node` is `x * factor` in the dtype of x. The factor is a number
+    or a scalar tensor, as which Dynamo passes a module's float under dynamic shapes, with casts.
     """
     mul = node
     if node.target is CAST and len(arg(node, 0).users) == 1:
@@ -90,7 +90,7 @@ def is_rank(size: int, of: int) -> bool:
 
 
 def is_projection(product: Product) -> bool:
-    """`x @ A'`: onto a rank, from something larger."""
+    """Whether a product is `x @ A'`, which projects onto a rank from something larger."""
     return (
         product.weight is None
         and is_rank(product.cols, product.inner)
@@ -99,7 +99,7 @@ def is_projection(product: Product) -> bool:
 
 
 def sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Every maximal tree of additions without a factor: its root and its terms, left to right."""
+    """Yield root and terms, left to right, of every maximal tree of additions without a factor."""
     inside: set[fx.Node] = set()
     for node in reversed(graph.find_nodes(op="call_function", target=ADD)):
         if node not in inside and is_tensor(node) and not node.kwargs:  # alpha
@@ -107,7 +107,7 @@ def sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _terms(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """The terms of a tree of additions, left to right; inner additions join `inside`."""
+    """List the terms of a tree of additions, left to right; inner additions join `inside`."""
     if len(node.all_input_nodes) != 2:
         return [node]  # a number, or twice the same
     inside.add(node)
@@ -128,7 +128,7 @@ def _terms(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
 
 
 def packed_weight(dequantize: fx.Node | None) -> fx.Node | None:
-    """The packed operand of a `qfuse::dequantize` node."""
+    """Find the packed operand of a `qfuse::dequantize` node."""
     if dequantize is None:
         return None
     operand = dequantize.args[0][0]  # type: ignore[index]

@@ -28,17 +28,17 @@ from inductor_q.context import Context
 from inductor_q.passes.graph import is_nested
 from inductor_q.report import PassRecord
 
-#: The stage of Dynamo's graph. It may mutate and switch modes: what is dead is left to AOTAutograd.
+#: The stage of Dynamo's graph, which may mutate and switch modes: AOTAutograd removes dead nodes.
 CAPTURED = "captured"
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a pass applies, or is refused for a reason a user can act on.
+    """One place where a pass applies, or is refused for a reason that a user can act on.
 
     `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
-    `plan` is what `apply` needs, `bytes_saved` what backward no longer keeps, `provider` who
-    computes the rewritten site. A rejection is `by_choice` where another plan is preferred: under
+    `plan` is what `apply` needs, backward no longer keeps `bytes_saved`, and `provider` computes
+    the rewritten site. A rejection is `by_choice` where another plan is preferred: under
     `qfuse.strict` only the others are errors.
     """
 
@@ -60,12 +60,12 @@ class Pass(Protocol):
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None: ...
 
 
-#: Called with the pass, the graph, and "before" or "after": how a dump sees the graphs.
+#: Functions to call with the pass, the graph, and "before" or "after"; a dump adds one.
 listeners: list[Callable[[Pass, fx.Graph, str], None]] = []
 
 
 def run(step: Pass, graph: fx.Graph, context: Context, *, edit: bool = True) -> None:
-    """Run one pass over `graph` and record what it did; without `edit`, what it would do."""
+    """Run one pass over `graph` and record what it did or, without `edit`, what it would do."""
     told = listeners if edit else []
     for listen in told:
         listen(step, graph, "before")

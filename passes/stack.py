@@ -15,7 +15,7 @@ from inductor_q.passes.runner import Site
 
 
 class Stack(ABC):
-    """A pass that stacks products; refused where one is computed from another's result.
+    """A pass that stacks products. It refuses those of which one is computed from another's result.
 
     `side` is the dimension of the results along which they are stacked.
     """
@@ -26,15 +26,15 @@ class Stack(ABC):
 
     @abstractmethod
     def groups(self, graph: fx.Graph) -> Iterator[list[Product]]:
-        """Products of one input in one dtype."""
+        """Find groups of products that share an input and a dtype."""
 
     @abstractmethod
     def arrange(self, members: Sequence[Product]) -> list[Product]:
-        """The members in the order in which their results shall lie."""
+        """Return the members in the order in which their results shall lie."""
 
     @abstractmethod
     def operands(self, graph: fx.Graph, members: Sequence[Product]) -> tuple[fx.Node, fx.Node]:
-        """Both sides of the stacked product, at the insertion point."""
+        """Emit both sides of the stacked product at the insertion point."""
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         order = positions(graph)

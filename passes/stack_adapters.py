@@ -1,8 +1,8 @@
 """Adapters that share an input become one product: `x @ [A_q; A_k; A_v]'`.
 
 A projection onto a rank is bound by reading x, so q, k and v together cost what one of them does.
-Pays for every shape; refused where the adapters do not share an input (dropout gives each layer its
-own mask) or a dtype. The same projection twice becomes one.
+Stacking pays for every shape. It needs adapters that share an input (dropout gives each layer its
+own mask) and a dtype. The same projection twice becomes one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StackAdapters(Stack):
     side: ClassVar[int] = 1
 
     def groups(self, graph: fx.Graph) -> Iterator[list[Product]]:
-        """The projections of each input that a quantized layer reads, too.
+        """Group the projections of each input that a quantized layer reads, too.
 
         An input counts with the tensors one step of casting or dropout away from it, since PEFT
         applies those before the adapter.
@@ -43,7 +43,7 @@ class StackAdapters(Stack):
         yield from (members for (x, _), members in groups.items() if x in quantized)
 
     def arrange(self, members: Sequence[Product]) -> list[Product]:
-        """One product per adapter: the backward of `qfuse::lora_linear` projects x again."""
+        """Keep one product per adapter: the backward of `qfuse::lora_linear` projects x again."""
         kept: dict[fx.Node, Product] = {}
         for member in members:
             first = kept.setdefault(peel_transposes(member.rhs)[0], member)
@@ -58,7 +58,7 @@ class StackAdapters(Stack):
 
 
 def _row_major(graph: fx.Graph, product: Product) -> fx.Node:
-    """The right-hand side [K, r] as rows [r, K]."""
+    """Return the right-hand side [K, r] as rows [r, K]."""
     below, transposed = peel_transposes(product.rhs)
     if transposed:
         return below

@@ -1,8 +1,8 @@
 """Gradients of adapters that share an input become one product: `[dXA_q | dXA_k | dXA_v]' @ x`.
 
-The mirror of `stack_adapters`: each dA = dXA' @ x reads all of x. Where the dXA lie side by side in
-the buffer of `extend_k`, the stacked left operand is a slice of it. Refused where one gradient is
-computed from another, as a user's own backward may.
+This mirrors `stack_adapters`: each dA = dXA' @ x reads all of x. Where the dXA lie side by side in
+the buffer of `extend_k`, the stacked left operand is a slice of it. The pass refuses gradients of
+which one is computed from another, as a user's own backward may do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StackGradients(Stack):
     side: ClassVar[int] = 0
 
     def groups(self, graph: fx.Graph) -> Iterator[list[Product]]:
-        """Products `dXA' @ x` [r, K] in backward, by x."""
+        """Group the products `dXA' @ x` [r, K] of backward by x."""
         backward = backward_nodes(graph)
         groups: dict[tuple[fx.Node, torch.dtype], list[Product]] = defaultdict(list)
         for node in graph.find_nodes(op="call_function", target=MM):
@@ -52,7 +52,7 @@ class StackGradients(Stack):
         yield from groups.values()
 
     def arrange(self, members: Sequence[Product]) -> list[Product]:
-        """Slices of one buffer in the order of their columns, others in place."""
+        """Sort slices of one buffer by their columns; others keep their order."""
         return sorted(members, key=_position)
 
     def operands(self, graph: fx.Graph, members: Sequence[Product]) -> tuple[fx.Node, fx.Node]:

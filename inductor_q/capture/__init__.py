@@ -1,6 +1,6 @@
 """How each library's quantized weights appear: as module state and as nodes of a graph.
 
-`LIBRARIES` is all that is known of libraries; the functions here ask each of them in turn.
+`LIBRARIES` holds all that is known of libraries; the functions here try each of them in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIBRARIES: tuple[Library, ...] = (OWN, BITSANDBYTES, TRANSFORMERS, TORCHAO)
 
 
 def match(node: fx.Node) -> Match:
-    """What a node computes with a packed weight, or why it is left as it is; None for others."""
+    """Return what a node computes with a packed weight, or why it is left alone; else None."""
     if node.op != "call_function":
         return None
     for library in LIBRARIES:
@@ -34,12 +34,12 @@ def is_product(node: fx.Node) -> bool:
 
 
 def packs_anew(graph: fx.Graph) -> list[Refused]:
-    """The calls of Dynamo's graph whose weights the same graph packs for the next calls."""
+    """Find the calls of Dynamo's graph whose weights the same graph packs for the next calls."""
     return [refused for library in LIBRARIES for refused in library.packs_anew(graph)]
 
 
 def packed_weight(module: nn.Module, name: str) -> Packed | None:
-    """The packed weight that a module holds under a name, as its library describes it."""
+    """Find the packed weight that a module holds under a name, as its library describes it."""
     for library in LIBRARIES:
         found = library.packed(module, name)
         if found is not None:
@@ -53,7 +53,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def find_experts(graph: fx.Graph) -> ExpertLayers:
-    """The expert layers of a graph, and why other products with experts are in none."""
+    """Find the expert layers of a graph, and say why other products with experts are in none."""
     layers: list[ExpertLayer] = []
     refused: dict[fx.Node, str] = {}
     for library in LIBRARIES:

@@ -31,7 +31,7 @@ def overload(name: str) -> Any:
 
 
 def match(node: fx.Node) -> Match:
-    """What a call of one of these ops computes, or why it cannot be expressed."""
+    """Return what a call of one of these ops computes, or why it cannot be expressed."""
     if node.target is overload("gemm_4bit"):
         return _match_gemm(node)
     if node.target is overload("dequantize_4bit"):
@@ -48,7 +48,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def packs_anew(graph: fx.Graph) -> list[Refused]:
-    """The `gemv_4bit` calls of Dynamo's graph whose weight the same graph packs for the CPU.
+    """Find the `gemv_4bit` calls of Dynamo's graph whose weight the same graph packs for the CPU.
 
     Linear4bit does that in its first inference call, by giving the parameter other memory of
     another shape: `set_` on an input.
@@ -86,7 +86,7 @@ def _match_dequantize(node: fx.Node) -> Decoded | Refused:
 def _weight(
     node: fx.Node, named: dict[str, Any], packed: fx.Node, scales: tuple[fx.Node, ...], shape: Any
 ) -> Weight | Refused:
-    """The weight that a call reads, in our format for its arguments; nested scales are four."""
+    """Describe the weight that a call reads by our format for it; nested scales are four nodes."""
     quant_type, blocksize = named["quant_type"], named["blocksize"]
     if quant_type not in BNB_QUANT_TYPES:
         return _refused(node, f"unknown quant_type {quant_type!r}")
@@ -103,7 +103,7 @@ def _refused(node: fx.Node, reason: str) -> Refused:
 
 
 def _nested_absmax(absmax: fx.Node) -> tuple[fx.Node, ...] | None:
-    """`dequantize_blockwise(codes, absmax2, codebook, 256) + offset` as its operands."""
+    """Return the operands of `dequantize_blockwise(codes, absmax2, codebook, 256) + offset`."""
     if absmax.target is not torch.ops.aten.add.Tensor or absmax.kwargs:
         return None
     inner, offset = absmax.args
@@ -117,7 +117,7 @@ def _nested_absmax(absmax: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def _below_views(node: fx.Node) -> fx.Node:
-    """The packed bytes below views that only change their shape."""
+    """Return the packed bytes below views that only change their shape."""
     while node.target in _VIEWS:
         below = node.args[0]
         assert isinstance(below, fx.Node), f"{node=}"

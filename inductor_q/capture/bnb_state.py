@@ -1,4 +1,4 @@
-"""bitsandbytes' QuantState as the operands of one of our formats, and the way there."""
+"""Read bitsandbytes' QuantState as the operands of one of our formats, and quantize to one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from inductor_q.formats.bnb import BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format
 
 
 def packed(module: nn.Module, name: str) -> Packed | None:
-    """What `module` holds under a name: a parameter of bitsandbytes, one that its
-    `replace_parameter_4bit` has parametrized, or plain bytes whose state the module kept.
+    """Find the packed weight that `module` holds under a name: a parameter of bitsandbytes, one
+    that its `replace_parameter_4bit` has parametrized, or plain bytes whose state the module kept.
     """
     children = vars(module).get("_modules", {})
     if "parametrizations" in children and name in children["parametrizations"]._modules:
@@ -46,7 +46,7 @@ def packed(module: nn.Module, name: str) -> Packed | None:
 
 
 def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:
-    """A packed weight and its bitsandbytes `QuantState` as operands, format and shape.
+    """Read a packed weight and its bitsandbytes `QuantState` as operands, format and shape.
 
     Raises:
         UnknownFormat, UnsupportedBlocksize, CorruptQuantState: the state is not one of
@@ -71,7 +71,7 @@ def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:
 
 
 def quantize(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
-    """The operands of `weight` in one of bitsandbytes' formats, as bitsandbytes quantizes.
+    """Quantize `weight` to the operands of one of bitsandbytes' formats, as bitsandbytes does.
 
     Raises:
         MissingExtra.
@@ -94,13 +94,13 @@ def quantize(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
 def dequantize(
     weight: Tensor, quant_state: Any = None, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The values of a bitsandbytes 4-bit weight, bitwise those of `dequantize_4bit`.
+    """Return the values of a bitsandbytes 4-bit weight, bitwise those of `dequantize_4bit`.
 
     Args:
         weight: the packed weight; `Params4bit.data` or any storage dtype of it. Given transposed,
             `[1, n]`, the result is transposed too, as bitsandbytes does.
         quant_state: its `QuantState`; None returns `weight` unchanged (it is not quantized).
-        dtype: of the result; the state's own by default.
+        dtype: that of the result; the state's own by default.
 
     Raises:
         UnknownFormat, UnsupportedBlocksize, CorruptQuantState, WrongDtype.

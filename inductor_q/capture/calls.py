@@ -6,10 +6,10 @@ from torch import fx
 
 
 def call(node: object) -> tuple[object, ...]:
-    """What a node calls and its arguments, keywords as a dictionary at the end if there are any.
+    """Return what a node calls and its arguments, with a dictionary of keywords, if any, behind.
 
     So `case aten.div.Tensor_mode, x, y, {"rounding_mode": "floor"}` is a division that rounds down,
-    and `case aten.sort.default, x` a sort without further arguments. Empty for anything else.
+    and `case aten.sort.default, x` is a sort without further arguments. Anything else is empty.
     """
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ()

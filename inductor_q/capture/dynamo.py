@@ -1,4 +1,4 @@
-"""What Dynamo's graph says of its inputs: where they come from, which modules own them.
+"""Read from Dynamo's graph where its inputs come from and which modules own them.
 
 Dynamo names each input by a source, the Python expression that reaches it from the compiled
 callable, as `L['self']._modules['layers']._parameters['weight']`.
@@ -23,7 +23,7 @@ _PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 
 def is_quantized(gm: fx.GraphModule, weights: Collection[str]) -> bool:
     """Whether anything in the graph could be ours: one of the packed `weights` that it reads, or an
-    op of a library or of ours, which may have its operands from anywhere."""
+    op of a library or of ours, whose operands may come from anywhere."""
     namespaces = {name for library in LIBRARIES for name in library.namespaces}
     return bool(weights) or any(
         _namespace(node.target) in namespaces
@@ -36,8 +36,8 @@ def is_quantized(gm: fx.GraphModule, weights: Collection[str]) -> bool:
 def packed_weights(
     gm: fx.GraphModule, sources: Sequence[str], example_inputs: Sequence[Any]
 ) -> tuple[str, ...]:
-    """The paths of the packed weights that the graph reads, as sites have them, whoever packed them
-    and whether or not a pass knows them; `sources` are those of its inputs."""
+    """List the paths of the packed weights that the graph reads, as sites have them, whoever packed
+    them and whether or not a pass knows them; `sources` are those of its inputs."""
     inputs = gm.graph.find_nodes(op="placeholder")
     names: dict[tuple[str, ...], set[str]] = {}
     for source in sources:
@@ -57,38 +57,38 @@ def packed_weights(
 
 
 def _weight_path(source: str) -> str:
-    """The path of the module, and the name of the weight where a module may have several."""
+    """Return the module's path, with the weight's name where a module may have several weights."""
     path, name = module_path(source), parameter_name(source)
     return path if name in (*MAIN_NAMES, path) else f"{path}.{name}".strip(".")
 
 
 def _namespace(target: Any) -> str:
-    """The namespace of an operator, given as an overload or, as Dynamo traces it, without one."""
+    """Return the namespace of an operator: an overload or, as Dynamo traces it, their packet."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         return target._qualified_op_name.partition("::")[0]
     return str(getattr(target, "namespace", ""))
 
 
 def device_of(example_inputs: Sequence[Any]) -> torch.device:
-    """Where the graph computes: an accelerator if any input lies on one."""
+    """Return the device that the graph computes on: an accelerator if any input lies on one."""
     devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def input_sources(gm: fx.GraphModule) -> list[str]:
-    """Dynamo's name of each input: where module paths in the report come from."""
+    """List Dynamo's names of the inputs, from which the report's module paths come."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return [source_name(getattr(node, "_dynamo_source", None)) for node in placeholders]
 
 
 def source_name(source: Any) -> str:
-    """The text of one of Dynamo's sources; "" for none. torch 2.11 has it as a method."""
+    """Return the text of one of Dynamo's sources; "" for none. It is a method in torch 2.11."""
     name = source.name if source is not None else ""
     return name() if callable(name) else str(name)
 
 
 def counterparts(gm: fx.GraphModule, sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Of layers in nested compile regions: the path of each -> those of the layers that take its
+    """Map the path of each layer in nested compile regions to those of the layers that take its
     place in other calls. Torch compiles calls that look alike once, by the parameters of the first.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -108,12 +108,12 @@ def counterparts(gm: fx.GraphModule, sources: Sequence[str]) -> dict[str, tuple[
 
 
 def module_names(source: str) -> list[str]:
-    """The submodule names on the way from the compiled module to what a source names."""
+    """List the submodule names on the way from the compiled module to what a source names."""
     return _MODULE.findall(source)
 
 
 def input_index(node: fx.Node) -> int | None:
-    """Which of Dynamo's inputs a placeholder of the joint graph is (or was desugared from)."""
+    """Return which of Dynamo's inputs a placeholder of the joint graph is (or comes from)."""
     desc: Any = node.meta.get("desc")
     while hasattr(desc, "base"):  # an inner tensor of a subclass
         desc = desc.base
@@ -122,13 +122,13 @@ def input_index(node: fx.Node) -> int | None:
 
 
 def parameter_name(source: str) -> str:
-    """The name of the parameter or buffer that a source names in its module; "" for neither."""
+    """Return the name that a source's parameter or buffer has in its module; "" for neither."""
     names: list[str] = _PARAMETER.findall(source)
     return names[-1] if names else ""
 
 
 def module_path(source: str) -> str:
-    """The dotted path of the module that owns what a source names.
+    """Return the dotted path of the module that owns what a source names.
 
     Where the compiled module is the layer itself there is no path: then it is the parameter's name.
     """

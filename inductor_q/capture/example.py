@@ -1,4 +1,4 @@
-"""Concrete examples of what a graph computes with: sizes and strides as numbers, and no data.
+"""Make concrete examples of what a graph computes with: numbers for sizes and strides, no data.
 
 A symbol is taken for the value that it had when the graph was captured, without a guard on it.
 """
@@ -18,7 +18,7 @@ from inductor_q.kernels.tile_map import length
 
 
 def hint(size: Any) -> int:
-    """A concrete number for a size: itself, or the example behind a symbol (adds no guard)."""
+    """Return a number for a size: itself, or the example behind a symbol (this adds no guard)."""
     if isinstance(size, int):
         return size
     value = size.node.hint
@@ -26,7 +26,7 @@ def hint(size: Any) -> int:
 
 
 def example(value: Any) -> Any:
-    """An argument of a node: nodes as their values, tensors and symbols as concrete ones."""
+    """Make an argument of a node concrete: a node becomes its value, and a symbol a number."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, (list, tuple)):
@@ -50,7 +50,7 @@ def example_product(
     grouped_in: bool,
     dim: int | None = None,
 ) -> Scatter2Scatter:
-    """A call of scatter2scatter without adapters, whose routing need not exist yet.
+    """Make a call of scatter2scatter without adapters, whose routing need not exist yet.
 
     Args:
         x: its rows.

@@ -49,10 +49,10 @@ _VIEWS = (aten.view.default, aten.reshape.default)
 
 @dataclass(frozen=True)
 class Slots:
-    """`rows` [R, features] of which row i is slot order[i] of `tokens` [T, features].
+    """`rows` [R, features], where row i is slot order[i] of `tokens` [T, features].
 
-    Where the model weights them, `gates` [R] are the factors of the slots, and `column` [R, 1],
-    which is gates[order], those of the rows.
+    Where the model weights them, `gates` [R] are the factors of the slots, and `column` [R, 1] =
+    gates[order] are those of the rows.
     """
 
     tokens: fx.Node
@@ -63,7 +63,7 @@ class Slots:
     column: fx.Node | None = None
 
 
-#: Slots, a reason why the graph does not show which they are, or None where it has no such rows.
+#: Slots, the reason why the graph does not show which they are, or None where it has no such rows.
 _Found = Slots | str | None
 
 
@@ -92,9 +92,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class GatesGradient:
-    """`sums` [R, 1] of d * y, where y = x @ w is product (2) and d @ w' product (3), at `back`.
+    """`sums` [R, 1] of d * y, where y = x @ w is product (2) and d @ w' is product (3), at `back`.
 
-    They are the sums of (d @ w') * x as well, for which y is neither kept nor computed again.
+    They equal the sums of (d @ w') * x, for which y is neither kept nor computed again.
     """
 
     sums: fx.Node
@@ -111,7 +111,7 @@ class ExpertLayer:
 
 
 def find_layers(graph: fx.Graph) -> tuple[list[ExpertLayer], dict[fx.Node, str]]:
-    """The expert layers of a graph, and why other products with experts are in none."""
+    """Find the expert layers of a graph, and say why other products with experts are in none."""
     layers: dict[tuple[fx.Node, str], list[Projection]] = defaultdict(list)
     refused: dict[fx.Node, str] = {}
     for node in graph.nodes:
@@ -137,7 +137,7 @@ def _projection(product: Grouped) -> Projection:
 
 
 def _layer(projections: Sequence[Projection]) -> ExpertLayer:
-    """A layer; of its products, one whose weighted rows have other readers stays sorted."""
+    """Make a layer; a product stays sorted if more than sums and the gates' gradient read it."""
     kept, gradients = [], []
     for projection in projections:
         y = projection.sums
@@ -156,7 +156,7 @@ def _layer(projections: Sequence[Projection]) -> ExpertLayer:
 def _gates_gradient(
     product: Grouped | Batched, y: Slots, readers: list[fx.Node], others: Sequence[Projection]
 ) -> GatesGradient | None:
-    """The gates' gradient, if it is all that reads the rows y of product (2) but their sums."""
+    """Find the gates' gradient, if nothing else but the sums reads the rows y of product (2)."""
     sums = _only_user(readers[0])
     for back in others:
         d, mirrored = back.gathers, back.product.transposed != product.transposed
@@ -172,7 +172,7 @@ def _gates_gradient(
 
 
 def _gathered(product: Grouped) -> _Found:
-    """The tokens that the rows of a product are copies of: before (1) and (3)."""
+    """Find the tokens whose copies are the rows of a product, as before (1) and (3)."""
     rows, mask = _unmasked(product.x)
     rows, column = _unweighted(rows)
     found: _Found = None
@@ -185,7 +185,7 @@ def _gathered(product: Grouped) -> _Found:
 
 
 def _summed(product: Grouped) -> _Found:
-    """The sums per token of the rows of a product: behind (2) and (4)."""
+    """Find the sums per token of the rows of a product, as behind (2) and (4)."""
     rows, mask = product.result, None
     masked = _only_user(rows)
     if masked and _unmasked(masked)[0] is rows:
@@ -221,7 +221,7 @@ def _complete(
 
 
 def _by_division(tokens: fx.Node, rows: fx.Node, token_of_row: object) -> _Found:
-    """The slots, if the token of each row is order // top_k."""
+    """Return the slots, if the token of each row is order // top_k."""
     match call(token_of_row):
         case aten.div.Tensor_mode, fx.Node() as order, top_k, {"rounding_mode": "floor"}:
             return _slots(tokens, rows, order, top_k)
@@ -231,7 +231,7 @@ def _by_division(tokens: fx.Node, rows: fx.Node, token_of_row: object) -> _Found
 def _by_inverse(
     source: tuple[fx.Node, object] | None, rows: fx.Node, row_of_slot: object
 ) -> _Found:
-    """The slots, if the row of each is inverse[slot], where inverse[order] = 0, 1, 2, ..."""
+    """Return the slots, if the row of each is inverse[slot], where inverse[order] = 0, 1, 2, ..."""
     inverse = _peel(row_of_slot, aten.alias.default)
     match call(inverse):
         case aten.index_put.default, _, [fx.Node() as order], places if source:
@@ -245,7 +245,7 @@ def _by_inverse(
 
 
 def _slots(tokens: fx.Node, rows: fx.Node, order: fx.Node, top_k: object) -> _Found:
-    """The slots, if `order` is a permutation of theirs and there are top_k of each token."""
+    """Return the slots, if `order` is a permutation of them and each token has top_k."""
     if not isinstance(top_k, int):
         return "rows stay sorted: top_k is no number"
     sort = order.args[0] if order.target is operator.getitem and order.args[1] == 1 else None
@@ -262,7 +262,7 @@ def _slots(tokens: fx.Node, rows: fx.Node, order: fx.Node, top_k: object) -> _Fo
 
 
 def _repeated(by_slot: object) -> tuple[fx.Node, object] | None:
-    """`(tokens, top_k)` if `by_slot` is `tokens` repeated top_k times."""
+    """Return `(tokens, top_k)` if `by_slot` is `tokens` repeated top_k times."""
     expanded = _peel(by_slot, *_VIEWS, aten.clone.default)
     match call(expanded):
         case aten.expand.default, source, _ if _is_flat(by_slot, _shape(expanded)):
@@ -273,7 +273,7 @@ def _repeated(by_slot: object) -> tuple[fx.Node, object] | None:
 
 
 def _total(by_slot: fx.Node | None) -> tuple[fx.Node, object] | None:
-    """`(sums over the slots of each token, top_k)` if they are all that reads `by_slot`."""
+    """Return `(sums over the slots of each token, top_k)` if nothing else reads `by_slot`."""
     view = _only_user(by_slot)
     total = _only_user(view)
     match call(total):
@@ -286,7 +286,7 @@ def _total(by_slot: fx.Node | None) -> tuple[fx.Node, object] | None:
 
 
 def _unmasked(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Rows before some are masked by zeros, and the mask; or as they are."""
+    """Return the rows below a mask that writes zeros, and the mask; else the rows and None."""
     match call(rows):
         case aten.where.self, fx.Node() as mask, zero, fx.Node() as kept if _is_zero(zero):
             return kept, mask
@@ -294,7 +294,7 @@ def _unmasked(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _unweighted(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Rows before they are multiplied with a column of gates, and the column; or as they are."""
+    """Return the rows below a product with a column of gates, and the column; else rows, None."""
     match call(rows):
         case aten.mul.Tensor, fx.Node() as plain, fx.Node() as column:
             match call(column):
@@ -315,7 +315,7 @@ def _hides_nobodys(mask: fx.Node, order: fx.Node, offs: fx.Node) -> bool:
                     counted = _peel(counted, prims.convert_element_type.default)
                     same = call(ids) == call(counted) == (operator.getitem, order.args[0], 0)
                     numbers = [n for n in (*limits, first) if isinstance(n, int | float)]
-                    # From 0 to 0 would be from the least to the greatest.
+                    # histc reads limits of 0 and 0 as the least and the greatest value.
                     return same and len(numbers) == 3 and numbers[0] < numbers[1] < numbers[2]
     return False
 
@@ -329,7 +329,7 @@ def _is_zero(node: object) -> bool:
 
 
 def _peel(node: object, *targets: object) -> object:
-    """The node below calls of `targets`, which hand on their first argument."""
+    """Return the node below calls of `targets`, which pass on their first argument."""
     while isinstance(node, fx.Node) and node.target in targets:
         node = node.args[0]
     return node

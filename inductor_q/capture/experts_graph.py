@@ -1,8 +1,8 @@
 """The products of transformers' experts as they appear in a joint or inference graph.
 
-`grouped_mm` is a grouped product of sorted rows and a stack, seen transposed or not; in dtypes that
-torch's product does not compile for, an op of transformers' own. `batched_mm` is a product of each
-row with its own copy of an expert, gathered by `index`.
+`grouped_mm` is a grouped product of sorted rows and a stack, seen transposed or not; it is an op of
+transformers' own in dtypes that torch's product does not compile for. `batched_mm` is a product of
+each row with its own copy of an expert, gathered by `index`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stack:
 class Grouped:
     """Sorted rows `x` [S, K] times a stack; the rows of expert e end at offs[e].
 
-    `node` is the call, `result` the same or the one of its results that is the product.
+    `node` is the call; `result` is the same node, or the one of its results that is the product.
     """
 
     node: fx.Node
@@ -58,7 +58,7 @@ class Batched:
 
 
 def match_grouped(node: fx.Node) -> Grouped | str | None:
-    """A grouped product with packed experts; a reason where they are dense or train."""
+    """Match a grouped product with packed experts; give a reason where they are dense or train."""
     match call(node):
         case aten._grouped_mm.default, x, mat, offs, *rest if offs is not None:
             return _grouped(node, x, mat, offs) if all(a is None for a in rest) else None
@@ -87,7 +87,7 @@ def _grouped(
 
 
 def match_batched(node: fx.Node) -> Batched | None:
-    """A product of rows with gathered experts, packed or dense."""
+    """Match a product of rows with gathered experts, packed or dense."""
     match call(node):
         case aten.bmm.default, fx.Node() as left, fx.Node() as right:
             return _batched(node, left, right, dim=2) or _batched(node, right, left, dim=1)
@@ -105,7 +105,7 @@ def _batched(node: fx.Node, gathered: fx.Node, x: fx.Node, *, dim: int) -> Batch
 
 
 def match_stack(node: Any) -> Stack | None:
-    """A stack of experts: dequantized, or a dense tensor of three dimensions."""
+    """Match a stack of experts: dequantized, or a dense tensor of three dimensions."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 3:
         return None
@@ -116,7 +116,7 @@ def match_stack(node: Any) -> Stack | None:
 
 
 def peel_swaps(node: Any) -> tuple[fx.Node, bool]:
-    """Through swaps of the last two dimensions: the tensor below, and whether they are odd."""
+    """Return the tensor below swaps of the last two dimensions, and whether their number is odd."""
     odd = False
     while (node.target is aten.permute.default and [*node.args[1]] in _SWAPS) or (
         node.target is aten.transpose.int and {a % 3 for a in node.args[1:]} == {1, 2}
@@ -127,6 +127,6 @@ def peel_swaps(node: Any) -> tuple[fx.Node, bool]:
 
 
 def _transformers(name: str) -> Any:
-    """An op of transformers, or None where it is not loaded or has none of that name."""
+    """Return an op of transformers, or None where it is not loaded or has none of that name."""
     packet = getattr(torch.ops.transformers, name, None)
     return None if packet is None else packet.default

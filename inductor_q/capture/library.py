@@ -1,9 +1,9 @@
-"""What the rest of the package asks about a library that quantizes.
+"""Describe a library that quantizes to the rest of the package.
 
 A `Library` answers two kinds of questions: what a node of a graph computes with a packed weight,
-and what a module holds. One object says it for each library, in a file of its own beside this one;
-`LIBRARIES` of `inductor_q.capture` lists them. No library is imported for it: its ops are looked up
-by name where they are registered, its classes are known by theirs.
+and what a module holds. Each library has one such object, in a file of its own beside this one;
+`LIBRARIES` of `inductor_q.capture` lists them. No library is imported for it: ops are looked up by
+name where they are registered, and classes are known by name.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Stored(NamedTuple):
 class Packed:
     """A packed weight that a module holds.
 
-    format: as its library calls it; a name of ours where the layer is ours.
-    shape: of its values, as far as the module says it.
-    read: gives the weight in one of our formats, and raises where its state does not fit itself.
-    reason: why it cannot, where none of our formats is the library's.
+    format: its library's name for it; a name of ours where the layer is ours.
+    shape: that of its values, as far as the module knows it.
+    read: returns the weight in one of our formats, and raises where its state does not fit itself.
+    reason: says why it cannot be read, where none of our formats is the library's.
     """
 
     format: str
@@ -96,13 +96,13 @@ class Packed:
 
     @property
     def kind(self) -> str:
-        """What reports call a layer with such a weight."""
+        """The name that reports have for a layer with such a weight."""
         return "experts" if len(self.shape) > 2 else "linear"
 
 
 # --- a library ----------------------------------------------------------------------------------
 
-#: The operands of a weight in a format.
+#: Quantizes a weight to the operands of a format.
 Quantizer: TypeAlias = Callable[[Tensor, QuantFormat], list[Tensor]]
 
 
@@ -132,23 +132,23 @@ def _holds_no_experts(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """What one library's quantized weights look like; what it leaves out, it does not have.
+    """A library's quantized weights; what this leaves out, the library does not have.
 
     Attributes:
-        name: of the package that is imported.
-        namespaces: of the operators that read packed weights.
+        name: that of the package that is imported.
+        namespaces: those of the operators that read packed weights.
         parameters: the classes of its parameters that hold packed weights, by name. What they store
             may look like values.
-        match: what a node of a joint or inference graph computes with a packed weight.
+        match: returns what a node of a joint or inference graph computes with a packed weight.
         is_product: whether a node that `match` knows, and a pass may leave alone, is a product.
-        packs_anew: the calls of Dynamo's graph whose weights the same graph packs in another way.
+        packs_anew: finds calls of Dynamo's graph whose weights the same graph packs in another way.
             Such a graph runs once.
-        packed: what a module holds under a name, if this library has packed it. Only types and
-            plain attributes are looked at; nothing of a module is run.
+        packed: returns what a module holds under a name, if this library has packed it. It looks at
+            types and plain attributes only, and runs nothing of a module.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
             parameter for each projection.
-        find_experts: such layers in a joint or inference graph, their weights decoded by then.
-        quantizers: of the formats that this library writes.
+        find_experts: finds such layers in a joint or inference graph that decodes their weights.
+        quantizers: those of the formats that this library writes.
     """
 
     name: str

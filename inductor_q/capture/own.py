@@ -1,4 +1,4 @@
-"""Our own: `qfuse::linear` and `lora_linear`, and modules that hold k bits or packed experts."""
+"""Our own library: `qfuse::linear`, `lora_linear`, and modules that hold k bits or experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _match(node: fx.Node) -> Linear | None:
 
 
 def _packed(module: nn.Module, name: str) -> Packed | None:
-    """`KBitLinear` and `ExpertStack` say their format, and hold operands under its names."""
+    """Read `KBitLinear` and `ExpertStack`, which hold operands under the names of their format."""
     said = vars(module)
     fmt = FORMATS.get(said.get("format", ""))
     if fmt is None or name != fmt.operands[0]:

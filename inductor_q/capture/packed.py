@@ -1,4 +1,4 @@
-"""What a packed weight looks like, whoever packed it: one rule for all that look for one.
+"""Recognize a packed weight, whoever packed it: one rule for all that look for one.
 
 A weight counts as packed by what it is, not by whether a pass knows it: bitsandbytes' parameters,
 tensor subclasses that hold codes (torchao, quanto), and plain codes held by a module (GPTQ, AWQ,
@@ -19,10 +19,10 @@ from inductor_q.capture import LIBRARIES
 #: Classes of parameters that are packed whatever their dtype says.
 _PARAMETERS = frozenset(name for library in LIBRARIES for name in library.parameters)
 
-#: What libraries call the weight of a module that has one, where it is not "weight".
+#: The names that libraries give to the weight of a module that has one.
 MAIN_NAMES = ("weight", "original", "qweight", "W_q", "weight_packed")
 
-#: What nothing but a packed weight has two or more dimensions of.
+#: Dtypes that nothing but a packed weight has in two or more dimensions.
 _ONLY_CODES = (
     torch.int8,
     torch.float8_e4m3fn,
@@ -36,8 +36,8 @@ _NO_WEIGHT = re.compile(r"(^|_)(scales?|scale_inv|absmax|q?zeros?|zero_points?)$
 
 
 def holds_codes(tensor: Tensor) -> bool:
-    """Whether a tensor has a dtype that no arithmetic of a model reads as it is: integers, or
-    floats of 8 bits and fewer. Positions and indices have it too."""
+    """Whether a tensor holds integers or floats of at most 8 bits, which no arithmetic of a model
+    reads as they are. Positions and indices are such tensors too."""
     dtype = tensor.dtype
     if tensor.dim() == 0 or dtype is torch.bool or dtype.is_complex:
         return False
@@ -55,8 +55,8 @@ def is_packed_weight(
     packed scales and zero points are none.
 
     Args:
-        name: what the module calls it.
-        is_parameter: a parameter rather than a buffer.
+        name: the name that it has in the module.
+        is_parameter: whether it is a parameter, not a buffer.
         beside: the names of all tensors that the same module holds.
     """
     if type(tensor).__name__ in _PARAMETERS or wraps_codes(tensor):
@@ -70,7 +70,7 @@ def is_packed_weight(
 
 
 def packed_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The packed weights that `module` itself holds, by name."""
+    """Yield the packed weights that `module` itself holds, by name."""
     held = dict(_held(module))
     for name, tensor in held.items():
         is_parameter = name in module._parameters
@@ -86,7 +86,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """What a traceable tensor subclass is made of; empty for a plain tensor."""
+    """List the tensors that a traceable subclass is made of; a plain tensor has none."""
     flatten: Any = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is None:
         return []

@@ -10,7 +10,7 @@ from inductor_q.capture.library import Library, Packed
 def _packed(module: nn.Module, name: str) -> Packed | None:
     tensor = module._parameters.get(name)
     kind = type(tensor)
-    # A plain one first: Dynamo, which traces this in layers of experts, does not know its module.
+    # Parameter goes first: Dynamo traces this in layers of experts and does not know its module.
     if tensor is None or kind is nn.Parameter or kind.__module__.partition(".")[0] != "torchao":
         return None
     reason = f"it is torchao's {kind.__name__}, which none of our formats describes"

@@ -7,7 +7,7 @@ from torch import nn
 from inductor_q.capture.expert_layers import find_layers
 from inductor_q.capture.library import Library
 
-#: What `use_experts_implementation` (v5) leaves on a layer of experts: flags that say how it lies.
+#: The flags of its layout that `use_experts_implementation` (v5) leaves on a layer of experts.
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
 
 
