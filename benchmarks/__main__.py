@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: every benchmark, at the sizes this machine can take.
+"""Run every benchmark by ``python -m benchmarks``, at the sizes this machine can take.
 
 ``python -m benchmarks origin FILE...`` compares results with the commits that they name, and
 ``python -m benchmarks plot FILE...`` draws them.
@@ -30,7 +30,7 @@ NAMES = (
     "bench_thresholds",
 )
 
-#: What ``--brief`` runs, in this order, and with how few rounds: the results that the README and
+#: ``--brief`` runs these in this order, in so few rounds: the results that the README and
 #: docs/benchmarks.md lead with.
 BRIEF = {
     "bench_step": ("--compile-rounds", "1", "--graph-layers", "1", "--rounds", "5"),

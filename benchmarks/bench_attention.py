@@ -1,8 +1,8 @@
-"""Attention under a causal mask that is written out, or left out.
+"""Time attention under a causal mask that is written out, or left out.
 
-Forward and backward of one call on the shapes of Qwen3-8B. ``mask`` is what stock Inductor is given
-up to torch 2.13; ``causal`` what the pass causal_attention makes of it; ``grouped`` is causal with
-keys and values that are not repeated for the groups of queries, as eager calls it.
+One call runs forward and backward on the shapes of Qwen3-8B. ``mask`` is what stock Inductor gets
+up to torch 2.13; ``causal`` is what the pass causal_attention makes of it; ``grouped`` is causal
+with keys and values that are not repeated for the groups of queries, as eager calls it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     candidates = {peer: both(calls[peer]) for peer in arguments.backends}
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     timings = harness.time_kernels(candidates, suite.device, rounds=rounds)
-    moved = 4 * (query.nbytes + key.nbytes)  # read and written once a direction, at least
+    moved = 4 * (query.nbytes + key.nbytes)  # read and written once per direction, at least
     roof = suite.ceilings.roof(
         flops=7.0 * batch * heads * length * length * features, bytes=float(moved)
     )

@@ -121,7 +121,7 @@ def _bytes(packed: torch.Tensor, state: Any) -> int:
 
 
 def _op(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> Callable[[], Any] | None:
-    """``inductor_q.ops.dequantize`` on this weight, None where the package has no ops."""
+    """Return ``inductor_q.ops.dequantize`` on this weight; None where the package has no ops."""
     try:
         from inductor_q import ops
         from inductor_q.capture.bnb_state import bnb_operands

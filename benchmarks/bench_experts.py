@@ -1,7 +1,8 @@
-"""The experts of one layer, whole: forward, and the gradients a fine-tuning step asks for.
+"""Time the experts of one layer, whole: forward, and the gradients a fine-tuning step needs.
 
-A module of transformers in the shapes of a model, on seeded tokens and the choices of a random
-router: both projections, the activation between them, and the biases of models that have them.
+Each is a module of transformers in the shapes of a model, on seeded tokens and the choices of a
+random router: both projections, the activation between them, and the biases of models that have
+them.
 
 ``LoRA on`` "nothing": frozen experts, gradients of the hidden states and of the routing weights, as
 with LoRA on attention. "experts": also those of LoRA (r = 16) on both projections.
@@ -11,8 +12,8 @@ under PEFT's ``target_parameters``; ``packed`` is the module after ``experts.qua
 ``experts.add_lora``. These run in eager torch; ``qfuse`` is the packed module compiled.
 
 ``static`` is the module, adapters included; ``peak`` is beyond modules, inputs and what is
-returned. ``error`` of the output, ``grad_error`` of the gradient of the hidden states: against
-float64 on the weights that the peer holds, relative to those of eager on its own.
+returned. ``error`` is that of the output, ``grad_error`` that of the gradient of the hidden states:
+both are against float64 on the weights that the peer holds, relative to those of eager on its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
 from inductor_q.experts.stack import ExpertStack
 
-# name: (family, experts, hidden size, intermediate size, experts a token)
+# name: (family, experts, hidden size, intermediate size, experts per token)
 MODELS = {
     "gpt-oss-20b": ("gpt_oss", 32, 2880, 2880, 4),
     "gpt-oss-120b": ("gpt_oss", 128, 2880, 2880, 4),
@@ -44,7 +45,7 @@ CASES = {
     "cuda": [("gpt-oss-20b", 2048), ("gpt-oss-20b", 8192), ("gpt-oss-120b", 4096)],
     "cpu": [("tiny", 64)],
 }
-TOKENS = 2048  # of a model that is in no list
+TOKENS = 2048  # for a model that is in no list
 PEERS = ("eager", "grouped_mm", "packed", "qfuse")
 ADAPT = ("nothing", "experts")
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -120,7 +121,7 @@ def _run_case(
 
 
 def _step(call: Callable[..., Tensor], module: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """The output; the gradients of hidden states, routing weights and adapters."""
+    """Return the output, then the gradients of hidden states, routing weights and adapters."""
     y = call(inputs.hidden, inputs.ids, inputs.gates)
     adapters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     leaves = (inputs.hidden, inputs.gates, *adapters)
@@ -150,7 +151,9 @@ def _inputs(name: str, tokens: int, adapted: str, device: torch.device, seed: in
 
 
 def _module(name: str, peer: str, inputs: Inputs) -> nn.Module:
-    """The experts as `peer` has them: packed, or in bf16; weights and adapters are everyone's."""
+    """Make the experts as `peer` has them: packed, or in bf16; all have the same weights and
+    adapters.
+    """
     import peft
     import transformers
     from transformers.models.gpt_oss import modeling_gpt_oss
@@ -171,7 +174,7 @@ def _module(name: str, peer: str, inputs: Inputs) -> nn.Module:
     generator = torch.Generator(inputs.hidden.device).manual_seed(0)
     for weight in layer.parameters():
         weight.data.normal_(std=hidden**-0.5, generator=generator)
-    # In a module of its own: PEFT replaces what has the parameters.
+    # PEFT replaces what has the parameters, so they get a module of their own.
     model: Any = nn.ModuleDict({"experts": layer}).requires_grad_(False)
     if peer == "packed":
         experts.quantize(model)
@@ -194,7 +197,7 @@ def _module(name: str, peer: str, inputs: Inputs) -> nn.Module:
 
 
 def _exact(module: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The output and the gradient of the hidden states in float64, an expert at a time."""
+    """Compute the output and the gradient of the hidden states in float64, an expert at a time."""
     layer = next(iter(expert_layers(module).values()))
     weights: dict[str, Tensor] = {}
     for name in PROJECTIONS:
@@ -224,7 +227,7 @@ def _exact(module: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _roof(suite: harness.Suite, name: str, tokens: int) -> float:
-    """Products of forward and input gradient; packed weights and tokens, read and written twice."""
+    """Count products of forward and input gradient; both move the packed weights and the tokens."""
     _, count, hidden, inner, top_k = MODELS[name]
     expert, rows = 3 * hidden * inner, tokens * top_k
     packed = min(count, rows) * expert * (0.5 + 4 / 64)

@@ -1,4 +1,4 @@
-"""What observation costs: a fresh compile of a QLoRA step, plain and under `observe`.
+"""Measure what observation costs: a fresh compile of a QLoRA step, plain and under `observe`.
 
 Forward and backward of a small QLoRA Llama are compiled from nothing (Dynamo and every cache
 empty), in turns, after one throw-away compile has loaded the compiler. `qfuse explain` aims at 10 %
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 
 def _compile(model: Any, ids: torch.Tensor, backend: str, *, observed: bool) -> tuple[float, float]:
-    """Wall and CPU seconds of the first step, compiled from nothing."""
+    """Return wall and CPU seconds of the first step, compiled from nothing."""
     torch._dynamo.reset()
     compiler = testing.qfuse_backend() if backend == "qfuse" else backend
     watch: Any = observe() if observed else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""One bf16 weight quantized to K bits and dequantized again: the op, its Triton twin, a copy.
+"""Quantize one bf16 weight to K bits and back: the op, its Triton twin, a copy.
 
 The copy moves as many bytes as either direction must (codes and scales on one side, bf16 on the
 other). bitsandbytes dequantizes as many elements from NF4 with fp32 scales, which is more bytes.
@@ -36,7 +36,7 @@ Calls = dict[str, list[Callable[[], Any]]]
 
 @dataclass(frozen=True)
 class Weight:
-    """What both directions read or write; `operands` are the reference's."""
+    """Hold what both directions read or write; `operands` are the reference's."""
 
     x: Tensor
     operands: list[Tensor]

@@ -1,10 +1,10 @@
-"""What k-bit weights cost in quality: of normal numbers, and of a small language model.
+"""Measure what k-bit weights cost in quality: of normal numbers, and of a small language model.
 
-The first table has bits an element and signal to quantization noise for normally distributed
+The first table has bits per element and signal to quantization noise for normally distributed
 numbers, the second the rounding of E4M4 scales. Then the demo's model learns the first half of the
-demo's text, is quantized in each format, and fine-tuned with LoRA, compiled with qfuse, on the next
-third: the loss on the rest, which nobody trained on, before and after. The same seed, batches and
-initial adapters for all.
+demo's text, is quantized in each format, and is fine-tuned with LoRA, compiled with qfuse, on the
+next third. The last table has the loss on the rest, which nobody trained on, before and after. All
+have the same seed, batches and initial adapters.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def numbers(numel: int, device: torch.device) -> list[dict[str, Any]]:
-    """Bits per element and SQNR in dB of every format, over normal numbers of deviation 0.02."""
+    """Return bits per element and SQNR in dB of every format, over normals of deviation 0.02."""
     x = torch.randn(numel, device=device) * 0.02
     rows = []
     for k in KBITS:
@@ -128,7 +128,7 @@ def _row(name: str, bits: float, x: Tensor, back: Tensor) -> dict[str, Any]:
 
 
 def scales(numel: int, device: torch.device) -> dict[str, float]:
-    """Relative error of E4M4 over its normal range, evenly in the logarithm."""
+    """Return the relative error of E4M4 over its normal range, evenly in the logarithm."""
     octaves = math.log2(31.0) + 10
     absmax = (torch.rand(numel, device=device) * octaves - 10).exp2()
     relative = (kbit.decode_absmax_e4m4(kbit.encode_absmax_e4m4(absmax)) / absmax - 1).abs()
@@ -229,7 +229,7 @@ def _train_base(size: Size, data: Sequence[Tensor], device: torch.device) -> nn.
 
 
 def _bits(quantized: nn.Module) -> float:
-    """Bits an element of the projections, scales included."""
+    """Return the bits per element of the projections, scales included."""
     nbytes, numel = 0, 0
     for name, layer in quantized.named_modules():
         if not isinstance(layer, nn.Linear) or name == "lm_head":
@@ -258,7 +258,9 @@ def _fine_tune(
     arguments: argparse.Namespace,
     name: str,
 ) -> tuple[list[float], float]:
-    """LoRA on every projection, compiled with qfuse: the losses, and the one on held-out text."""
+    """Train LoRA on every projection, compiled with qfuse; return the losses, the held-out one
+    last.
+    """
     import peft
 
     torch.manual_seed(arguments.seed)

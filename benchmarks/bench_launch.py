@@ -1,13 +1,13 @@
-"""What one dequantization costs the host, apart from the GPU: microseconds until it is queued.
+"""Measure what one dequantization costs the host, in microseconds until it is queued.
 
-A weight so small that the GPU is done before the host has queued the next call, thousands of calls
-in a row. ``wall`` is the time until the GPU has finished them too: where it is not longer, the host
-is all that was measured.
+The weight is so small that the GPU is done before the host has queued the next call, and thousands
+of calls run in a row. ``wall`` is the time until the GPU has finished them too: where it is not
+longer, the host is all that was measured.
 
 - ``qfuse``: the call in compiled code, which launches what Triton has compiled through the driver
   (inductor_q/kernels/triton_launch.py).
 - ``runner``: the same call, where Triton launches the kernel it has compiled.
-- ``jit``: the same call, where Triton's JIT is asked each time: ``kernel[grid](...)``.
+- ``jit``: the same call through Triton's JIT each time: ``kernel[grid](...)``.
 - ``op``: ``inductor_q.ops.dequantize`` in eager mode, checks and allocation included.
 - ``bitsandbytes``: ``dequantize_4bit``, likewise in eager mode.
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 def _calls(
     peers: Sequence[str], device: torch.device, packed: torch.Tensor, state: Any
 ) -> dict[str, tuple[Call, dict[Any, Any]]]:
-    """Each peer's call, and the launches that are prepared for it; checked bitwise."""
+    """Return each peer's call, and the launches that are prepared for it, all checked bitwise."""
     dequantize_4bit = testing.bitsandbytes().functional.dequantize_4bit
     operands, format, shape = bnb_operands(packed, state)
     out = torch.empty(shape, dtype=state.dtype, device=device)
@@ -104,7 +104,7 @@ def _calls(
 def _time(
     calls: dict[str, tuple[Call, dict[Any, Any]]], device: torch.device, *, rounds: int, count: int
 ) -> tuple[dict[str, harness.Timing], dict[str, harness.Timing]]:
-    """Seconds a call until it is queued, and until the device has finished."""
+    """Return the seconds per call until it is queued, and until the device has finished."""
     queued: dict[str, list[float]] = {peer: [] for peer in calls}
     finished: dict[str, list[float]] = {peer: [] for peer in calls}
     with torch.no_grad():
@@ -112,7 +112,7 @@ def _time(
             for peer in order:
                 call, launches = calls[peer]
                 with mock.patch.object(PREPARED, "launches", launches):
-                    for _ in range(count // 10):  # what a neighbour left cold
+                    for _ in range(count // 10):  # warms up what a neighbour left cold
                         call()
                     harness.synchronize(device)
                     start = time.perf_counter()

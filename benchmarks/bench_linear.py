@@ -1,4 +1,4 @@
-"""One NF4 linear under a LoRA adapter (r = 16): forward, and forward with backward.
+"""Time one NF4 linear under a LoRA adapter (r = 16): forward, and forward with backward.
 
 Peers are the same bitsandbytes + PEFT module in eager, under stock Inductor and under qfuse, beside
 the plain bf16 product of the same size (``matmul``: no adapter, the weight not packed). Each
@@ -78,7 +78,7 @@ def _run_case(
     n, k, m = shape
     device = suite.device
     adapter_dtype = torch.bfloat16 if arguments.adapter_dtype == "bf16" else None
-    torch.compiler.reset()  # a compiled variant a shape would run into the recompile limit
+    torch.compiler.reset()  # one compiled variant per shape would reach the recompile limit
     module = testing.lora_linear(n, k, r=RANK, adapter_dtype=adapter_dtype, device=device)
     module.train(backward)
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=backward)
@@ -142,9 +142,9 @@ def _matmul(
 
 
 def _roof(ceilings: harness.Ceilings, shape: tuple[int, int, int], *, backward: bool) -> float:
-    """Fewest operations and bytes: the packed weight read once a pass, x in, y out, adapters."""
+    """Count the fewest operations and bytes: packed weight once per pass, x in, y out, adapters."""
     n, k, m = shape
-    weight = n * k / 2 + n * k / 64  # codes, and one byte of absmax for 64 values
+    weight = n * k / 2 + n * k / 64  # codes, and one byte of absmax per 64 values
     adapters = 2 * RANK * (n + k)
     forward = ceilings.roof(
         flops=2 * m * n * k + 2 * m * RANK * (n + k), bytes=weight + adapters + 2 * m * (n + k)

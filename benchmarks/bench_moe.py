@@ -1,4 +1,4 @@
-"""One projection of a mixture of experts: NF4 experts, a LoRA adapter each, top-k routing.
+"""Time one projection of a mixture of experts: NF4 experts, a LoRA adapter each, top-k routing.
 
 Rows are gathered, multiplied with their experts and left grouped: forward, and forward with the
 gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsandbytes``
@@ -55,7 +55,7 @@ CASES = {
     "cpu": [("tiny", 64), ("tiny", 512)],
 }
 QUICK = {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]}
-TOKENS = 2048  # of a model that is in no list
+TOKENS = 2048  # for a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
 KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "triton")))
@@ -66,7 +66,7 @@ SCALING = 2.0
 
 @dataclass(frozen=True)
 class Layer:
-    """The inputs of one case; weights are seeded, quantized by bitsandbytes."""
+    """Hold the inputs of one case; weights are seeded, and bitsandbytes quantizes them."""
 
     name: str
     x: Tensor
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 
 def _cases(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, int]]:
-    """Models and numbers of tokens: what was asked for, the rest as listed."""
+    """List models and numbers of tokens: as requested, and otherwise as listed."""
     listed = (QUICK if arguments.quick else CASES)[device]
     for name in arguments.models or dict.fromkeys(name for name, _ in listed):
         known = [tokens for model, tokens in listed if model == name]
@@ -124,7 +124,7 @@ def _cases(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, in
 
 
 def sizes(name: str) -> tuple[int, int, int, int]:
-    """Experts, out features, in features, top-k of one of MODELS, or of what a config says."""
+    """Return experts, out and in features, top-k of one of MODELS, or of what a config says."""
     if name in MODELS:
         return MODELS[name]
     from transformers import AutoConfig
@@ -138,7 +138,7 @@ def sizes(name: str) -> tuple[int, int, int, int]:
 def _layers(
     name: str, tokens: int, rank: int, devices: int, device: torch.device
 ) -> tuple[Layer, Layer]:
-    """One device's layer, whose choices elsewhere are sentinels; and masked."""
+    """Make one device's layer, whose choices elsewhere are sentinels, and the same with masks."""
     import bitsandbytes.functional as F
 
     everywhere, n, k, top_k = sizes(name)
@@ -210,7 +210,7 @@ def _values(layer: Layer, dtype: torch.dtype) -> Tensor:
 
 
 def _exact(layer: Layer) -> Tensor:
-    """float64, an expert at a time, from the fp32 values of the weight; a row a slot."""
+    """Compute in float64 from the weight's fp32 values, an expert at a time; one row per slot."""
     weight, routing = _values(layer, torch.float32), layer.routing
     rows = layer.x.detach()[routing.order // routing.top_k]
     y = torch.zeros_like(layer.grad, dtype=torch.float64)
@@ -274,7 +274,7 @@ def _run_case(
 
 
 def _pass(kind: str, forward: Callable[[], Tensor], layer: Layer) -> Callable[[], list[Tensor]]:
-    """What is timed: `kind` of PASSES."""
+    """Make the call that is timed; `kind` is one of PASSES."""
 
     def without_gradients() -> list[Tensor]:
         with torch.no_grad():
@@ -299,7 +299,7 @@ def _pass(kind: str, forward: Callable[[], Tensor], layer: Layer) -> Callable[[]
 
 
 def _roof(suite: harness.Suite, layer: Layer, *, ways: int) -> float:
-    """The products, or the packed weights and the rows read and written once a direction."""
+    """Count the products, or packed weights and rows, read and written once per direction."""
     _, n, k = layer.shape
     rows = int(layer.routing.offsets[-1])
     operands, _, _ = bnb_operands(layer.qweight, layer.state)

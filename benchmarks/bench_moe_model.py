@@ -1,7 +1,7 @@
-"""One training step of a whole mixture of experts, QLoRA: forward, loss, backward, AdamW.
+"""Time one training step of a whole mixture of experts, QLoRA: forward, loss, backward, AdamW.
 
-On a GPU: the shapes of Qwen3-30B-A3B, 4 layers, 2 x 2048 tokens, NF4 attention and experts with
-double quantization, a vocabulary of 32,000. On a CPU a toy.
+A GPU gets the shapes of Qwen3-30B-A3B, 4 layers, 2 x 2048 tokens, NF4 attention and experts with
+double quantization, and a vocabulary of 32,000. A CPU gets a toy.
 
 ``attention``: LoRA (r = 16) on attention only. Experts are packed by bitsandbytes'
 ``replace_parameter_4bit`` and run as "grouped_mm": in eager, stock Inductor and qfuse, the model
@@ -28,7 +28,7 @@ from inductor_q import testing
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("gate_up_proj", "down_proj")
-#: What is adapted: the peers that can.
+#: The peers that can take part, by what is adapted.
 CASES = {
     "attention": ("eager", "inductor", "qfuse", "packed"),
     "attention + experts": ("eager", "inductor", "packed"),
@@ -161,7 +161,7 @@ def _model(config: Any, device: torch.device, *, packed: bool, experts: bool) ->
 
 
 def _roof(suite: harness.Suite, config: Any, ids: torch.Tensor) -> float:
-    """Products of forward and input gradient; the packed weights read twice."""
+    """Count products of forward and input gradient; the packed weights are read twice."""
     tokens, hidden = ids.numel(), config.hidden_size
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""A short fine-tuning run, end to end: 300 steps of QLoRA under stock Inductor and under qfuse.
+"""Time a short fine-tuning run: 300 steps of QLoRA under stock Inductor and under qfuse.
 
 ``broken`` is stock Inductor with the adapted linears outside of the graph, as when dequantization
 cannot be traced. It stands for axolotl's main branch before its pull request 3677 of June 2026
@@ -11,9 +11,9 @@ bitsandbytes as the other peers. What differs from there: q, k and v are three b
 is left out stays in eager, where Dynamo tried again inside of axolotl's functions and broke at each
 dequantization; and PEFT's adapters are more and smaller kernels than those functions.
 
-On a GPU: the shapes of Qwen3.5-0.8B's text model (24 layers, 18 of them gated delta nets, 248,320
+A GPU gets the shapes of Qwen3.5-0.8B's text model (24 layers, 18 of them gated delta nets, 248,320
 tokens of vocabulary), NF4 with double quantization on every linear but the head, LoRA (r = 16) on
-the projections of attention and MLP, AdamW, 2 x 512 tokens of a text as bytes. On CPU a toy.
+the projections of attention and MLP, AdamW, 2 x 512 tokens of a text as bytes. A CPU gets a toy.
 
 All peers train the same module from the same adapters on the same batches, in one order and then in
 the other. A round's time is that of all its steps; compiling and recording CUDA graphs are over
@@ -24,12 +24,12 @@ What is compiled, for every peer alike (``--compile``):
 - ``blocks``: each decoder layer by itself, and the loss. Layers of a kind share a graph, so there
   are three to compile. Embedding, last norm and head run in eager.
 - ``whole``: the model in one graph. Dynamo unrolls the scan of the delta net over its chunks of 64
-  tokens: at 512 tokens 390 nodes a layer in Dynamo's graph and 1,570 after autograd (attention: 230
-  and 690), 28,000 in all, where the blocks have 2,300. That takes minutes per peer to compile.
+  tokens: 512 tokens make 390 nodes per layer in Dynamo's graph and 1,570 after autograd (attention:
+  230 and 690), 28,000 in all, where the blocks have 2,300. That takes minutes per peer to compile.
 
 Without flash-linear-attention a delta net solves a triangular system, or, in an export, by 63 steps
-written out. torch 2.11 says of every trace that it is an export; here that is denied, or a layer
-would have 4,130 nodes in place of 1,570, and run them.
+written out. torch 2.11 reports every trace as an export. Here it reports none, because a layer
+would otherwise have 4,130 nodes in place of 1,570, and run them.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _model(arguments: argparse.Namespace, config: Any, device: torch.device) -> 
         seed=arguments.seed,
     )
     if arguments.compile == "blocks":
-        # As PEFT's prepare_model_for_kbit_training does. The first layer then is like the others:
-        # with an input that needs no gradient it would have a graph of its own.
+        # PEFT's prepare_model_for_kbit_training does so too. The first layer is then like the
+        # others: with an input that needs no gradient it would have a graph of its own.
         model.enable_input_require_grads()
     return model
 
@@ -182,9 +182,9 @@ def _model(arguments: argparse.Namespace, config: Any, device: torch.device) -> 
 
 @contextlib.contextmanager
 def _tracing(peers: Sequence[str]) -> Iterator[None]:
-    """Settings of Dynamo and the model under which all peers are compiled."""
+    """Set up Dynamo and the model in the way under which all peers are compiled."""
     # The code of a layer is compiled for every kind of layer and every peer. What passes the limit
-    # would run in eager from then on: an error here.
+    # would run in eager from then on; here it is an error.
     limits = dynamo_config.patch(
         recompile_limit=8 + 4 * len(peers), fail_on_recompile_limit_hit=True
     )
@@ -201,13 +201,13 @@ def _no() -> bool:
 
 
 def _backend(peer: str) -> str:
-    # An option at its default: of equal backends, Dynamo would run code of one for the other, and
-    # what it guards up to a break does not tell which linears come after it.
+    # An option at its default makes the backends differ. Of equal ones Dynamo would run the code of
+    # one for the other: its guards up to a break do not say which linears come after it.
     return "inductor[triton.cudagraphs=False]" if peer == BROKEN else peer
 
 
 class Outside(torch.nn.Module):
-    """A module that Dynamo does not trace: its call is a graph break."""
+    """Keep a module from being traced by Dynamo: its call is a graph break."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -220,10 +220,10 @@ class Outside(torch.nn.Module):
 
 
 def _exits(model: Any) -> Callable[[bool], None]:
-    """A function that puts what is adapted outside of every graph (True), or back (False).
+    """Make a function that puts what is adapted outside of every graph (True), or back (False).
 
-    That is: modules whose parameters all belong to adapted linears, the outermost of them. They are
-    wrapped in place of a forward that is disabled, so that all layers share the code of one class.
+    It moves the outermost modules whose parameters all belong to adapted linears. They are wrapped
+    in place of a forward that is disabled, so that all layers share the code of one class.
     """
     lora = importlib.import_module("peft").tuners.lora.LoraLayer
     layers = model.get_base_model().model.layers
@@ -256,8 +256,9 @@ def _entry(
     whole: bool,
     outside: bool = False,
 ) -> Enter:
-    """A function that gives the model as ``compile`` made it; the layers are left as they are
-    until another peer enters.
+    """Make a function that gives the model as ``compile`` made it.
+
+    The layers are left as they are until another peer enters.
     """
     base = model.get_base_model()
     layers = base.model.layers
@@ -283,7 +284,7 @@ def _plain_loss(base: Any) -> Any:
 
 
 def _count(entry: Callable[..., Enter], ids: torch.Tensor) -> dict[str, Any]:
-    """Graphs, nodes and breaks of what Dynamo captures, which no backend has a part in."""
+    """Count graphs, nodes and breaks of what Dynamo captures, in which no backend has a part."""
     nodes: list[int] = []
 
     def count(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Any:
@@ -327,10 +328,10 @@ def _compile(
 
 @dataclass(frozen=True)
 class _Run:
-    """What one peer did in one round."""
+    """Record what one peer did in one round."""
 
     losses: list[float]
-    seconds: float  # a step
+    seconds: float  # per step
     peak: int | None
 
 
@@ -348,7 +349,8 @@ def _rounds(
         order = list(entries)[:: -1 if index % 2 else 1]
         for peer in order:
             call = entries[peer]()
-            # CUDA graphs: a step that warms up, one that records; then what a neighbour left cold.
+            # CUDA graphs take a step that warms up and one that records. The other steps warm up
+            # what a neighbour left cold.
             _train(model, call, start, data[:5])
             runs[peer].append(_train(model, call, start, data))
             rate = 1 / runs[peer][-1].seconds
@@ -383,7 +385,7 @@ def _train(
 def _compare(
     suite: harness.Suite, runs: dict[str, list[_Run]], extra: dict[str, dict[str, Any]]
 ) -> dict[str, harness.Timing]:
-    """Losses and rates against stock Inductor's, or, without it, the first peer's."""
+    """Compare losses and rates with stock Inductor's, or, without it, the first peer's."""
     stock = next((peer for peer in runs if peer.startswith("inductor")), next(iter(runs)))
     for peer, own in runs.items():
         rates = [1 / run.seconds for run in own]
@@ -416,8 +418,9 @@ def _deviation(losses: Sequence[float], to: Sequence[float]) -> float:
 
 
 def _roof(suite: harness.Suite, model: Any, config: Any, ids: torch.Tensor) -> float:
-    """Products of forward and input gradient, packed weights and head read twice; without the
-    delta rule, so a lower bound.
+    """Count products of forward and input gradient; packed weights and head are read twice.
+
+    The delta rule is left out, so this is a lower bound.
     """
     quantized = testing.bitsandbytes().nn.Linear4bit
     linears = [m for m in model.modules() if isinstance(m, quantized)]

@@ -1,9 +1,9 @@
-"""One QLoRA training step: forward, loss, backward, AdamW on the adapters.
+"""Time one QLoRA training step: forward, loss, backward, AdamW on the adapters.
 
-On a GPU: the shapes of Qwen3-8B, 8 layers, NF4 with double quantization, LoRA r = 16 on the seven
+A GPU gets the shapes of Qwen3-8B, 8 layers, NF4 with double quantization, LoRA r = 16 on the seven
 projections with bf16 adapters, 2 x 2048 tokens, sdpa. The vocabulary is 32,000: with Qwen3's own
 (``--vocab-size 151936``) the frozen head adds 13 ms at 790 TFLOP/s to every peer's step, a share
-that only a shortened model has. On CPU a small model of the same architecture.
+that only a shortened model has. A CPU gets a small model of the same architecture.
 
 All peers train the same module, so they hold the same static memory. The phases:
 
@@ -199,7 +199,7 @@ def _compile(
     ids: torch.Tensor,
     extra: dict[str, dict[str, Any]],
 ) -> dict[str, Step]:
-    """The step of each peer, compiled; forward and backward count towards the compile time."""
+    """Compile each peer's step; forward and backward count towards the compile time."""
 
     def forward_backward(step: Step) -> Callable[[], object]:
         def run() -> None:
@@ -284,9 +284,9 @@ def _count_graphs(
 
 
 def _work(config: Any, tokens: int, length: int) -> tuple[float, float]:
-    """Operations and fewest bytes of the step; the frozen weights need no gradient of their own.
+    """Count operations and fewest bytes of the step; frozen weights need no gradient of their own.
 
-    A lower bound: activations are counted once in and once out of each projection.
+    This is a lower bound: activations are counted once in and once out of each projection.
     """
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""From how many rows on a plan pays: the evidence behind a preset's thresholds.
+"""Measure from how many rows on a plan pays: the evidence behind a preset's thresholds.
 
 Two questions, each over a range of rows. `canonicalize.min_rows`: bitsandbytes' gemm_4bit, which
 reads packed weights, against a dequantization and a product (no adapter, forward).

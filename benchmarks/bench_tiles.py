@@ -1,8 +1,8 @@
-"""Tiles of scatter2scatter's Triton kernel: those nearest to the default, timed on this GPU.
+"""Time tiles of scatter2scatter's Triton kernel, those nearest to the default, on this GPU.
 
-For both projections of a mixture of experts, NF4 with an adapter, forward and input
-gradient: the evidence for `START` of `inductor_q.kernels.tiles`. Compiling is over before
-anything is timed; a tile that cannot be compiled or launched here is left out, and logged.
+Both projections of a mixture of experts run, NF4 with an adapter, forward and input gradient: this
+is the evidence for `START` of `inductor_q.kernels.tiles`. Compiling is over before anything is
+timed; a tile that cannot be compiled or launched here is left out, and logged.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 
 def make(name: str, tokens: int, product: str, device: torch.device) -> Scatter2Scatter:
-    """One product of a layer."""
+    """Make one product of a layer."""
     import bitsandbytes.functional as F
 
     experts, n, k, top_k = bench_moe.sizes(name)
@@ -123,7 +123,7 @@ def make(name: str, tokens: int, product: str, device: torch.device) -> Scatter2
 
 
 def near(call: Scatter2Scatter, count: int) -> Iterator[tiles.Tile]:
-    """The tiles that fit, those next to the default first, which is one of them."""
+    """List the tiles that fit, those next to the default first, which is one of them."""
     problem, limits = work(call), tiles.limits(call.x.device)
     default = tiles.start(problem, limits)
     fit = tiles.pruned(tiles.candidates(problem), problem, limits.shared_bytes)
@@ -155,7 +155,7 @@ def milliseconds(call: Scatter2Scatter, tile: tiles.Tile, *, runs: int = 25) -> 
 
 
 def _roof(ceilings: harness.Ceilings, call: Scatter2Scatter) -> float:
-    """The products, or the packed weights and the rows read and written once."""
+    """Count the products, or the packed weights and the rows read and written once."""
     sides = call.in_features + call.out_features
     return ceilings.roof(
         flops=2.0 * call.rows * call.in_features * call.out_features,
@@ -164,7 +164,7 @@ def _roof(ceilings: harness.Ceilings, call: Scatter2Scatter) -> float:
 
 
 def _compile(case: tuple[str, int, str], device: str, count: int) -> None:
-    """Into Triton's cache, by a launch."""
+    """Compile a case into Triton's cache, by a launch."""
     call = make(*case, torch.device(device))
     with on(call.x.device):
         for tile in near(call, count):

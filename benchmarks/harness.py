@@ -1,4 +1,4 @@
-"""What every benchmark uses, under one name, and the command line that all of them have."""
+"""Gather what every benchmark uses, under one name, and the command line that all of them have."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from benchmarks.suite import SCHEMA, Row, Suite, console, duration, size
 
 
 def parser(doc: str | None, *, peers: Sequence[str] = PEERS) -> argparse.ArgumentParser:
-    """The options every benchmark takes."""
+    """Make a parser with the options every benchmark takes."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda (default: what is there)")
@@ -94,7 +94,7 @@ def start(name: str, arguments: argparse.Namespace) -> Suite:
 
 
 def save_path(name: str, arguments: argparse.Namespace, device: torch.device) -> Path | None:
-    """Where the result goes: the file or folder asked for, or the results of this repository."""
+    """Choose where the result goes: the given file or folder, or this repository's results."""
     file = f"{name.removeprefix('bench_')}-{device_slug(device)}.json"
     out: Path | None = arguments.out
     if out is None:
@@ -103,7 +103,7 @@ def save_path(name: str, arguments: argparse.Namespace, device: torch.device) ->
 
 
 def finish(suite: Suite, arguments: argparse.Namespace, *, extras: Sequence[str] = ()) -> None:
-    """Print the table, save the JSON and, where asked for, the plot."""
+    """Print the table, save the JSON and, if requested, the plot."""
     console.print(suite.table(extras=extras))
     for note in suite.notes:
         console.print(note, highlight=False)

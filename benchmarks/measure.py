@@ -1,4 +1,4 @@
-"""Measuring: peers side by side, ceilings, memory.
+"""Measure peers side by side, ceilings and memory.
 
 Rules that the functions here enforce:
 
@@ -26,7 +26,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: the median of all samples, the 20th and 80th percentile, the shortest."""
+    """Hold seconds per call: median of all samples, 20th and 80th percentile, and the shortest."""
 
     median: float
     low: float
@@ -47,20 +47,20 @@ class Timing:
         )
 
     def per(self, calls: int) -> Timing:
-        """Of one call, where a sample was ``calls`` of them."""
+        """Return the timing per call, where a sample was ``calls`` of them."""
         seconds = {name: value / calls for name, value in asdict(self).items() if name != "samples"}
         return replace(self, **seconds)
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reached on a large copy and a large matrix product, minutes ago at most."""
+    """Hold what this device reached on a large copy and matrix product, minutes ago at most."""
 
     copy_gbps: float
     matmul_tflops: float
 
     def roof(self, *, flops: float = 0.0, bytes: float = 0.0) -> float:
-        """Seconds below which no version can go."""
+        """Return the seconds below which no version can go."""
         return max(flops / (self.matmul_tflops * 1e12), bytes / (self.copy_gbps * 1e9))
 
 
@@ -84,9 +84,10 @@ def time_kernels(
     warmup: int = 3,
     max_samples: int = 200,
 ) -> dict[str, Timing]:
-    """Device time a call, the cache flushed before each; about ``budget`` seconds a peer and round.
+    """Measure device time per call, the cache flushed before each.
 
-    On a GPU a peer's calls of a round are queued together, on a CPU peers take turns call by call.
+    A peer takes about ``budget`` seconds per round. On a GPU a peer's calls of a round are queued
+    together, on a CPU peers take turns call by call.
     """
     flush = torch.empty(
         (256 if device.type == "cuda" else 64) << 20, dtype=torch.uint8, device=device
@@ -108,7 +109,7 @@ def time_kernels(
         host[name] = time.perf_counter() - start  # on a GPU: how long the host takes to queue it
         counts[name] = min(max_samples, max(3, int(budget / max(once, 1e-6))))
         synchronize(device)
-    if device.type == "cpu":  # a call each in turn: neighbours come and go within a round
+    if device.type == "cpu":  # peers take turns by call: neighbours come and go within a round
         rounds, counts = rounds * min(counts.values()), dict.fromkeys(counts, 1)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for order in rotations(list(candidates), rounds):
@@ -152,9 +153,10 @@ def _cpu_sample(
 def in_sequence(
     calls: Sequence[Callable[[], object]], device: torch.device
 ) -> Callable[[], object]:
-    """One call that makes all of ``calls``, in order: on a GPU a graph, whose launches no host
-    delays. On buffers that together exceed the cache it shows what a kernel sustains, free of the
-    few microseconds in which a single launch starts and drains.
+    """Make one call of all ``calls``, in order: on a GPU a graph, whose launches no host delays.
+
+    On buffers that together exceed the cache it shows what a kernel sustains, free of the few
+    microseconds in which a single launch starts and drains.
     """
 
     def make_all() -> None:
@@ -179,7 +181,9 @@ def time_steps(
     per_round: int = 3,
     warmup: int = 2,
 ) -> dict[str, Timing]:
-    """Host-clock time a call over blocks of ``per_round`` calls, synchronized at both ends."""
+    """Measure host-clock time per call over blocks of ``per_round`` calls, synchronized at both
+    ends.
+    """
     for call in candidates.values():
         for _ in range(warmup):
             call()
@@ -197,7 +201,7 @@ def time_steps(
 
 
 def first_call(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call that has to compile."""
+    """Return the seconds of a call that has to compile."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -206,7 +210,7 @@ def first_call(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most device memory allocated at one time during a call; None on CPU, which does not count."""
+    """Return the most device memory allocated at one time during a call; None on CPU."""
     if device.type != "cuda":
         return None
     call()
@@ -219,12 +223,12 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """Device memory allocated between calls; None on CPU."""
+    """Return the device memory allocated between calls; None on CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def measure_ceilings(device: torch.device, *, quick: bool = False) -> Ceilings:
-    """The best copy bandwidth and bf16 matrix rate seen now, on random data."""
+    """Measure the best copy bandwidth and bf16 matrix rate seen now, on random data."""
     if device.type == "cuda":
         copy_bytes, side, count = 2 << 30, 8192, 10
     else:

@@ -1,4 +1,4 @@
-"""Where a result comes from: a commit, a digest of the source that ran, whether the two agree.
+"""Record where a result comes from: a commit, a digest of the source, whether the two agree.
 
 A tree may run on a machine that has no history. The digest is taken there, over the files that a
 number depends on; ``BENCHMARK_COMMIT`` names the commit. Once the result lies where the history
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.place import ROOT
 
-#: The folders whose every file counts, and those of which Python files count.
+#: Every file of the first folders counts, and only the Python files of the others.
 WHOLE = ("inductor_q", "passes", "lowerings", "csrc")
 SCRIPTS = ("benchmarks", "examples")
 
@@ -59,11 +59,11 @@ BEFORE_DIGESTS = frozenset(
 
 
 class MissingOrigin(ValueError):
-    """A result does not say which source it comes from."""
+    """Raised where a result does not say which source it comes from."""
 
 
 def commit() -> dict[str, Any]:
-    """The commit that runs, the digest of its source here, and whether the two differ."""
+    """Return the commit that runs, the digest of its source here, and whether the two differ."""
     found = _git("rev-parse", "HEAD")
     name = os.environ.get("BENCHMARK_COMMIT") if found is None else found.decode().strip()
     if name is not None and not re.fullmatch(r"[0-9a-f]{7,40}", name):
@@ -81,7 +81,7 @@ def require(commit: Any, what: str) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The result in a file; raise MissingOrigin where it does not say where it comes from."""
+    """Return the result in a file; raise MissingOrigin where it has no origin."""
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     found = result.get("commit")
     if path.name in BEFORE_DIGESTS and isinstance(found, dict) and found.get("id"):
@@ -99,7 +99,7 @@ def write(result: dict[str, Any], path: Path) -> Path:
 
 
 def state(result: dict[str, Any]) -> str:
-    """What is known about the source of a result, in a few words."""
+    """Say in a few words what is known about the source of a result."""
     found = result["commit"]
     if not found.get("source"):
         return "recorded before digests"
@@ -124,13 +124,13 @@ def is_source(name: str) -> bool:
 
 
 def digest(files: Iterable[tuple[str, bytes]]) -> str:
-    """One digest over names and contents, in whatever order the files come."""
+    """Make one digest over names and contents, in whatever order the files come."""
     lines = sorted(f"{hashlib.sha256(content).hexdigest()} {name}\n" for name, content in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def tree_files(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the source files of a tree."""
+    """Yield names and contents of the source files of a tree."""
     for top in (*WHOLE, *SCRIPTS):
         for folder, _, names in os.walk(root / top):
             for file in (Path(folder, name) for name in names):
@@ -140,7 +140,7 @@ def tree_files(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def commit_files(name: str) -> list[tuple[str, bytes]] | None:
-    """Names and contents of the source files of a commit; None where it is not to be had."""
+    """Return names and contents of a commit's source files; None where it is not to be had."""
     archive = _git("archive", "--format=tar", name)
     if archive is None:
         return None
@@ -156,7 +156,7 @@ def differs(name: str | None, source: str) -> bool | None:
 
 
 def _git(*arguments: str) -> bytes | None:
-    """What git prints; None where this tree has no history of its own."""
+    """Return what git prints; None where this tree has no history of its own."""
     try:
         top = subprocess.run(
             ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"],

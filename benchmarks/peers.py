@@ -1,4 +1,4 @@
-"""The peers of a benchmark by name, and which of them can run here."""
+"""List the peers of a benchmark by name, and which of them can run here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PEERS = ("eager", "inductor", "qfuse")
 
 
 def compile_as(peer: str, fn: Callable[..., Any], *, dynamic: bool | None = False) -> Any:
-    """``fn`` as ``peer`` runs it.
+    """Return ``fn`` as ``peer`` runs it.
 
-    ``eager``; ``inductor`` and ``max-autotune`` (stock); ``qfuse``; and for ablations
+    Peers are ``eager``; ``inductor`` and ``max-autotune`` (stock); ``qfuse``; and for ablations
     ``qfuse[key=value;key=value]`` or ``inductor[...]``, where the pairs are the backend's options.
     """
     if peer == "eager":
@@ -49,7 +49,7 @@ def _peer_options(peer: str) -> dict[str, Any] | None:
 
 
 def available(peers: Sequence[str]) -> list[str]:
-    """The peers that can run here; says which cannot."""
+    """Return the peers that can run here; print which cannot."""
     usable = []
     for peer in peers:
         if peer.startswith("qfuse"):

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: the machine, the versions, the load."""
+"""Describe where a benchmark ran: the machine, the versions, the load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSIONS = ("torch", "triton", "bitsandbytes", "peft", "transformers", "numpy")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The device's name and what bounds it."""
+    """Return the device's name and what bounds it."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -36,7 +36,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def portable(text: str) -> str:
-    """Without the folder that this machine has its packages in, and without addresses."""
+    """Leave out of a text the folder of this machine's packages, and addresses."""
     return re.sub(r"\S*/site-packages/| at 0x[0-9a-f]+", "", text)
 
 
@@ -49,7 +49,7 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what a number depends on; None for what is not installed."""
+    """Return versions of what a number depends on; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in VERSIONS:
         found[name] = None
@@ -60,8 +60,9 @@ def versions() -> dict[str, str | None]:
 
 
 def load() -> float | None:
-    """Runnable processes, averaged over the last minute: well above the thread count of the
-    benchmark, CPU numbers are a neighbour's as well.
+    """Return the number of runnable processes, averaged over the last minute.
+
+    Well above the thread count of the benchmark, CPU numbers are a neighbour's as well.
     """
     with contextlib.suppress(OSError):
         return os.getloadavg()[0]
@@ -69,7 +70,7 @@ def load() -> float | None:
 
 
 def device_slug(device: torch.device) -> str:
-    """``cpu``, ``h200``, ``rtx-4090``: the part of a result's file name."""
+    """Return the part of a result's file name: ``cpu``, ``h200``, ``rtx-4090``."""
     if device.type != "cuda":
         return device.type
     name = re.sub(r"nvidia|geforce", "", torch.cuda.get_device_name(device).lower())

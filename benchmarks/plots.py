@@ -1,4 +1,4 @@
-"""Pictures of results, drawn from their files: ``python -m benchmarks plot FILE...``.
+"""Draw pictures of results from their files: ``python -m benchmarks plot FILE...``.
 
 A picture carries a fingerprint of the figures that it shows, so that a test can find one that was
 drawn from figures of another day.
@@ -19,13 +19,13 @@ KEYWORD = "Figures"  # of the text chunk that holds the fingerprint
 
 
 def fingerprint(result: Mapping[str, Any]) -> str:
-    """A digest of everything in a result but its commit, of which more may be known later."""
+    """Digest everything in a result but its commit, of which more may be known later."""
     figures = {key: value for key, value in result.items() if key != "commit"}
     return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
 
 
 def shown_in(picture: bytes) -> str | None:
-    """The fingerprint that a PNG carries."""
+    """Return the fingerprint that a PNG carries."""
     place = 8
     while place < len(picture):
         length = int.from_bytes(picture[place : place + 4], "big")
@@ -55,7 +55,7 @@ def draw(result: Mapping[str, Any], path: Path) -> Path | None:
 
 
 def _bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
-    """Bars of time relative to the first peer."""
+    """Draw bars of time relative to the first peer."""
     statistic = result["settings"]["statistic"]
     rows: dict[str, dict[str, Any]] = {}
     for row in result["rows"]:
@@ -94,7 +94,7 @@ def _bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
 
 
 def _curves(pyplot: Any, result: Mapping[str, Any]) -> Any:
-    """Held-out loss of bench_kbit_quality over bits an element, before and after fine-tuning."""
+    """Draw held-out loss of bench_kbit_quality over bits per element, before and after training."""
     rows = {row["format"]: row for row in result["model"]["rows"]}
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for key, color, label in (

@@ -1,4 +1,4 @@
-"""The rows of one benchmark run: as a table, as JSON."""
+"""Hold the rows of one benchmark run, and print them as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 
 @dataclass
 class Row:
-    """One peer on one case. ``roof`` is in seconds; ``extra`` holds what only some benchmarks
-    have.
+    """Hold one peer on one case.
+
+    ``roof`` is in seconds; ``extra`` holds what only some benchmarks have.
     """
 
     case: dict[str, Any]
@@ -39,7 +40,7 @@ class Row:
 
 @dataclass
 class Suite:
-    """The rows of one benchmark run, and where they were measured."""
+    """Hold the rows of one benchmark run, and where they were measured."""
 
     name: str
     device: torch.device
@@ -73,7 +74,7 @@ class Suite:
         return next((r for r in self.rows if r.case == case and r.peer == peer), None)
 
     def ratio(self, case: Mapping[str, Any], peer: str, to: str) -> float | None:
-        """Time of ``peer`` over time of ``to``: below 1 is faster."""
+        """Divide the time of ``peer`` by that of ``to``: below 1 is faster."""
         one, other = self.find(case, peer), self.find(case, to)
         if one is None or other is None:
             return None
@@ -113,7 +114,9 @@ class Suite:
         return origin.write(self.as_dict(), path)
 
     def table(self, *, extras: Sequence[str] = ()) -> Table:
-        """A row a case, a column a peer with its share of the roof, then the ratios of qfuse."""
+        """Make one row per case, one column per peer with its share of the roof, then ratios of
+        qfuse.
+        """
         table = Table(title=f"{self.name} on {machine(self.device)['name']}", title_justify="left")
         cases, peers = self.cases(), self.peers()
         for key in cases[0] if cases else ():
@@ -158,7 +161,7 @@ def _labelled(key: str, value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three or four digits and a unit: 37.1 us, 71.8 ms, 12.3 s."""
+    """Write three or four digits and a unit: 37.1 us, 71.8 ms, 12.3 s."""
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if seconds * scale < 1000:
             return f"{seconds * scale:.4g} {unit}"
@@ -166,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a unit, powers of ten."""
+    """Write bytes with a unit, in powers of ten."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

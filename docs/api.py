@@ -1,4 +1,4 @@
-"""The reference of the public names: their signatures and docstrings, as Markdown."""
+"""Write the reference of the public names as Markdown, from their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ VALUES = {
 
 
 class Undocumented(ValueError):
-    """A public name has no docstring."""
+    """Raised for a public name without a docstring."""
 
 
 def reference(module: str) -> str:
-    """The public names of a module in the order of `__all__`."""
+    """Describe the public names of a module in the order of `__all__`."""
     names = importlib.import_module(module)
     return "\n\n".join(entry(f"{module}.{name}", getattr(names, name)) for name in names.__all__)
 
 
 def entry(name: str, value: Any) -> str:
-    """One name: a heading, how it is called, what it says about itself."""
+    """Describe one name: a heading, how it is called, what it says about itself."""
     if name in VALUES:
         return f"### `{name}`\n\n{VALUES[name]}"
     lines = [f"### `{name}`", f"```python\n{signature(name, value)}\n```", text(name, value)]
@@ -38,7 +38,7 @@ def entry(name: str, value: Any) -> str:
 
 
 def signature(name: str, value: Any) -> str:
-    """How it is called; one parameter per line where one line is not enough."""
+    """Show how a name is called; each parameter has its line where one line is not enough."""
     called = inspect.signature(value)
     parts: list[str] = []
     starred = False
@@ -73,13 +73,13 @@ def shown(parameter: inspect.Parameter) -> str:
 
 
 def plain(annotation: Any) -> str:
-    """An annotation as it is written in the source."""
+    """Write an annotation as it is written in the source."""
     written = getattr(annotation, "__forward_arg__", annotation)
     return written if isinstance(written, str) else inspect.formatannotation(written)
 
 
 def text(name: str, value: Any) -> str:
-    """The docstring; sections of arguments become lists."""
+    """Return the docstring; sections of arguments become lists."""
     doc = value.__doc__
     if not doc or doc.startswith(f"{name.rpartition('.')[2]}("):  # what a dataclass makes itself
         raise Undocumented(f"{name} has no docstring")
@@ -87,7 +87,7 @@ def text(name: str, value: Any) -> str:
 
 
 def as_markdown(lines: list[str]) -> Iterator[str]:
-    """Sections of arguments and errors as lists, that of the result as a paragraph."""
+    """Turn sections of arguments and errors into lists, that of the result into a paragraph."""
     section = ""
     for line in lines:
         if found := re.fullmatch(r"(Args|Returns|Raises|Yields):", line):
@@ -104,7 +104,7 @@ def as_markdown(lines: list[str]) -> Iterator[str]:
 
 
 def documented_members(value: type) -> Iterator[tuple[str, str]]:
-    """Public methods and properties that the class itself defines and describes."""
+    """Yield public methods and properties that the class itself defines and describes."""
     for name, member in vars(value).items():
         member = getattr(member, "__func__", member)
         callable_ = inspect.isfunction(member) or isinstance(member, property)
@@ -114,5 +114,5 @@ def documented_members(value: type) -> Iterator[tuple[str, str]]:
 
 
 def first_sentence(doc: str) -> str:
-    """The first paragraph in one line."""
+    """Return the first paragraph in one line."""
     return " ".join(doc.split("\n\n")[0].split())

@@ -1,4 +1,4 @@
-"""Every measured figure of the documents, read from its file in benchmarks/results.
+"""Read every measured figure of the documents from its file in benchmarks/results.
 
 `docs.generate` writes what the functions of `TABLES` return between `<!-- figures NAME -->` and
 `<!-- end -->`, and what those of `VALUES` return between `<!-- figure NAME -->` and `<!-- / -->`
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import origin
 from benchmarks.place import RESULTS
 
-#: What a reader has to know about a file, for as long as the file is of that commit.
+#: A reader has to know this about a file, for as long as the file is of that commit.
 REMARKS = {
     **dict.fromkeys(
         (("linear-h200", "def9296"), ("linear-cpu", "def9296")),
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @functools.cache
 def result(name: str) -> Row:
-    """The result in a file; an error where the file does not say where it comes from."""
+    """Return the result in a file; raise where the file does not say where it comes from."""
     return origin.read(RESULTS / f"{name}.json")
 
 
@@ -40,7 +40,7 @@ def exists(name: str) -> bool:
 
 
 def rows(name: str, peer: str | None = None, **case: Any) -> list[Row]:
-    """The rows of a file whose case has these values."""
+    """Return the rows of a file whose case has these values."""
     return [
         row
         for row in result(name)["rows"]
@@ -77,7 +77,7 @@ def cases(name: str) -> list[Row]:
 
 
 def number(value: float) -> str:
-    """Three digits, more where there are more before the point."""
+    """Write three digits, more where there are more before the point."""
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
@@ -109,7 +109,7 @@ def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def source(*names: str) -> str:
-    """The line under a table: the file, the machine, the versions, the commit."""
+    """Write the line under a table: the file, the machine, the versions, the commit."""
     lines = []
     for name in names:
         found = result(name)
@@ -272,7 +272,7 @@ def launch() -> str:
     labels = {
         "qfuse": "compiled code, through the driver",
         "runner": "compiled code, Triton launches its kernel",
-        "jit": "compiled code, Triton's JIT is asked",
+        "jit": "compiled code, through Triton's JIT",
         "op": "`inductor_q.dequantize`, eager",
         "bitsandbytes": "bitsandbytes, eager",
     }
@@ -339,7 +339,7 @@ def quality(device: str) -> str:
 
 
 def nested_over_kbit4() -> str:
-    """How many bits fewer nested NF4 has than kbit4, and how many dB."""
+    """Say how many bits fewer nested NF4 has than kbit4, and how many dB."""
     numbers = {each["format"]: each for each in result("kbit-quality-cpu")["numbers"]}
     nested, ours = numbers["nf4_b64_nested"], numbers["kbit4_e4m4"]
     bits = ours["bits_per_element"] - nested["bits_per_element"]
@@ -401,7 +401,7 @@ def moe() -> str:
 
 
 def merged_is_slowest() -> str:
-    """In how many cases the provider that is gone was the slowest."""
+    """Say in how many cases the provider that is gone was the slowest."""
     name = "moe-h200"
     peers = list(dict.fromkeys(each["peer"] for each in result(name)["rows"]))
     slowest = [max(peers, key=lambda peer: seconds(name, peer, **case)) for case in cases(name)]

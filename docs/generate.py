@@ -1,4 +1,6 @@
-"""Write what the documents take from code and results: `make docs`; a test finds what is stale.
+"""Write what the documents take from code and results; a test finds what is stale.
+
+`make docs` runs this.
 
 A page has `<!-- KIND NAME -->` and `<!-- end -->`; what stands between comes from here:
 
@@ -36,19 +38,19 @@ VALUE = re.compile(r"(<!-- figure (\S+) -->).*?(<!-- / -->)")
 
 
 def filled(page: str) -> str:
-    """The page with everything between its markers written again."""
+    """Return the page with everything between its markers written again."""
     page = BLOCK.sub(lambda found: f"{found[1]}\n{KINDS[found[2]](found[3])}\n{found[4]}", page)
     return VALUE.sub(lambda found: f"{found[1]}{figures.VALUES[found[2]]()}{found[3]}", page)
 
 
 def shown(command: str) -> str:
-    """Markdown as it is, text as a recording."""
+    """Show Markdown as it is, and text as a recording."""
     text = output(command)
     return text if "--markdown" in command else f"```\n$ qfuse {command}\n{text}```\n"
 
 
 def output(command: str) -> str:
-    """What `qfuse COMMAND` prints."""
+    """Return what `qfuse COMMAND` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         status = cli.main(shlex.split(command))
@@ -66,7 +68,7 @@ KINDS: dict[str, Callable[[str], str]] = {
 
 
 def generated() -> dict[Path, str]:
-    """Each generated file and what it should hold."""
+    """Return each generated file and what it should hold."""
     return {
         **{page: filled(page.read_text(encoding="utf-8")) for page in PAGES},
         HERE / "explain.schema.json": json.dumps(schema(), indent=2) + "\n",

@@ -1,4 +1,4 @@
-"""The private names of torch that the package stands on, found in its source.
+"""List the private names of torch that the package stands on, found in its source.
 
 Names that are looked up by attribute (node metadata, buffers of Inductor's IR) are no imports; the
 page lists them by hand.
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("inductor_q", "passes", "lowerings")
 
-#: What each is used for, by the start of the name; the longest that fits counts.
+#: The use of each name, by the start of the name; the longest that fits counts.
 PURPOSES = {
     "torch._C": "whether a call is being traced; nodes that switch gradients",
     "torch._dynamo": "the list of backends; Dynamo's settings, in checks and advice",
@@ -53,7 +53,7 @@ def is_private(name: str) -> bool:
 
 
 def names(tree: ast.AST) -> Iterator[str]:
-    """Full names of what a file imports or takes by attribute from torch."""
+    """Return full names of what a file imports or takes by attribute from torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -70,7 +70,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def used() -> set[str]:
-    """Every private name that the source imports or takes by attribute."""
+    """Return every private name that the source imports or takes by attribute."""
     found: set[str] = set()
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -88,7 +88,7 @@ def purpose(name: str) -> str:
 
 
 def table() -> str:
-    """A row per module: its names, and what for."""
+    """Make one row per module: its names, and what for."""
     grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(used()):
         module, _, last = name.rpartition(".")

@@ -46,7 +46,7 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 
 @dataclass(frozen=True)
 class Size:
-    """What the device can do in a few minutes."""
+    """Hold sizes at which the device is done in a few minutes."""
 
     hidden_size: int
     intermediate_size: int
@@ -77,7 +77,7 @@ SIZES = {
 
 @dataclass
 class Run:
-    """One backend's fine-tuning, as it goes along."""
+    """Hold one backend's fine-tuning, as it goes along."""
 
     backend: str
     model: Any
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def step_seconds(self) -> float:
-        """The median without the first two: the first compiles, the second may allocate."""
+        """Return the median without the first two: the first compiles, the second may allocate."""
         return statistics.median(self.seconds[2:] or self.seconds)
 
     @property
@@ -184,7 +184,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _quiet() -> None:
-    """Leave out what the libraries say about optional parts that nothing here uses."""
+    """Silence what the libraries log about optional parts that nothing here uses."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message="Failed to load CPU gemm_4bit_forward")
     for name in ("torchao", "torch.utils._pytree", "transformers"):
@@ -221,7 +221,7 @@ def _train_base(
     device: torch.device,
     progress: Progress,
 ) -> torch.nn.Module:
-    """A base worth fine-tuning: all parameters, fp32, on the first half of the text."""
+    """Train a base worth fine-tuning: all parameters, fp32, on the first half of the text."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(arguments.seed)
@@ -281,7 +281,7 @@ def _prepare(
 def _fine_tune(
     runs: Sequence[Run], data: Sequence[torch.Tensor], device: torch.device, progress: Progress
 ) -> None:
-    """The backends take turns at each batch, so that a busy machine is busy for all of them."""
+    """Let the backends take turns at each batch, so that a busy machine is busy for all of them."""
     tasks = {
         run.backend: progress.add_task(
             f"fine-tuning with {run.backend}", total=len(data), status=""
@@ -289,7 +289,7 @@ def _fine_tune(
         for run in runs
     }
     if any(run.backend != "eager" for run in runs):
-        # What the first compilation in a process costs anyway should not be anybody's.
+        # The first compilation in a process costs more; no backend should be charged for that.
         torch.compile(torch.nn.functional.silu, dynamic=False)(torch.ones(8, device=device))
     for index, ids in enumerate(data):
         for run in runs:
@@ -321,7 +321,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _memory(run: Run, ids: torch.Tensor, device: torch.device) -> int:
-    """GPU: the peak of a step above what is held between steps. CPU: bytes saved for backward."""
+    """Measure the memory of a step.
+
+    On a GPU this is the peak above what is held between steps, on a CPU the bytes saved for
+    backward.
+    """
     if device.type != "cuda":
         return testing.count_saved_bytes(lambda: run.step(ids), run.model).total
     torch.cuda.synchronize(device)
@@ -364,7 +368,7 @@ def _deviation(run: Run, against: Run) -> float:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A curve in one line of text: the mean of each of ``width`` stretches, as a bar's height."""
+    """Draw a curve in one line of text: each bar is the mean of one of ``width`` stretches."""
     width = min(width, len(values))
     edges = [round(index * len(values) / width) for index in range(width + 1)]
     means = [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
@@ -399,7 +403,7 @@ def _table(runs: Sequence[Run], device: torch.device) -> Table:
 
 
 def _print_report() -> dict[str, Any] | None:
-    """qfuse's own account of the last compile: what was fused by what, and what was not and why."""
+    """Print qfuse's own account of the last compile: what was fused by what, or why not."""
     import inductor_q
 
     report: Any = getattr(inductor_q, "last_report", lambda: None)()

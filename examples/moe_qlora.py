@@ -2,7 +2,7 @@
 
 The weights are random, from a configuration, and packed a projection at a time, so a model of 30
 billion parameters never exists in 16 bits. It learns the text that ships with this repository for a
-few steps; printed are the loss, the time of a step, tokens a second and the peak of memory.
+few steps, and prints the loss, the time of a step, tokens per second and the peak of memory.
 
     python -m examples.moe_qlora                      # a toy, on a CPU too
     python -m examples.moe_qlora --size qwen3-30b-a3b # one GPU of 80 GB
@@ -32,7 +32,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def configuration(size: str) -> Any:
-    """The model's configuration, of transformers."""
+    """Make the model's configuration, of transformers."""
     import transformers
 
     known: Any = transformers  # its types lack fields that configurations have
@@ -66,12 +66,12 @@ def configuration(size: str) -> Any:
 
 
 def build(size: str, format: str, r: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with packed experts, and LoRA on attention and experts."""
+    """Build the model with packed experts, and LoRA on attention and experts."""
     import peft
     import transformers
 
     def values(name: str, parameter: nn.Parameter) -> Tensor:
-        """Random weights of a size that keeps activations about as large as they are."""
+        """Return random weights of a size that keeps activations about as large as they are."""
         fan_in = parameter.shape[-1]
         return torch.randn(parameter.shape, device=device, dtype=dtype) / math.sqrt(fan_in)
 
@@ -93,7 +93,7 @@ def build(size: str, format: str, r: int, device: torch.device, dtype: torch.dty
 
 
 def batches(vocabulary: int, batch: int, length: int, device: torch.device) -> Tensor:
-    """[n, batch, length] of the text's bytes."""
+    """Return the text's bytes as [n, batch, length]."""
     text = torch.tensor(list(TEXT.read_bytes()), device=device) % vocabulary
     need = batch * length
     repeated = text.repeat(max(1, -(-need // text.numel())))
@@ -101,7 +101,7 @@ def batches(vocabulary: int, batch: int, length: int, device: torch.device) -> T
 
 
 def train(model: Any, data: Tensor, steps: int, backend: str) -> dict[str, Any]:
-    """Losses, and the median time of a step without the first two, which compile."""
+    """Return losses, and the median time of a step without the first two, which compile."""
     run = model if backend == "eager" else torch.compile(model, backend=backend, fullgraph=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)

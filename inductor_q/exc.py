@@ -206,7 +206,7 @@ class ModeConflict(QfuseError, ValueError):
 
 
 class NotFused(QfuseError, RuntimeError):
-    """Under `qfuse.strict`, no pass took some quantized sites, given as (site, reason)."""
+    """No pass took some quantized sites, given as (site, reason), under `qfuse.strict`."""
 
     sites: Collection[tuple[str, str]]
     message = (

@@ -1,4 +1,4 @@
-"""The package's logger, and warnings that a process gives once."""
+"""Hold the package's logger, and log warnings that a process gives once."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def _quantize_projections(model: nn.Module, names: Sequence[str], **quantization
                 quantized = quantized_linear(child.weight, child.bias, **quantization)
                 quantized.train(child.training)
                 setattr(parent, name, quantized)
-    # What transformers sets after loading with a BitsAndBytesConfig; PEFT chooses its layer class
+    # transformers sets this after loading with a BitsAndBytesConfig; PEFT chooses its layer class
     # by it.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
@@ -250,15 +250,15 @@ def qlora_model(
     cpu_packing: bool = False,
     base: nn.Module | None = None,
 ) -> Any:
-    """The model of ``config`` as a QLoRA user has it: NF4 projections from bitsandbytes, LoRA
-    from PEFT, training mode.
+    """Return the model of ``config`` as a QLoRA user has it, in training mode.
 
-    Every projection is quantized, those of gated delta nets too; ``targets`` are the ones that get
-    an adapter, and ``target_parameters`` what PEFT adapts by parametrization (experts in 16 bits).
-    Embeddings, norms and the head stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None``
-    is PEFT's default, fp32 adapters. PEFT starts LoRA at B = 0, which makes the gradient of A
-    vanish: tests of gradients need ``randomize_adapters``. ``adapters`` > 1 adds more and makes all
-    of them active. ``base`` replaces the random model of ``config`` (the demo trains one first).
+    NF4 projections come from bitsandbytes, LoRA from PEFT. Every projection is quantized, those of
+    gated delta nets too; ``targets`` are the ones that get an adapter, and PEFT adapts
+    ``target_parameters`` by parametrization (experts in 16 bits). Embeddings, norms and the head
+    stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's default, fp32
+    adapters. PEFT starts LoRA at B = 0, which makes the gradient of A vanish: tests of gradients
+    need ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them active. ``base``
+    replaces the random model of ``config`` (the demo trains one first).
     """
     peft, transformers = _extra("peft", "peft"), _extra("transformers", "transformers")
 

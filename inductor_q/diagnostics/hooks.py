@@ -35,7 +35,7 @@ class Observer(Protocol):
 
 
 class _Observing(Hook):
-    """A hook that observes.
+    """Observe from a hook.
 
     Its key is new in each compile: a cached graph would skip the hooks, so under observation the
     caches miss, and what is stored under such a key is never hit.

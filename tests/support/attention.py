@@ -1,4 +1,4 @@
-"""Attention in graphs of Dynamo's, and a causal mask as models write it."""
+"""Capture attention in Dynamo's graphs, and make a causal mask as models write it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUPED = "sdpa, grouped keys"
 
 
 def captured(fn: Callable[..., Any], *args: Any, dynamic: bool = False) -> fx.GraphModule:
-    """Dynamo's graph of a function."""
+    """Return Dynamo's graph of a function."""
     graphs: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:

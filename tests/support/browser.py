@@ -1,4 +1,5 @@
-"""A headless Chromium over the WebDriver protocol, which is JSON over HTTP: no client is needed.
+"""Drive a headless Chromium over the WebDriver protocol, which is JSON over HTTP: no client is
+needed.
 
 https://www.w3.org/TR/webdriver2/. Debian: `apt-get install chromium chromium-driver`.
 """
@@ -31,7 +32,7 @@ _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key that the standard gi
 
 
 def missing() -> str:
-    """Why no browser can be driven here; empty where one can."""
+    """Say why no browser can be driven here; empty where one can."""
     absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"{' and '.join(absent)} not installed (Debian: chromium, chromium-driver)" * bool(
         absent
@@ -39,7 +40,7 @@ def missing() -> str:
 
 
 class Browser:
-    """One window of `width` x `height` CSS pixels; a context manager that ends its processes."""
+    """Open one window of `width` x `height` CSS pixels; the context manager ends its processes."""
 
     def __init__(self, width: int, height: int) -> None:
         self.size = {"width": width, "height": height}
@@ -95,11 +96,13 @@ class Browser:
         self._post("/url", {"url": page.resolve().as_uri()})
 
     def run(self, script: str, *args: Any) -> Any:
-        """What the body of a JavaScript function returns."""
+        """Return what the body of a JavaScript function returns."""
         return self._post("/execute/sync", {"script": script, "args": list(args)})
 
     def click(self, selector: str) -> None:
-        """As a user: it scrolls there, and what covers the element is an error."""
+        """Click as a user does: the page scrolls there, and it is an error if something covers the
+        element.
+        """
         self._post(f"/element/{self._find(selector)}/click", {})
 
     def type(self, selector: str, keys: str) -> None:
@@ -110,7 +113,9 @@ class Browser:
         return found
 
     def console(self) -> list[str]:
-        """What was logged since the last call, errors of the page and of its policy included."""
+        """Return what was logged since the last call, errors of the page and of its policy
+        included.
+        """
         return [entry["message"] for entry in self._post("/se/log", {"type": "browser"})]
 
     def devtools(self, command: str, **params: Any) -> None:

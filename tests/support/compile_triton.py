@@ -1,4 +1,4 @@
-"""Triton's compiler for a GPU that this machine does not have."""
+"""Compile Triton kernels for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def compiled(
     arch: int = 90,
     **options: Any,
 ) -> Any:
-    """What Triton makes of `kernel`, checked to be a cubin.
+    """Return what Triton makes of `kernel`, checked to be a cubin.
 
-    What is neither a constant nor a pointer is an int32; these and pointers are multiples of 16,
-    for which a launch specializes.
+    Arguments that are neither constants nor pointers are int32; these and pointers are multiples of
+    16, for which a launch specializes.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""Compile a module with qfuse and keep what came of it: values, gradients, graphs, report."""
+"""Compile a module with qfuse and keep the outcome: values, gradients, graphs, report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"qfuse.thresholds": {"extend_k.min_rows": 1}, "fx_graph
 
 
 class Recorder(CustomGraphPass):
-    """A custom pass of the user's that changes nothing and keeps a copy of each graph it sees."""
+    """Act as a custom pass of the user's that changes nothing and keeps a copy of each graph."""
 
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []
@@ -48,8 +48,10 @@ class Recorder(CustomGraphPass):
 
 
 class Between(nn.Module):
-    """A layer between two activations, as in a model: both of its inputs come from a kernel that
-    can write anywhere."""
+    """Put a layer between two activations, as in a model.
+
+    Both of its inputs then come from a kernel that can write anywhere.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Between(nn.Module):
 
 @dataclass
 class Compiled:
-    """One compile and one step of it."""
+    """Hold one compile and one step of it."""
 
     output: Tensor
     gradients: dict[str, Tensor]
@@ -71,7 +73,7 @@ class Compiled:
 
     @property
     def applied(self) -> dict[str, int]:
-        """Pass -> sites, passes without a site left out."""
+        """Return the number of sites by pass, passes without a site left out."""
         return {name: count for name, count in self.report.applied().items() if count}
 
     @property
@@ -80,14 +82,14 @@ class Compiled:
 
     @property
     def ops(self) -> Counter[str]:
-        """What the joint graph consists of after the passes."""
+        """Count the ops of the joint graph after the passes."""
         return Counter(
             op_name(node) for graph in self.joint for node in graph.nodes if op_name(node)
         )
 
 
 def op_name(node: fx.Node) -> str:
-    """`mm`, `qfuse.dequantize`, `bitsandbytes.gemm_4bit`: the namespace unless it is aten."""
+    """Name an op as `mm`, `qfuse.dequantize` or `bitsandbytes.gemm_4bit`: aten is left out."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return ""
     namespace, name = node.target.namespace, node.target._opname
@@ -95,7 +97,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def gradients(inputs: Mapping[str, Tensor], module: nn.Module | None = None) -> dict[str, Tensor]:
-    """Gradients by name, and cleared for the next run."""
+    """Return gradients by name, and clear them for the next run."""
     tensors = dict(inputs)
     if module is not None:
         tensors |= dict(module.named_parameters())
@@ -110,7 +112,7 @@ def gradients(inputs: Mapping[str, Tensor], module: nn.Module | None = None) -> 
 def step(
     fn: Callable[..., Tensor], *inputs: Tensor, module: nn.Module | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A forward and, where anything trains, a backward from a fixed cotangent."""
+    """Run a forward and, where anything trains, a backward from a fixed cotangent."""
     output = fn(*inputs)
     if output.requires_grad:
         generator = torch.Generator().manual_seed(7)
@@ -119,7 +121,7 @@ def step(
 
 
 def skip_unless_regions_chain(module: nn.Module, x: Tensor) -> None:
-    """For a model of nested compile regions in a row, which torch 2.11 does not trace."""
+    """Skip on torch 2.11, which does not trace nested compile regions in a row."""
     torch._dynamo.reset()
     try:
         torch.compile(module, backend="eager")(x)

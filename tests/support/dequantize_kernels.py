@@ -1,4 +1,4 @@
-"""A dequantization kernel against the reference, on layouts and scales that are hard to serve."""
+"""Compare a dequantization kernel with the reference, on layouts and scales that are hard."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(
     device: str = "cpu",
     storage: torch.dtype = torch.uint8,
 ) -> None:
-    """`kernel` against the reference, into rows of their own length or of a wider matrix."""
+    """Compare `kernel` with the reference, into rows of their own length or of a wider matrix."""
     rows, cols, extra = layout
     operands, values = sample(fmt, (rows, cols), storage=storage)
     expected = torch.empty(rows, cols, dtype=dtype)
@@ -58,5 +58,5 @@ def check(
 
 
 def decoded_by(kernel: DequantizeProvider) -> list[str]:
-    """The names of the formats that `kernel` knows."""
+    """Return the names of the formats that `kernel` knows."""
     return [fmt.name for fmt in FORMATS.values() if not kernel.unknown(fmt)]

@@ -1,4 +1,4 @@
-"""An `Explanation` with something in every section, as the renderers' tests read it.
+"""Make an `Explanation` with something in every section, for the tests of the renderers.
 
 The values are those of real runs: a small Llama in NF4 with PEFT, whose forward was given a print,
 a branch on data and several lengths. `write_source` writes the script they name.
@@ -55,7 +55,7 @@ PADDED = "the mask depends on the input attention_mask: it may hold padding"
 
 
 def write_source(folder: Path) -> Path:
-    """The script that the frames of `explanation` lie in."""
+    """Write the script that the frames of `explanation` lie in."""
     script = folder / "train.py"
     script.write_text(SOURCE)
     return script
@@ -76,7 +76,7 @@ def layer(module: str, status: LayerStatus = "fused", reason: str = "") -> Layer
 
 
 def llama(layers: int, *, broken: dict[str, str] | None = None) -> tuple[Layer, ...]:
-    """The projections of a Llama: all fused, but those in `broken`, which maps paths to reasons."""
+    """Return the projections of a Llama: all fused, but those that `broken` maps to reasons."""
     found = []
     for index in range(layers):
         for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
@@ -87,7 +87,7 @@ def llama(layers: int, *, broken: dict[str, str] | None = None) -> tuple[Layer, 
 
 
 def attention(layers: int, *, padded: tuple[int, ...] = ()) -> tuple[Layer, ...]:
-    """The attention of a Llama: without its mask, but in the layers `padded`."""
+    """Return the attention of a Llama: without its mask, but in the layers `padded`."""
 
     def one(index: int) -> Layer:
         reason = PADDED if index in padded else ""
@@ -105,7 +105,7 @@ def attention(layers: int, *, padded: tuple[int, ...] = ()) -> tuple[Layer, ...]
 
 
 def explanation(script: str = "train.py") -> Explanation:
-    """Everything at once."""
+    """Return an explanation with everything at once."""
     item = Frame(script, 7, "step", "    if loss.item() > 10:")
     call = Frame(script, 6, "step", "    loss = model(batch)")
     peft = Frame("/venv/lib/python3.11/site-packages/peft/tuners/lora/layer.py", 2412, "forward")
@@ -172,7 +172,7 @@ def explanation(script: str = "train.py") -> Explanation:
 
 
 def clean() -> Explanation:
-    """A run with nothing to mend."""
+    """Return a run with nothing to mend."""
     return replace(
         explanation(),
         exit=Exit(),

@@ -1,4 +1,4 @@
-"""CUDA's driver where there is none: what a prepared launch calls, written down."""
+"""Stand in for CUDA's driver: write down what a prepared launch calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from inductor_q.csrc import driver
 
 
 class FakeDriver:
-    """In place of the driver and of torch's current device.
+    """Take the place of the driver and of torch's current device.
 
-    launched: pointers and numbers of each launch. current: the device that was current then.
-    codes: what the next launches return, the last of them for good.
+    launched: pointers and numbers of each launch. current: the device that was current then. codes:
+    what the next launches return, the last of them for good.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What formats mean, written by another way than `QuantFormat.decode`: in float64, without bits."""
+"""Define what formats mean in another way than `QuantFormat.decode`: in float64, without bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def number(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """A floating-point number of a sign, an exponent and a mantissa."""
+    """Return a floating-point number of a sign, an exponent and a mantissa."""
     above, m = divmod(code, 2**mantissa_bits)
     sign, e = divmod(above, 2**exponent_bits)
     magnitude = (2**mantissa_bits + m) * 2.0 ** (e - 1) if e else float(m)
@@ -35,14 +35,14 @@ E4M4 = torch.tensor([number(code, 4, 4, 11) for code in range(256)], dtype=torch
 
 
 def _nibbles(qweight: Tensor, rows: int, columns: int) -> Tensor:
-    """The low one of each byte first."""
+    """Split bytes into nibbles, the low one of each byte first."""
     in_bytes = qweight.reshape(-1).view(torch.uint8).long()
     both = torch.stack([in_bytes % 16, in_bytes // 16], 1).flatten()
     return both[: rows * columns].reshape(rows, columns)
 
 
 def _by_group(stored: Tensor, columns: int, group: int) -> Tensor:
-    """[rows, columns] of what is stored [rows, groups]."""
+    """Repeat what is stored [rows, groups] to [rows, columns]."""
     return stored.reshape(-1, -(-columns // group)).repeat_interleave(group, 1)[:, :columns]
 
 
@@ -76,14 +76,14 @@ FORMULAS: dict[str, Callable[[Sequence[Tensor], int, int], Tensor]] = {
 
 
 def values(name: str, operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The float32 values of a weight in the format called `name`."""
+    """Return the float32 values of a weight in the format called `name`."""
     columns = shape[-1]
     return FORMULAS[name](operands, math.prod(shape[:-1]), columns).float().reshape(tuple(shape))
 
 
 # --- all that a weight can consist of ------------------------------------------------------------
 
-#: Scales that round, overflow, are subnormal or no numbers.
+#: These scales round, overflow, are subnormal or no numbers.
 SPECIAL = (1.0, 0.1, -3.7, -0.0, 1e-38, 1.4e-45, 3e38, INF, NAN, 65504.0)
 
 #: Every nibble, the even ones low.
@@ -92,8 +92,10 @@ _CODES = torch.arange(256).to(torch.uint8)
 
 
 def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
-    """Operands and the shape of a weight of every code under every scale that is coded, and every
-    zero point, and under SPECIAL for those that are not."""
+    """Return operands and shape of a weight that has every code under every scale and zero point.
+
+    Scales that are coded take all their codes, the others those of SPECIAL.
+    """
     n = len(SPECIAL)
     special = torch.tensor(SPECIAL)
     if name == "mxfp4":
@@ -108,7 +110,7 @@ def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
 
 
 def cases(name: str) -> list[tuple[list[Tensor], tuple[int, int]]]:
-    """`exhaustive`, and again for each of SPECIAL where one number scales the whole tensor."""
+    """Return `exhaustive`, and once per SPECIAL number where one number scales the whole tensor."""
     operands, shape = exhaustive(name)
     if name != "nvfp4":
         return [(operands, shape)]

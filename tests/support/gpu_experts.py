@@ -1,4 +1,4 @@
-"""What every provider of scatter2scatter must show on a GPU."""
+"""Assert what every provider of scatter2scatter must show on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.moe import Layer, cotangent, results
 def assert_as_near_as_the_loop(
     cases: Iterable[Layer], *providers: str
 ) -> dict[str, dict[str, float]]:
-    """As near to float64 as a loop in the same dtype, over several layers, one being chance.
+    """Assert errors to float64 like a loop's in the same dtype; several layers, as one is chance.
 
     Returns the norm-relative errors, by provider and result.
     """
@@ -39,7 +39,7 @@ def assert_as_near_as_the_loop(
 
 
 def assert_zero_where_nobody_is(case: Layer, provider: str) -> None:
-    """Nobody's rows, and gradients of experts without rows; `case` has both."""
+    """Assert zeros in nobody's rows and gradients of experts without rows; `case` has both."""
     got = results(case, case(provider=provider))
     offsets = case.routing.offsets
     assert (got["y"][offsets[-1] :] == 0).all() and len(got["y"]) > offsets[-1]
@@ -50,7 +50,7 @@ def assert_zero_where_nobody_is(case: Layer, provider: str) -> None:
 
 @contextlib.contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Whatever waits for the device raises, in backward's thread too."""
+    """Raise from whatever waits for the device, in backward's thread too."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -60,7 +60,7 @@ def waits_are_errors() -> Iterator[None]:
 
 
 def assert_never_synchronizes_and_is_captured(case: Layer, provider: str) -> None:
-    """Forward and backward; replayed, a graph gives every result again."""
+    """Run forward and backward without a wait; a replayed graph gives every result again."""
     grad = cotangent(case(provider=provider))
 
     def step() -> dict[str, Tensor]:

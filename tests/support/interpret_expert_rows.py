@@ -1,7 +1,7 @@
-"""Rows in grouped order by Triton on CPU tensors: run with TRITON_INTERPRET=1.
+"""Run rows in grouped order by Triton on CPU tensors, with TRITON_INTERPRET=1.
 
-A program of its own, because Triton decides at import whether it interprets. Prints how many cases
-there were.
+This is a program of its own, because Triton decides at import whether it interprets. It prints how
+many cases there were.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Printed decodes under Triton's interpreter: run with TRITON_INTERPRET=1.
+"""Run printed decodes under Triton's interpreter, with TRITON_INTERPRET=1.
 
-A program of its own, because Triton decides at import whether it interprets. Prints how many cases
-were equal bit for bit: the whole decode of a format, element by element, to the eager reference;
-the dequantize kernel to a formula in float64. The first that is not raises.
+This is a program of its own, because Triton decides at import whether it interprets. It prints how
+many cases were equal bit for bit: the whole decode of a format, element by element, to the eager
+reference; the dequantize kernel to a formula in float64. The first case that is not equal raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.quantized import assert_same_bits, sample
 
 
 def by_element() -> int:
-    """In rows whose groups are whole, and in rows whose are not."""
+    """Decode rows whose groups are whole, and rows whose are not."""
     cases = 0
     for fmt, (rows, cols) in [
         (fmt, shape) for fmt in FORMATS.values() for shape in ((2, 64), (3, 35))
@@ -34,7 +34,7 @@ def by_element() -> int:
 
 
 def by_kernel() -> int:
-    """Every code under every scale, contiguous and in longer rows."""
+    """Decode every code under every scale, contiguous and in longer rows."""
     cases = 0
     for name in formulas.FORMULAS:
         for operands, (rows, cols) in formulas.cases(name):

@@ -1,10 +1,10 @@
-"""The Triton kernels of scatter2scatter on CPU tensors: run with TRITON_INTERPRET=1.
+"""Run the Triton kernels of scatter2scatter on CPU tensors, with TRITON_INTERPRET=1.
 
-A program of its own, because Triton decides at import whether it interprets. Each case is a layer
-whose output and gradients are held against a float64 loop over its experts: each within a rounding
-of float16, all together as near as the loop in float16. Prints how many cases there were. The
-interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype. Where it cannot
-loop, as Triton 3.6's with NumPy 2.4, says so.
+This is a program of its own, because Triton decides at import whether it interprets. Each case is a
+layer whose output and gradients are held against a float64 loop over its experts: each within a
+rounding of float16, all together as near as the loop in float16. It prints how many cases there
+were. The interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype. Where
+the interpreter cannot loop, as Triton 3.6's with NumPy 2.4, the program says so.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FORMATS = (("nf4", False, 64), ("nf4", True, 32), ("fp4", False, 128), ("fp4", T
 
 
 class Interpreted(scatter2scatter_triton.Triton):
-    """The kernel without its question for a GPU."""
+    """Run the kernel without its check for a GPU."""
 
     def refuses(self, call: Scatter2Scatter) -> str:
         return self.unknown(call.fmt) or scatter2scatter_triton.unfit(call)
@@ -88,7 +88,7 @@ def make(sizes: Sizes = FIT, **kwargs: Any) -> Layer:
 
 
 def errors(case: Layer, y: Tensor, truth: dict[str, Tensor]) -> dict[str, float]:
-    """Relative to the truth's norm, squared; of nothing but zeros, absolute."""
+    """Return squared errors relative to the truth's norm; absolute where the truth is zero."""
     return {
         name: float((value.double() - truth[name]).square().sum())
         / (float(truth[name].square().sum()) or 1.0)
@@ -103,7 +103,10 @@ def loop(n):  # type: ignore[no-untyped-def]
 
 
 def check_tile_maps() -> None:
-    """Up to the last part as the reference's; never behind the map, whatever the offsets say."""
+    """Compare tile maps with the reference's up to the last part.
+
+    Nothing is written behind the map, whatever the offsets are.
+    """
     for tokens, experts in ((0, 3), (1, 1), (9, 5), (300, 5), (700, 3), (40, 200)):
         offsets = route(torch.randint(-1, experts, (tokens, 2)), experts).offsets
         compare_tile_maps(offsets, 2 * tokens)
@@ -129,7 +132,7 @@ def compare_tile_maps(offsets: Tensor, rows: int) -> None:
 
 
 def check_grams() -> None:
-    """Near the reference's, in float32, and bit by bit that of each expert alone."""
+    """Compare grams with the reference's in float32, and bit by bit with each expert's alone."""
     case = make(replace(FIT, tokens=100))
     for columns, grouped in itertools.product(((160, 5), (48, 64)), GROUPED):
         call = gram(case, *columns, grouped)

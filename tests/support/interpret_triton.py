@@ -1,8 +1,8 @@
-"""The Triton kernels on CPU tensors, under Triton's interpreter: run with TRITON_INTERPRET=1.
+"""Run the Triton kernels on CPU tensors under Triton's interpreter, with TRITON_INTERPRET=1.
 
-A program of its own, because Triton decides at import whether it interprets. Prints how many cases
-of dequantize and of quantize_kbit were equal to the reference bit for bit; the first that is not
-raises.
+This is a program of its own, because Triton decides at import whether it interprets. It prints how
+many cases of dequantize and of quantize_kbit were equal to the reference bit for bit; the first
+case that is not raises.
 """
 
 from __future__ import annotations

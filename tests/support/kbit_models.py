@@ -1,4 +1,4 @@
-"""Small models for k-bit tests, dense and packed, and what must be equal of two of them."""
+"""Make small models for k-bit tests, dense and packed, and compare what two of them must share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, two blocks and a head, tied or not; a buffer that is in no state dict."""
+    """Chain an embedding, two blocks and a head, tied or not; one buffer is in no state dict."""
 
     positions: Tensor
 
@@ -77,7 +77,7 @@ def assert_same_state(one: nn.Module, other: nn.Module) -> None:
 
 
 def unchanged(m: nn.Module, call: Callable[[], Any]) -> None:
-    """After an error, the same modules hold the same tensors."""
+    """Assert that after an error the same modules hold the same tensors."""
     modules, state = dict(m.named_modules()), m.state_dict(keep_vars=True)
     values = copy.deepcopy(m.state_dict())
     call()

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers for tests: inputs from a seed, and a loop over slots as the truth."""
+"""Make mixture-of-experts layers for tests: seeded inputs, and a loop over slots as the truth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.quantized import quantize
 #: Names of what takes a gradient, in the order of `Layer.leaves`.
 LEAVES = ("x", "lora_a", "lora_b", "bias", "gates", "weight")
 
-#: Whether rows come in grouped, and go out so.
+#: Each pair says whether rows come in grouped, and whether they go out so.
 GROUPED = ((False, False), (False, True), (True, False), (True, True))
 
 
@@ -35,7 +35,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of `scatter2scatter`."""
+    """Hold one call of `scatter2scatter`."""
 
     x: Tensor
     operands: list[Tensor]
@@ -79,13 +79,13 @@ class Layer:
         )
 
     def call(self, **changes: Any) -> Scatter2Scatter:
-        """As a kernel gets it."""
+        """Return the call as a kernel gets it."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         own |= {"shape": tuple(self.shape), **own.pop("routing")._asdict()}
         return Scatter2Scatter(**{**own, **changes})
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """[E, N, K] in `dtype`, with a gradient where it is dense."""
+        """Return [E, N, K] in `dtype`, with a gradient where it is dense."""
         values = (
             self.operands[0]
             if self.format == DENSE
@@ -94,7 +94,7 @@ class Layer:
         return values.transpose(1, 2) if self.transposed else values
 
     def loop(self) -> Tensor:
-        """The same in plain torch, an expert at a time, in the dtype of x."""
+        """Compute the same in plain torch, an expert at a time, in the dtype of x."""
         routing, weight = self.routing, self.weight(self.x.dtype)
         offsets, k = routing.offsets.tolist(), routing.top_k
         tokens = routing.order.shape[0] // k
@@ -118,7 +118,7 @@ class Layer:
         return y[routing.inverse].reshape(tokens, k, -1).sum(1)
 
     def exact(self, dtype: torch.dtype) -> Layer:
-        """The same layer in a wider dtype, with leaves of its own."""
+        """Return the same layer in a wider dtype, with leaves of its own."""
 
         def to(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
@@ -143,8 +143,10 @@ class Layer:
 
 
 def choices(sizes: Sizes, seed: int = 0, sentinel: int | None = None) -> Tensor:
-    """[tokens, top_k] different experts; the last one of each is nobody's choice, and every third
-    token's first choice is `sentinel`."""
+    """Choose [tokens, top_k] different experts.
+
+    The last expert is nobody's choice, and every third token's first choice is `sentinel`.
+    """
     generator = torch.Generator().manual_seed(seed)
     most = max(sizes.top_k, sizes.experts - 1)
     ids = torch.rand(sizes.tokens, most, generator=generator).argsort(-1)[:, : sizes.top_k]
@@ -170,7 +172,7 @@ def layer(
     device: str = "cpu",
     seed: int = 0,
 ) -> Layer:
-    """Seeded; B is not zero, so every gradient is alive. `quant` may be "dense"."""
+    """Make a seeded layer; B is not zero, so every gradient is alive. `quant` may be "dense"."""
     e, k, n, r = sizes.experts, sizes.in_features, sizes.out_features, sizes.rank
     generator = torch.Generator().manual_seed(seed)
 
@@ -211,14 +213,14 @@ def cotangent(y: Tensor) -> Tensor:
 
 
 def results(case: Layer, y: Tensor, grad: Tensor | None = None) -> dict[str, Tensor]:
-    """The output and every gradient, from a fixed cotangent unless there is another."""
+    """Return the output and every gradient, from a fixed cotangent unless there is another."""
     grad = cotangent(y) if grad is None else grad
     grads = torch.autograd.grad(y, [*case.leaves.values()], grad)
     return {"y": y.detach(), **dict(zip(case.leaves, grads, strict=True))}
 
 
 def gram(case: Layer, left: int, right: int, grouped: tuple[bool, bool]) -> GroupedGram:
-    """Over the rows of `case`, from matrices of that many columns in its dtype, seeded."""
+    """Make a gram over the rows of `case`, from seeded matrices of those widths in its dtype."""
     order, _, offsets, _, top_k = case.routing
     generator = torch.Generator().manual_seed(0)
 
@@ -231,7 +233,7 @@ def gram(case: Layer, left: int, right: int, grouped: tuple[bool, bool]) -> Grou
 
 
 def alone(call: GroupedGram, expert: int) -> GroupedGram:
-    """One expert's rows, copied out of both sides, as if there were no others."""
+    """Copy one expert's rows out of both sides, as if there were no others."""
     rows = slice(*call.offsets[expert : expert + 2].tolist())
     left, right = (
         side[rows] if grouped else side[call.order[rows] // call.top_k]
@@ -245,7 +247,7 @@ def alone(call: GroupedGram, expert: int) -> GroupedGram:
 def assert_experts_alone_have_the_same_gram(
     kernel: Provider[GroupedGram], call: GroupedGram
 ) -> None:
-    """Bit by bit: grouping adds no term and changes no order; without rows, zeros."""
+    """Assert bit by bit that grouping adds no term and changes no order; without rows, zeros."""
     together = kernel.run(call)
     assert (call.offsets.diff() == 0).any() and together.any()
     for expert, own in enumerate(together):

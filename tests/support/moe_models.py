@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models of transformers, from their configurations."""
+"""Make tiny mixture-of-experts models of transformers, from their configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inductor_q.experts.stack import ExpertStack
 
 transformers: Any = transformers_package  # as shipped, it is typed in parts
 
-# bitsandbytes' CPU kernel wants rows of whole blocks, 64.
+# bitsandbytes' CPU kernel needs rows of whole blocks, 64.
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, VOCABULARY = 4, 2, 64, 128, 96
 
 _COMMON: dict[str, Any] = {
@@ -69,7 +69,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def model(family: str, implementation: str = "eager", **config: Any) -> Any:
-    """A float32 model with weights from a seed, biases and routers included."""
+    """Make a float32 model with weights from a seed, biases and routers included."""
     torch.manual_seed(0)
     sizes = FAMILIES[family]()
     sizes.update(config)
@@ -83,7 +83,7 @@ def model(family: str, implementation: str = "eager", **config: Any) -> Any:
 
 
 def model_of_images_and_text() -> Any:
-    """Qwen3.5-MoE: the experts are a text model's inside of it, and its configuration is nested."""
+    """Make a Qwen3.5-MoE: its experts are in a text model inside, its configuration is nested."""
     torch.manual_seed(0)
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
     config = transformers.Qwen3_5MoeConfig(
@@ -101,7 +101,7 @@ def tokens(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:
 
 
 def unpacked(packed: Any) -> Any:
-    """A copy of a model with its experts' base weights as plain parameters, in eager mode."""
+    """Copy a model with its experts' base weights as plain parameters, in eager mode."""
     plain = copy.deepcopy(packed)
     for layer in expert_layers(plain).values():
         for name, stack in list(layer.named_children()):
@@ -116,7 +116,7 @@ def unpacked(packed: Any) -> Any:
 
 
 def awaken(parameters: list[nn.Parameter], seed: int = 3) -> None:
-    """B starts at zero; a test wants every gradient alive."""
+    """Fill B, which starts at zero: a test needs every gradient alive."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Quantized linear layers with adapters, their formula in eager mode and in float64."""
+"""Make quantized linear layers with adapters, and their formula in eager mode and in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.quantized import Quantized, by_table, quantize
 
 @dataclass
 class Layer:
-    """A quantized linear layer with adapters, as arguments of `ops.lora_linear`."""
+    """Hold a quantized linear layer with adapters, as arguments of `ops.lora_linear`."""
 
     w: Quantized
     x: Tensor
@@ -46,7 +46,7 @@ def layer(
     seed: int = 0,
     device: str = "cpu",
 ) -> Layer:
-    """Seeded; B is not zero, so every gradient is alive."""
+    """Make a seeded layer; B is not zero, so every gradient is alive."""
     generator = torch.Generator().manual_seed(seed)
 
     def leaf(shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -71,7 +71,7 @@ def gradients(y: Tensor, leaves: Sequence[Tensor], seed: int = 1) -> list[Tensor
 
 
 def by_hand(case: Layer) -> Tensor:
-    """bitsandbytes' layer and PEFT's `Linear4bit.forward`: the formula of eager mode."""
+    """Compute eager mode's formula: bitsandbytes' layer and PEFT's `Linear4bit.forward`."""
     weight = by_table(case.w.packed, case.w.state).to(case.x.dtype)
     result = F.linear(case.x, weight, case.bias)
     for a, b, s in zip(case.a, case.b, case.scaling, strict=True):
@@ -80,7 +80,7 @@ def by_hand(case: Layer) -> Tensor:
 
 
 def exact(case: Layer) -> tuple[Tensor, list[Tensor]]:
-    """Output and gradients in float64."""
+    """Return output and gradients in float64."""
 
     def double(x: Tensor) -> Tensor:
         return x.detach().double().requires_grad_()

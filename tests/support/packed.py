@@ -1,4 +1,4 @@
-"""Layers whose weights are packed, as each library has them, small and on a CPU."""
+"""Make layers whose weights are packed, as each library has them, small and on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
 
 
 class Gptq(nn.Module):
-    """The layout of GPTQ, all of it buffers: eight codes in each int32, down the rows."""
+    """Lay a weight out as GPTQ does, all in buffers: eight codes in each int32, down the rows."""
 
     qweight: Tensor
     qzeros: Tensor
@@ -41,7 +41,7 @@ class Gptq(nn.Module):
 
 
 class Fp8(nn.Module):
-    """A linear layer of a fine-grained fp8 checkpoint."""
+    """Stand for a linear layer of a fine-grained fp8 checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The PTX of Triton's `inline_asm_elementwise`, run on numpy: its interpreter has no PTX.
+"""Run the PTX of Triton's `inline_asm_elementwise` on numpy: its interpreter has no PTX.
 
-As many instructions as our kernels have. Arguments and results are packed in 32-bit registers as
-the GPU packs them, the first element lowest.
+It knows as many instructions as our kernels have. Arguments and results are packed in 32-bit
+registers as the GPU packs them, the first element lowest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Words = npt.NDArray[np.uint32]
 
 
 def _prmt(a: Words, b: Words, selector: Words) -> Words:
-    """Bytes of b:a by the nibbles of the selector; bit 3 of one replicates the byte's sign."""
+    """Pick bytes of b:a by the nibbles of the selector; bit 3 of one replicates the byte's sign."""
     pair = (b.astype(np.uint64) << np.uint64(32)) | a
     result = np.zeros_like(a)
     for j in range(4):
@@ -32,7 +32,7 @@ def _prmt(a: Words, b: Words, selector: Words) -> Words:
 
 
 def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
-    """Any function of three bits, by its values at abc = 000 to 111."""
+    """Compute any function of three bits, by its values at abc = 000 to 111."""
     result = np.zeros_like(a)
     for i in range(8):
         if int(table.flat[0]) >> i & 1:
@@ -51,7 +51,7 @@ OPERATIONS: dict[str, Callable[..., Words]] = {
 
 
 def run(text: str, inputs: list[Words], outputs: int) -> list[Words]:
-    """The registers $0 to $(outputs - 1); the inputs are those after them."""
+    """Return the registers $0 to $(outputs - 1); the inputs are those after them."""
     registers = {f"${outputs + i}": words for i, words in enumerate(inputs)}
     like = inputs[0]
 
@@ -72,7 +72,7 @@ def run(text: str, inputs: list[Words], outputs: int) -> list[Words]:
 def elementwise(
     asm: str, constraints: str, args: list[Any], dtype: tuple[Any, ...], is_pure: bool, pack: int
 ) -> tuple[Any, ...]:
-    """Stands in for `triton.language.inline_asm_elementwise`, of bytes to 16-bit values."""
+    """Stand in for `triton.language.inline_asm_elementwise`, of bytes to 16-bit values."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 

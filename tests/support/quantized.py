@@ -1,4 +1,4 @@
-"""Real quantized weights for tests: bitsandbytes' and what it makes of them, and our k-bit ones."""
+"""Make real quantized weights for tests, bitsandbytes' and our k-bit ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight before and after `quantize_4bit`."""
+    """Hold a weight before and after `quantize_4bit`."""
 
     original: Tensor
     packed: Tensor
@@ -65,7 +65,7 @@ def quantize(
     device: str = "cpu",
     seed: int = 0,
 ) -> Quantized:
-    """A seeded normal weight of `shape`, quantized by bitsandbytes."""
+    """Quantize a seeded normal weight of `shape` with bitsandbytes."""
     generator = torch.Generator().manual_seed(seed)
     original = (torch.randn(tuple(shape), generator=generator) * 0.02).to(device, dtype)
     packed, state = bnb.quantize_4bit(
@@ -79,9 +79,10 @@ def quantize(
 
 
 def by_table(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight from bitsandbytes' published table and scales: blocks run through the rows.
+    """Compute the weight from bitsandbytes' published table and scales: blocks run through the
+    rows.
 
-    What its CUDA kernel and its generic implementation compute, at any row length.
+    Its CUDA kernel and its generic implementation compute this, at any row length.
     """
     absmax = state.absmax
     if state.nested:
@@ -96,9 +97,9 @@ def by_table(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Te
 def sample(
     fmt: QuantFormat, shape: Sequence[int], *, storage: torch.dtype = torch.uint8, seed: int = 0
 ) -> tuple[list[Tensor], Tensor]:
-    """The operands of a weight in `fmt`, and its float32 values by another way than `decode`.
+    """Make operands of a weight in `fmt`, and its float32 values by another way than `decode`.
 
-    Those of a format that no formula is written for are the reference's.
+    Where no formula is written for a format, the values are the reference's.
     """
     return SAMPLES.get(fmt, sample_any)(fmt, shape, storage, seed)
 
@@ -106,7 +107,7 @@ def sample(
 def sample_bnb(
     fmt: QuantFormat, shape: Sequence[int], storage: torch.dtype, seed: int
 ) -> tuple[list[Tensor], Tensor]:
-    """What bitsandbytes makes of a normal weight."""
+    """Let bitsandbytes quantize a normal weight."""
     assert fmt.blockwise is not None
     w = quantize(
         shape,
@@ -124,7 +125,7 @@ def sample_bnb(
 def sample_kbit(
     fmt: QuantFormat, shape: Sequence[int], storage: torch.dtype, seed: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Random codes under random scales and a skewed codebook."""
+    """Draw random codes under random scales and a skewed codebook."""
     k, numel = fmt.planes, math.prod(shape)
     blocks = -(-numel // 32)
     generator = torch.Generator().manual_seed(seed)
@@ -144,7 +145,7 @@ def sample_kbit(
 def sample_any(
     fmt: QuantFormat, shape: Sequence[int], storage: torch.dtype, seed: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Random operands."""
+    """Draw random operands."""
     operands = fmt.sample(shape, torch.Generator().manual_seed(seed))
     if fmt.name in formulas.FORMULAS:
         values = formulas.values(fmt.name, operands, shape)
@@ -159,7 +160,7 @@ def sample_any(
     return operands, values
 
 
-#: What `sample` does for the formats of a family.
+#: The function that `sample` calls for the formats of a family.
 SAMPLES: dict[QuantFormat, Callable[..., tuple[list[Tensor], Tensor]]] = {
     **dict.fromkeys(BNB_FORMATS, sample_bnb),
     **dict.fromkeys(KBIT_FORMATS, sample_kbit),
@@ -172,7 +173,7 @@ def e4m4_by_hand(code: int) -> float:
 
 
 def pack_by_hand(codes: Tensor, k: int) -> Tensor:
-    """Bit planes of codes [blocks, 32], one Python integer a word."""
+    """Make bit planes of codes [blocks, 32], one Python integer per word."""
     words = [
         sum(((code >> p) & 1) << j for j, code in enumerate(block))
         for block in codes.tolist()
@@ -182,13 +183,13 @@ def pack_by_hand(codes: Tensor, k: int) -> Tensor:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bit patterns of `x` with one pattern for all NaNs: -0.0 differs from 0.0."""
+    """Return the bit patterns of `x` with one pattern for all NaNs: -0.0 differs from 0.0."""
     nan = torch.full((), float("nan"), dtype=x.dtype, device=x.device)
     return torch.where(x.isnan(), nan, x).view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def assert_same_as_native(actual: Tensor, packed: Tensor, state: Any) -> None:
-    """The values of bitsandbytes' native kernel, rounded to the nearest, ties to even.
+    """Assert the values of bitsandbytes' native kernel, rounded to nearest, ties to even.
 
     Its kernels differ among themselves in two things, and in nothing else: the sign of the zero
     that fp4's code 8 is, and float16 on a CPU: the CUDA builds of its library (0.50.2) hold no
@@ -206,7 +207,7 @@ def assert_same_as_native(actual: Tensor, packed: Tensor, state: Any) -> None:
 
 
 def replace_dtype(state: Any, dtype: torch.dtype) -> Any:
-    """A quant state that decodes to another dtype."""
+    """Return a quant state that decodes to another dtype."""
     other = copy.copy(state)
     other.dtype = dtype
     return other
@@ -222,7 +223,10 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-    """As in a new process: no kernel was asked, none told. Returns what is prepared from now on."""
+    """Start as a new process does, with no kernel tried and no warning given.
+
+    Returns what is prepared from now on.
+    """
     launches: dict[Any, Any] = {}
     warn_once.cache_clear()
     monkeypatch.setattr(PREPARED, "launches", launches)

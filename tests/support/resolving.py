@@ -1,4 +1,4 @@
-"""Options as they are resolved for a CPU, and the keys of Inductor's that users know."""
+"""Resolve options for a CPU, and list the keys of Inductor that users know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems of scatter2scatter, and devices, that tiles are chosen for."""
+"""List problems of scatter2scatter, and devices, that tiles are chosen for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORK = tiles.Work(
     group=64,
     rank=16,
 )
-#: Capability: shared memory that a block can have.
+#: Shared memory that a block can have, by capability.
 DEVICES = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 

@@ -1,7 +1,7 @@
-"""What `qfuse doctor` looks at: checks of the environment, and of a model.
+"""The checks of `qfuse doctor`, of the environment and of a model.
 
-A check yields findings and changes nothing. To add one: a file here with a `check`, a line below, a
-section in docs/troubleshooting.md.
+A check yields findings and changes nothing. To add one, write a file here with a `check`, a line
+below and a section in docs/troubleshooting.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether what is compiled can be kept: Inductor's cache folder, and ours inside it.
+"""Check that compiled code can be kept: Inductor's cache folder, and ours inside it.
 
 Nothing of torch is imported here: `torch._dynamo` makes the folder as it is imported, and cannot be
 imported where that fails.
@@ -24,13 +24,13 @@ ELSEWHERE = f"export {VARIABLE}=/a/folder/that/can/be/written"
 
 
 def check() -> Iterator[Finding]:
-    """Writes a file into both folders, and looks at the space left."""
+    """Write a file into both folders, and check the space left."""
     yield writable("inductor cache", folder())
     yield writable("qfuse cache", folder() / "qfuse")
 
 
 def folder() -> Path:
-    """Where Inductor keeps what it compiled, by the rule of torch._inductor's cache_dir_utils."""
+    """Return Inductor's folder for compiled code, by the rule of torch's cache_dir_utils."""
     if given := os.environ.get(VARIABLE):
         return Path(given).absolute()
     try:
@@ -42,7 +42,7 @@ def folder() -> Path:
 
 
 def writable(name: str, folder: Path) -> Finding:
-    """Whether a file can be made in `folder`, which is created as the compile would."""
+    """Check that a file can be made in `folder`, which is created as the compile would."""
     try:
         check_writable(folder)
         free = shutil.disk_usage(folder).free
@@ -56,7 +56,7 @@ def writable(name: str, folder: Path) -> Finding:
 
 @contextlib.contextmanager
 def usable() -> Iterator[None]:
-    """A folder for the while where there is none, so that the other checks can import torch."""
+    """Provide a folder meanwhile where there is none, so that the other checks can import torch."""
     if writable("", folder()).status != "fail":
         yield
         return

@@ -1,4 +1,4 @@
-"""Submodules that are compiled one by one, against the recompile limit they share."""
+"""Check submodules that are compiled one by one against the recompile limit they share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(model: nn.Module) -> Iterator[Finding]:
 
 
 def _signature(region: nn.Module) -> Hashable:
-    """What guards look at: classes, and each tensor's shape, dtype and whether it trains."""
+    """Return what guards check: classes, and each tensor's shape, dtype and whether it trains."""
     tensors = (*region.named_parameters(), *region.named_buffers())
     return (
         tuple((path, type(module)) for path, module in region.named_modules()),

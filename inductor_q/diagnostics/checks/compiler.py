@@ -1,4 +1,4 @@
-"""A C++ compiler: Inductor on a CPU needs one, and the kernel of csrc/ is built by it."""
+"""Check for a C++ compiler: Inductor on a CPU needs one, and it builds the kernel of csrc/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSTALL = "apt-get install g++  # or export CXX=/path/to/a/c++/compiler"
 
 
 def check() -> Iterator[Finding]:
-    """Builds csrc/dequantize.cpp, or finds it built, and loads it."""
+    """Build csrc/dequantize.cpp, or find it built, and load it."""
     from inductor_q.kernels import dequantize_cpp
 
     gpu = torch.cuda.is_available()

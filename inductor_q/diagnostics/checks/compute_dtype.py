@@ -1,4 +1,4 @@
-"""bitsandbytes 4-bit layers that compute in float32: its default where nobody chose."""
+"""Find bitsandbytes 4-bit layers that compute in float32, their default where nobody chose."""
 
 from __future__ import annotations
 

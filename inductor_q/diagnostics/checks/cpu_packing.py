@@ -1,4 +1,6 @@
-"""bitsandbytes 4-bit layers on a CPU with AVX512-BF16: their first inference call repacks them."""
+"""Find 4-bit layers on a CPU with AVX512-BF16: bitsandbytes repacks them in the first inference
+call.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ REPAIR = (
 
 
 def check(model: nn.Module) -> Iterator[Finding]:
-    """Packed for bitsandbytes' inference kernel, a weight is out of reach of passes and gradients.
+    """Find layers that are packed, or would be: passes and gradients cannot reach a packed weight.
 
-    The kernel has no backward, and a packed layer keeps to it in training mode: after an evaluation
-    what lies before the layer gets no gradient through it, and torch only warns.
+    bitsandbytes packs it for its inference kernel. The kernel has no backward, and a packed layer
+    keeps to it in training mode: after an evaluation what lies before the layer gets no gradient
+    through it, and torch only warns.
     """
     found = instances(model, "bitsandbytes.nn", "Linear4bit")
     layers = [(path, layer) for path, layer in found if layer.weight.device.type == "cpu"]

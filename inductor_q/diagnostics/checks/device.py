@@ -1,4 +1,4 @@
-"""The GPUs, and the preset that a compile on each would take."""
+"""Show the GPUs, and the preset that a compile on each would take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inductor_q.exc import QfuseError
 
 
 def check() -> Iterator[Finding]:
-    """Architecture and shared memory of each GPU, and the preset in force there and why."""
+    """Show architecture and shared memory of each GPU, and the preset in force there and why."""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.device("cuda", index)
@@ -45,7 +45,7 @@ def _gpu(device: torch.device) -> Finding:
 
 
 def preset(device: torch.device) -> Finding:
-    """The preset that `torch.compile(backend="qfuse")` would take on `device`, and why."""
+    """Return the preset that `torch.compile(backend="qfuse")` would take on `device`, and why."""
     from inductor_q.options import resolve
     from inductor_q.presets.generic import GENERIC
 

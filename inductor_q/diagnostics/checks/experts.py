@@ -1,4 +1,4 @@
-"""How transformers computes fused experts."""
+"""Check how transformers computes fused experts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check(model: nn.Module) -> Iterator[Finding]:
 
 
 def _implementation(submodule: nn.Module) -> str:
-    """What the config says, for a module that holds fused weights of several experts."""
-    # What transformers' decorator `use_experts_implementation` leaves on the class.
+    """Return what the config says, for a module that holds fused weights of several experts."""
+    # transformers' decorator `use_experts_implementation` leaves this on the class.
     if not hasattr(type(submodule), "_apply_gate"):
         return ""
     config = getattr(submodule, "config", None)

@@ -1,4 +1,4 @@
-"""What a check says: a status, what was found, and the line that mends it."""
+"""A finding is a check's answer: a status, what was found, and the line that mends it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `qfuse doctor`.
+    """Hold one line of `qfuse doctor`.
 
     "fail": it cannot work, or works and silently gives something else than was asked for. "warn":
     it works slowly, or nobody has tried it. `remedy` is a command or a line of code.
@@ -24,6 +24,6 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """The status of them all."""
+    """Return the worst status of all findings."""
     found = {finding.status for finding in findings}
     return "fail" if "fail" in found else "warn" if "warn" in found else "ok"

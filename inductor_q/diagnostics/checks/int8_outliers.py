@@ -1,4 +1,4 @@
-"""LLM.int8() with an outlier threshold: how many columns are outliers depends on the data."""
+"""Find LLM.int8() with an outlier threshold: the number of outlier columns depends on the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ REMEDY = (
 
 
 def check(model: nn.Module) -> Iterator[Finding]:
-    """A threshold above 0 breaks the graph in each layer unless dynamic output shapes are on."""
+    """Find layers in which a threshold above 0 breaks the graph, unless dynamic output shapes are
+    on.
+    """
     from torch._dynamo import config
 
     layers = list(instances(model, "bitsandbytes.nn", "Linear8bitLt"))
@@ -36,7 +38,7 @@ def check(model: nn.Module) -> Iterator[Finding]:
 
 
 def _looks_for_outliers(layer: Any) -> bool:
-    """In training on a CPU (and XPU) bitsandbytes takes a path without the decomposition."""
+    """Return whether a layer looks for outliers; in training on a CPU or XPU it does not."""
     state = layer.state
     if state.threshold <= 0 or state.has_fp16_weights:
         return False

@@ -1,4 +1,4 @@
-"""Adapters that were added, or switched to, after the model had been compiled."""
+"""Find adapters that were added, or switched to, after the model had been compiled."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _active(model: nn.Module) -> set[str]:
 
 
 def _forwards(model: nn.Module) -> set[CodeType]:
-    """The code of each forward in the model, under decorators: what Dynamo may have compiled."""
+    """Yield the code of each forward, under decorators, that Dynamo may have compiled."""
     found: set[CodeType] = set()
     for kind in {type(module) for module in model.modules()}:
         function: Any = kind.forward
@@ -57,6 +57,6 @@ def _forwards(model: nn.Module) -> set[CodeType]:
 
 
 def _guards(code: CodeType) -> Iterator[str]:
-    """The guards of each graph that was compiled for `code`, as text with their sources."""
+    """Return the guards of each graph that was compiled for `code`, as text with their sources."""
     for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(code):
         yield str(entry.guard_manager)

@@ -1,4 +1,4 @@
-"""Looking through a model for what the checks ask about, without importing a library for it.
+"""Search a model for the modules that a check is about, without importing a library for it.
 
 A model that holds a layer of a library has imported that library, so a class that `sys.modules`
 does not have is in no model.
@@ -16,7 +16,7 @@ WRAPPERS = ("_orig_mod", "base_layer")  # of torch.compile and PEFT: not in the 
 
 
 def instances(model: nn.Module, module: str, name: str) -> Iterator[tuple[str, Any]]:
-    """(path, submodule) of every instance of the class `name` of the imported `module`."""
+    """Yield (path, submodule) of every instance of the class `name` of the imported `module`."""
     wanted = getattr(sys.modules.get(module), name, None)
     if isinstance(wanted, type):
         for path, submodule in model.named_modules():
@@ -25,7 +25,7 @@ def instances(model: nn.Module, module: str, name: str) -> Iterator[tuple[str, A
 
 
 def compiled_alone(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, submodule) of every module below the top that has a compiled call of its own."""
+    """Yield (path, submodule) of every module below the top that has a compiled call of its own."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     for path, submodule in model.named_modules():
@@ -42,7 +42,7 @@ def tidy(path: str) -> str:
 
 
 def several(paths: Sequence[str], what: str) -> str:
-    """ "14 4-bit layers (model.layers.0.q_proj, ...)": how many, and the first."""
+    """Say how many there are, and the first: "14 4-bit layers (model.layers.0.q_proj, ...)"."""
     first = paths[0] or "the model itself"
     return f"{len(paths)} {what}{'s' if len(paths) > 1 else ''} ({first}" + (
         ", ...)" if len(paths) > 1 else ")"
@@ -50,5 +50,5 @@ def several(paths: Sequence[str], what: str) -> str:
 
 
 def is_training(model: nn.Module) -> bool:
-    """In training mode, with something to train."""
+    """Return whether a model is in training mode, with something to train."""
     return model.training and any(p.requires_grad for p in model.parameters())

@@ -1,4 +1,4 @@
-"""NVRTC, which compiles the CUDA sources of csrc/ at first use."""
+"""Check NVRTC, which compiles the CUDA sources of csrc/ at first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTALL = "pip install -U nvidia-cuda-nvrtc"
 
 
 def check() -> Iterator[Finding]:
-    """Loads the library, asks for its version, and whether it knows the GPUs of this machine."""
+    """Load the library, and check its version and that it knows the GPUs of this machine."""
     library = nvrtc.library()
     if isinstance(library, str):
         why = "" if torch.cuda.is_available() else " (no GPU here to compile for)"
@@ -31,7 +31,7 @@ def check() -> Iterator[Finding]:
 
 
 def _architectures() -> list[int]:
-    """What the sources would be compiled for on each GPU: the newest that its kind can run."""
+    """Return the compile target for each GPU: the newest that its kind can run."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return []
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""The hook by which transformers makes embeddings require gradients, for checkpointing."""
+"""Find the hook by which transformers makes embeddings require gradients, for checkpointing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of torch that hide what goes wrong, give up early, or switch a part off."""
+"""Check settings of torch that hide what goes wrong, give up early, or switch a part off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEFAULT_LIMIT = 8  # torch's own, 2.11 to 2.15
 
 
 def check() -> Iterator[Finding]:
-    """suppress_errors, the recompile limit, compiling or its cache switched off."""
+    """Check suppress_errors, the recompile limit, and whether compiling or its cache is off."""
     from torch._dynamo import config
     from torch._inductor import config as inductor_config
 

@@ -1,4 +1,4 @@
-"""LoRA on parameters instead of modules (PEFT's `target_parameters`, for fused experts)."""
+"""Check LoRA on parameters instead of modules (PEFT's `target_parameters`, for fused experts)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ PACKED = f"inductor_q.experts.quantize(model); {OURS}  # instead of target_param
 
 
 def check(model: nn.Module) -> Iterator[Finding]:
-    """Two faults: asked for and not there, or there and breaking every graph that meets them."""
+    """Look for two faults: adapters requested and missing, or there and breaking each graph they
+    meet.
+    """
     asked = _asked(model)
     if not asked:
         yield Finding(NAME, "ok", "not used")
@@ -51,7 +53,7 @@ def check(model: nn.Module) -> Iterator[Finding]:
 
 
 def _asked(model: nn.Module) -> set[str]:
-    """The names in `target_parameters` of the model's adapters."""
+    """Return the names in `target_parameters` of the model's adapters."""
     names: set[str] = set()
     for submodule in model.modules():
         configs = getattr(submodule, "peft_config", None)
@@ -71,14 +73,14 @@ def _matches(name: str, path: str, parameter: str) -> bool:
 
 
 def _quantized_parameters(model: nn.Module) -> list[str]:
-    """The paths of what `bitsandbytes.nn.parametrize.replace_parameter_4bit` took over."""
+    """List what `bitsandbytes.nn.parametrize.replace_parameter_4bit` took over, by path."""
     found = instances(model, "bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
     # experts.parametrizations.gate_up_proj.0 stands for experts.gate_up_proj
     return [path.rpartition(".")[0].replace(".parametrizations.", ".") for path, _ in found]
 
 
 def _compiled(model: nn.Module, wrappers: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Those inside of what is compiled: of the submodules that are, or else of the whole model."""
+    """Return the wrappers inside compiled submodules, or all of them if none is compiled."""
     regions = [path for path, _ in compiled_alone(model)]
     if not regions:
         return wrappers

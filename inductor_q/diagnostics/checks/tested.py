@@ -1,4 +1,4 @@
-"""The versions that the library was run with: docs/compatibility.md has the same table."""
+"""The versions that the library was run with; docs/compatibility.md has the same table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Package:
-    """`oldest` to below `excluded` is what pyproject.toml admits; `tried` was run, in order."""
+    """Name a package: pyproject.toml admits `oldest` to below `excluded`; `tried` was run, in
+    order.
+    """
 
     name: str
     oldest: str
@@ -18,7 +20,7 @@ class Package:
 
     @property
     def requirement(self) -> str:
-        """As pip takes it: "torch>=2.11,<2.16"."""
+        """The requirement as pip takes it: "torch>=2.11,<2.16"."""
         return f"{self.name}>={self.oldest}" + (f",<{self.excluded}" if self.excluded else "")
 
     def admits(self, version: str) -> bool:
@@ -38,13 +40,15 @@ PACKAGES = (
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version without build and pre-release: "2.13.0a0+cu130" is (2, 13, 0)."""
+    """Return the numbers of a version without build and pre-release: (2, 13, 0) of
+    "2.13.0a0+cu130".
+    """
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def table() -> str:
-    """The table of docs/compatibility.md."""
+    """Make the table of docs/compatibility.md."""
     rows = [("package", "admitted", "tried"), ("---", "---", "---")]
     rows += [(f"`{p.name}`", p.requirement[len(p.name) :], ", ".join(p.tried)) for p in PACKAGES]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Whether the installed packages are ones that were tried together."""
+"""Check that the installed packages are ones that were tried together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from inductor_q.diagnostics.checks.tested import PACKAGES, Package, release
 
 
 def check() -> Iterator[Finding]:
-    """One finding a package; what is not installed is nothing wrong, torch apart."""
+    """Yield one finding per package; of missing ones, only torch is at fault."""
     for package in PACKAGES:
         yield judge(package, _installed(package.name))
     yield from _triton_of_torch()
 
 
 def judge(package: Package, version: str | None) -> Finding:
-    """What to say of `package` at `version`, None where it is not installed."""
+    """Judge `package` at `version`, None where it is not installed."""
     install = f"pip install '{package.requirement}'"
     if version is None:
         status: Status = "fail" if package.required else "ok"
@@ -38,7 +38,7 @@ def judge(package: Package, version: str | None) -> Finding:
 
 
 def _nearest(package: Package, version: str) -> str:
-    """The newest tried version that is not newer than this one, else the oldest."""
+    """Return the newest tried version that is not newer than this one, else the oldest."""
     older = [v for v in package.tried if release(v) <= release(version)]
     return older[-1] if older else package.tried[0]
 

@@ -1,1 +1,1 @@
-"""What a user sees of an `Explanation`: text, JSON, HTML, annotations. Each only reads it."""
+"""Show an `Explanation` to a user as text, JSON, HTML or annotations. Each only reads it."""

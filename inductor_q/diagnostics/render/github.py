@@ -1,4 +1,4 @@
-"""Workflow commands that put breaks, rejected layers and missed budgets beside the code on GitHub.
+"""Write workflow commands: GitHub shows breaks, rejected layers, missed budgets beside the code.
 
 https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
 """
@@ -15,10 +15,11 @@ _SOURCE = re.compile(r"(.+):(\d+)")
 
 
 def annotate(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
-    """One line each: missed budgets are errors; what may have caused them are errors where a budget
-    was missed, else warnings.
+    """Write one line for each missed budget and for each cause.
 
-    A file outside of the checkout cannot be annotated; its place then stands in the message.
+    Missed budgets are errors; what may have caused them are errors where a budget was missed, else
+    warnings. A file outside of the checkout cannot be annotated; its place then stands in the
+    message.
     """
     level = "error" if missed else "warning"
     lines = [_command("error", "budget missed", line) for line in missed]
@@ -45,8 +46,11 @@ def annotate(run: Explanation, missed: Sequence[str] = ()) -> list[str]:
 
 
 def _not_fused(run: Explanation, *, left: bool) -> dict[str, list[Layer]]:
-    """Layers that could be fused and were not, by reason; those that a threshold left to their
-    library only where that may be why a budget was missed."""
+    """Yield layers that could be fused and were not, by reason.
+
+    Those that a threshold left to their library are among them only where that may be why a budget
+    was missed.
+    """
     found: dict[str, list[Layer]] = {}
     for layer in run.layers:
         if layer.status not in ("fused", *(() if left else ("left",))):

@@ -1,7 +1,7 @@
-"""An `Explanation` as one HTML file that needs nothing else: no network, no server.
+"""Render an `Explanation` as one HTML file that needs nothing else: no network, no server.
 
-Everything that a model, a script or torch said is escaped by the template. Should something slip
-through, the page's content policy runs no script but ours (by its hash) and fetches nothing.
+The template escapes everything that a model, a script or torch said. Should something slip through,
+the page's content policy runs no script but ours (by its hash) and fetches nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AROUND = 4  # lines of source above and below the one that is meant
 
 
 def render(run: Explanation, *, missed: Sequence[str] = (), folder: Path = Path()) -> str:
-    """The page; `missed` are the budgets that the run did not keep, a sentence each.
+    """Render the page; `missed` are the budgets that the run did not keep, a sentence each.
 
     `folder` is where the page will lie: its links to the files of a dump start there.
     """
@@ -60,7 +60,7 @@ class SourceLine:
 
 
 def excerpt(frame: Frame) -> list[SourceLine]:
-    """The lines around a frame; only the line itself where the file is gone or has changed."""
+    """Return the lines around a frame; only its own line where the file is gone or has changed."""
     try:
         lines = Path(frame.file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError, ValueError):
@@ -83,7 +83,7 @@ class Link:
 
 
 def dumped(dump: str, folder: Path) -> dict[str, list[Link]]:
-    """The files of `--dump` by compile, as its index lists them; none where that is gone."""
+    """Return the files of `--dump` by compile, as its index lists them; none where that is gone."""
     try:
         index = json.loads((Path(dump) / "index.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -98,7 +98,7 @@ def dumped(dump: str, folder: Path) -> dict[str, list[Link]]:
 
 
 def _gb_link(gb_id: str) -> str:
-    """torch's page about a graph break ("GB0170"); empty for anything that is not such an id."""
+    """Link to torch's page about a graph break ("GB0170"); empty for anything but such an id."""
     is_known = gb_id[:2] == "GB" and gb_id[2:].isdigit() and gb_id.isascii()
     site = "https://meta-pytorch.github.io/compile-graph-break-site/gb"
     return f"{site}/{gb_id.lower()}.html" if is_known else ""

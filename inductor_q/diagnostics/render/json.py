@@ -1,4 +1,4 @@
-"""An `Explanation` as JSON and back. The form is docs/explain.schema.json.
+"""Write an `Explanation` as JSON and read it back. The form is docs/explain.schema.json.
 
 Reports are compared across commits and versions, so: within a `schema_version` fields are only
 added; a reader leaves out what it does not know and takes the default of what is not there.
@@ -18,12 +18,12 @@ from inductor_q.exc import NotAReport, UnknownReportVersion
 
 
 def to_json(explanation: Explanation) -> str:
-    """The text of a report file; `from_json` gives an equal explanation back."""
+    """Return the text of a report file, from which `from_json` makes an equal explanation."""
     return json.dumps(dataclasses.asdict(explanation), indent=1, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str, *, path: str = "the text") -> Explanation:
-    """The explanation that `text` holds; `path` is what errors call it.
+    """Return the explanation that `text` holds; `path` is what errors call it.
 
     Raises:
         NotAReport: the text is not JSON, or a field is missing or of another type.
@@ -45,7 +45,7 @@ def from_json(text: str, *, path: str = "the text") -> Explanation:
 
 
 def read(path: str) -> Explanation:
-    """The explanation in a file."""
+    """Return the explanation in a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -54,11 +54,11 @@ def read(path: str) -> Explanation:
 
 
 class _Mismatch(Exception):
-    """A value that is not of its field's type, and where."""
+    """Raised for a value that is not of its field's type; the text says where."""
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
-    """`value`, as `json` gives it, as the annotation `kind` of explanation.py says."""
+    """Build from `value`, as `json` gives it, what an annotation `kind` of explanation.py names."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)

@@ -1,4 +1,4 @@
-"""docs/explain.schema.json, from the dataclasses of explanation.py (written by `make docs`)."""
+"""Make docs/explain.schema.json from the dataclasses of explanation.py (`make docs` writes it)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of what `render.json.to_json` writes: every field of every class."""
+    """Make the JSON Schema (2020-12) for `render.json.to_json`: every field of every class."""
     definitions: dict[str, Any] = {}
     _define(Explanation, definitions)
     top = definitions.pop(Explanation.__name__)

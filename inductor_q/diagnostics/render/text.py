@@ -1,6 +1,7 @@
-"""An `Explanation` for a terminal or a log: what to do first stands first, nothing empty is shown.
+"""Print an `Explanation` to a terminal or a log: the first thing to do comes first, nothing is
+empty.
 
-On a pipe: 80 columns, no colour, no trailing blanks. On a terminal: its width, up to 100.
+A pipe gets 80 columns, no colour and no trailing blanks; a terminal its width, up to 100.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ def show(parts: Iterable[RenderableType], file: TextIO) -> None:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Text of others: nothing in it is markup, and no escape sequence reaches the terminal."""
+    """Return text of others: nothing in it is markup, no escape sequence reaches the terminal."""
     return Text("".join(c if c.isprintable() or c in "\n\t" else " " for c in text), style=style)
 
 
 def sections(run: Explanation, missed: Sequence[str] = ()) -> Iterator[RenderableType]:
-    """The parts of the report, each with an empty line before it."""
+    """Return the parts of the report, each with an empty line before it."""
     head = Text.assemble(("qfuse explain ", "bold"), plain(words.command(run)))
     yield Group(head, plain(words.summary(run)))
     if ending := words.ending(run):
@@ -63,7 +64,7 @@ def sections(run: Explanation, missed: Sequence[str] = ()) -> Iterator[Renderabl
 
 
 def section(title: str, body: Sequence[RenderableType]) -> Iterator[RenderableType]:
-    """A heading and what stands under it; nothing where that is empty."""
+    """Return a heading and what stands under it; nothing where that is empty."""
     if body:
         yield Text(f"\n{title}", style="bold")
         yield Padding(Group(*body), (0, 0, 0, 2))
@@ -73,7 +74,7 @@ _Bodies = Iterator[tuple[str, list[RenderableType]]]
 
 
 def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
-    """Every section with what stands in it, in order; `section` leaves the empty ones out."""
+    """Yield every section with its content, in order; `section` leaves the empty ones out."""
     yield _title("Budgets missed", len(missed)), [plain(line, "red") for line in missed]
     yield _title("Graph breaks", len(run.breaks)), [*_breaks(run.breaks)]
     yield _title("Recompiles", len(run.recompiles)), [_recompile(item) for item in run.recompiles]
@@ -116,7 +117,7 @@ def _times(text: str, count: int) -> Text:
 
 
 def _facts(head: Text, *facts: tuple[str, Text]) -> RenderableType:
-    """A head, and labelled lines under it."""
+    """Return a head, and labelled lines under it."""
     head.stylize("bold")
     grid = Table.grid(padding=(0, 1))
     grid.add_column(style="dim")
@@ -128,13 +129,13 @@ def _facts(head: Text, *facts: tuple[str, Text]) -> RenderableType:
 
 
 def _place(frame: Frame) -> Text:
-    """Where, and the line that stands there."""
+    """Show a place and the line that stands there."""
     text = plain(words.place(frame))
     return text.append_text(plain(f"\n  {frame.text.strip()}", "cyan")) if frame.text else text
 
 
 def _breaks(items: Iterable[GraphBreak]) -> Iterator[RenderableType]:
-    """One cause often breaks a graph in several places: its fix and its line are told once."""
+    """Show each fix and line once, since one cause often breaks a graph in several places."""
     fixes: set[str] = set()
     lines: set[Frame] = set()
     for item in items:
@@ -164,7 +165,7 @@ def _recompile(item: Recompile) -> RenderableType:
 
 
 def _fusion(run: Explanation) -> Iterator[RenderableType]:
-    """The tree of modules, and which passes stood back where, with their reasons."""
+    """Show the tree of modules, and which passes stood back where, with their reasons."""
     yield from _modules(run.layers)
     for name, reason, count in words.refusals(run):
         yield plain(f"no {name} in {words.plural(count, 'layer')}: {reason}", "dim")
@@ -183,7 +184,7 @@ def _modules(layers: Sequence[Layer]) -> Iterator[RenderableType]:
 
 
 def _opened(branches: Iterable[Branch], depth: int = 0) -> Iterator[tuple[int, Branch]]:
-    """Each branch before its children; one in which there is nothing to mend is not opened."""
+    """Yield each branch before its children; one with nothing to mend is not opened."""
     for branch in branches:
         yield depth, branch
         if branch.status != "fused" and not branch.alike:
@@ -191,7 +192,7 @@ def _opened(branches: Iterable[Branch], depth: int = 0) -> Iterator[tuple[int, B
 
 
 def _fate(branch: Branch) -> str:
-    """What became of the layers in a branch, in one sentence."""
+    """Say in one sentence what became of the layers in a branch."""
     count = len(branch.layers)
     many = f"{count} layers " if count > 1 else ""
     if branch.status == "fused":
@@ -202,7 +203,7 @@ def _fate(branch: Branch) -> str:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
-    """What, how much, and perhaps a remark: the first rows; nothing without any."""
+    """Show what, how much, and perhaps a remark, for the first rows; nothing without any."""
     if not rows:
         return []
     grid = Table.grid(padding=(0, 2))

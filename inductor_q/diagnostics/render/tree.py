@@ -16,7 +16,7 @@ from inductor_q.diagnostics.render import words
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of the model: `layers` are all quantized layers in it, folded ones included.
+    """Hold a part of the model: `layers` are all quantized layers in it, folded ones included.
 
     `layer` is the layer that this branch itself is, None where it only holds others.
     """
@@ -32,7 +32,7 @@ class Branch:
 
     @property
     def status(self) -> LayerStatus:
-        """The worst status in it."""
+        """The worst status in the branch."""
         return max((layer.status for layer in self.layers), key=STATUSES.index)
 
     @property
@@ -42,7 +42,7 @@ class Branch:
 
 
 def build(layers: Iterable[Layer]) -> tuple[Branch, ...]:
-    """The top branches, in the order of the layers."""
+    """Return the top branches, in the order of the layers."""
     root = _Node()
     for layer in layers:
         node = root
@@ -53,7 +53,7 @@ def build(layers: Iterable[Layer]) -> tuple[Branch, ...]:
 
 
 def paths(layers: Iterable[Layer]) -> list[str]:
-    """The module paths of the layers, folded as the tree folds them."""
+    """Return the module paths of the layers, folded as the tree folds them."""
 
     def walk(branches: Iterable[Branch], prefix: str) -> Iterator[str]:
         for branch in branches:
@@ -71,7 +71,7 @@ class _Node:
 
 
 def _folded(node: _Node) -> Iterator[Branch]:
-    """The children of a node, equal ones as one."""
+    """Return the children of a node, equal ones as one."""
     groups: dict[object, list[Branch]] = {}
     for name, child in node.children.items():
         branch = _branch(name, child)
@@ -92,7 +92,7 @@ def _branch(name: str, node: _Node) -> Branch:
 
 
 def _joined(group: Sequence[Branch]) -> Branch:
-    """Equal branches as one; below it, each child stands for its counterparts."""
+    """Join equal branches into one; below it, each child stands for its counterparts."""
     first = group[0]
     return Branch(
         name=_join_names([branch.name for branch in group]),
@@ -110,7 +110,7 @@ def _renamed(branch: Branch, name: str) -> Branch:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """0, 1, 2 -> 0-2; a chain below a number ("0.mlp.down_proj") keeps its tail."""
+    """Join names, as 0, 1, 2 to 0-2; a chain below a number ("0.mlp.down_proj") keeps its tail."""
     heads, tails = zip(*(name.partition(".")[::2] for name in names), strict=True)
     if all(head.isdigit() for head in heads):
         tail = f".{tails[0]}" if tails[0] else ""
@@ -119,7 +119,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _form(branch: Branch) -> object:
-    """What must be equal for two branches to fold: all but the name and what counts in it."""
+    """Return what two branches must have equal to fold: all but the name and what counts in it."""
     tail = branch.name.partition(".")[2] if branch.name.partition(".")[0].isdigit() else ""
     own = _outcome(branch.layer) if branch.layer else None
     return tail, own, tuple((child.name, _form(child)) for child in branch.children)

@@ -28,12 +28,12 @@ _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:
-    """1 break, 2 breaks, no breaks."""
+    """Count things in words: 1 break, 2 breaks, no breaks."""
     return f"{count or 'no'} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def size(count: float) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Give bytes in the largest unit of which there is one."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -42,7 +42,7 @@ def size(count: float) -> str:
 
 
 def short(file: str) -> str:
-    """A path from the working directory, or from inside the installed packages."""
+    """Shorten a path to start at the working directory, or inside the installed packages."""
     if found := _INSTALLED.match(file):
         return file[found.end() :]
     try:
@@ -52,7 +52,7 @@ def short(file: str) -> str:
 
 
 def place(frame: Frame) -> str:
-    """file:line in function, the file as `short` has it."""
+    """Write file:line in function, the file as `short` has it."""
     if not frame.file:
         return ""
     line = f":{frame.line}" if frame.line else ""
@@ -60,13 +60,13 @@ def place(frame: Frame) -> str:
 
 
 def command(run: Explanation) -> str:
-    """The target as it was called, and in how many processes."""
+    """Write the target as it was called, and in how many processes."""
     called = " ".join([run.target, *map(shlex.quote, run.argv)])
     return f"{called} ({run.world_size} ranks)" if run.world_size > 1 else called
 
 
 def ending(run: Explanation) -> str:
-    """How the target ended; empty where it ended well."""
+    """Say how the target ended; empty where it ended well."""
     if run.exit.signal:
         return f"the target was ended by {run.exit.signal}"
     if run.exit.exception:
@@ -75,12 +75,12 @@ def ending(run: Explanation) -> str:
 
 
 def coverage(run: Explanation) -> str:
-    """How many quantized layers are fused and how many left to their library, or would be."""
+    """Say how many quantized layers are fused and how many left to their library, or would be."""
     return _share(run.layers, "quantized layer", "fused")
 
 
 def masks(run: Explanation) -> str:
-    """How many masks of attention are left out, or would be."""
+    """Say how many masks of attention are left out, or would be."""
     return _share(run.attention, "mask", "left out")
 
 
@@ -91,19 +91,21 @@ def _share(layers: Sequence[Layer], noun: str, done: str) -> str:
 
 
 def left(layers: Sequence[Layer]) -> str:
-    """How many layers a threshold leaves to their library, to stand after the fused ones; "" where
-    there are none."""
+    """Say how many layers a threshold leaves to their library; "" where there are none.
+
+    The text stands after the fused ones.
+    """
     count = sum(layer.status == "left" for layer in layers)
     return f", {count} left to {'its' if count == 1 else 'their'} library" if count else ""
 
 
 def causes(count: int, distinct: int, noun: str) -> str:
-    """3 breaks, or 3 breaks of 2 causes."""
+    """Count events and their causes: 3 breaks, or 3 breaks of 2 causes."""
     return plural(count, noun) + (f" ({distinct} distinct)" if distinct not in (0, count) else "")
 
 
 def summary(run: Explanation) -> str:
-    """The run in one line, the worst first."""
+    """Sum up the run in one line, the worst first."""
     if not (run.compiles or run.breaks or run.fallbacks or run.suppressed):
         return "nothing was compiled"
     parts = [
@@ -122,7 +124,7 @@ def summary(run: Explanation) -> str:
 
 
 def failed_guard(recompile: Recompile) -> str:
-    """The guard with the values it saw, unless its own words name them."""
+    """Write the guard with the values it saw, unless its own words name them."""
     values = (recompile.before, recompile.after)
     if not recompile.after or all(value in recompile.guard for value in values):
         return recompile.guard
@@ -130,7 +132,7 @@ def failed_guard(recompile: Recompile) -> str:
 
 
 def outcome(layer: Layer) -> str:
-    """What became of a layer, in words."""
+    """Say in words what became of a layer."""
     if layer.status == "fused":
         return fused_by([layer])
     said = {
@@ -143,8 +145,10 @@ def outcome(layer: Layer) -> str:
 
 
 def fused_by(layers: Sequence[Layer]) -> str:
-    """The passes that rewrote fused layers, with the provider where it is not torch's own, and with
-    the number of layers where it was not all of them.
+    """List the passes that rewrote fused layers.
+
+    A provider stands beside a pass where it is not torch's own, and the number of layers where it
+    was not all of them.
     """
     counts: Counter[str] = Counter()
     for layer in layers:
@@ -162,9 +166,9 @@ def _applied(step: Step) -> str:
 
 
 def refusals(run: Explanation) -> list[tuple[str, str, int]]:
-    """Passes that stood back at fused layers: pass, reason, at how many of them.
+    """List passes that stood back at fused layers: pass, reason, at how many of them.
 
-    Reasons that differ in a number (of rows, say) are one, told as it was met first.
+    Reasons that differ only in a number (of rows, say) count as one, in the words that came first.
     """
     found: dict[tuple[str, str], tuple[str, set[str]]] = {}
     for layer in run.layers:
@@ -176,18 +180,18 @@ def refusals(run: Explanation) -> list[tuple[str, str, int]]:
 
 
 def options(run: Explanation) -> list[tuple[str, str, str]]:
-    """Name, value and source of the options that were set, not those left as they are."""
+    """List name, value and source of the options that were set, not those left as they are."""
     listed = ((k, o.get("value", ""), o.get("source", "")) for k, o in sorted(run.options.items()))
     return [row for row in listed if row[2] != "default"]
 
 
 def environment(run: Explanation) -> str:
-    """Versions and device in one line."""
+    """Write versions and device in one line."""
     return ", ".join(f"{name} {value}" for name, value in run.environment.items())
 
 
 def numbers(indices: Sequence[int]) -> str:
-    """Ascending indices as ranges: 0-3, 5."""
+    """Write ascending indices as ranges: 0-3, 5."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
@@ -198,7 +202,7 @@ def numbers(indices: Sequence[int]) -> str:
 
 
 def repository_path(file: str) -> str:
-    """A path from the root of the checkout (GitHub's workspace); empty for a file outside of it."""
+    """Return a path from the root of the checkout (GitHub's workspace); empty outside of it."""
     root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd()).resolve()
     path = Path(file).resolve()
     inside = path.is_relative_to(root) and not _INSTALLED.match(file)
