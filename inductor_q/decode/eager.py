@@ -11,7 +11,7 @@ from torch import Tensor
 class Eager:
     """Runs a decode on tensors; an index is an int64 tensor of element numbers.
 
-    columns: of the weight; formats that do not go by rows need none.
+    columns: those of the weight; formats that do not depend on rows need none.
     """
 
     def __init__(self, operands: Mapping[str, Tensor], columns: int | None = None) -> None:

@@ -65,8 +65,8 @@ class Loops:
         return self._loaders[name]([index])
 
     def codebook(self, values: tuple[float, ...], code: Any) -> Any:
-        # A select tree over the code's bits, each tested once: no memory access, and few enough
-        # operations (59 for 16 values) to stay under Inductor's limit for one inner function.
+        # A select tree tests each of the code's bits once. It accesses no memory, and needs so few
+        # operations (59 for 16 values) that it stays under Inductor's limit for one inner function.
         bits = [1 << b for b in reversed(range((len(values) - 1).bit_length()))]
         zero = ops.constant(0, torch.int32)
         is_set = {
@@ -82,7 +82,7 @@ class Loops:
         return tree(0, 0)
 
     def _number(self, value: float) -> Any:
-        """A constant; Triton reads a literal -0.0 as 0.0, so that one is written by its bits."""
+        """Emit a constant; Triton reads a literal -0.0 as 0.0, so its bits stand for that one."""
         if value == 0 and math.copysign(1.0, value) < 0:
             return self.as_float(ops.constant(-(1 << 31), torch.int32))
         return ops.constant(value, torch.float32)

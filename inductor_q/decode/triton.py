@@ -1,4 +1,4 @@
-"""A printer of Triton device code: straight-line source for what a kernel computes of a format.
+"""Print Triton device code: straight-line source for what a kernel computes of a format.
 
 The printed functions are pure tile code: indices in, values out. `decode_fn(i, ...)` decodes the
 elements of a tile of indices. A kernel that unpacks codes itself, whole words at a time, calls its
@@ -17,7 +17,7 @@ from inductor_q.formats import QuantFormat
 class Printer:
     """Interprets a decode by writing one assignment per operation.
 
-    mask: the name of what masks every load of an operand; None for none.
+    mask: the name of the mask of every load of an operand, or None.
     """
 
     def __init__(self, mask: str | None) -> None:
@@ -73,8 +73,8 @@ class Printer:
         return self._read(name, f"{code}.to(tl.int32)")
 
     def codebook(self, values: tuple[float, ...], code: str) -> str:
-        # From the L1 cache: all lanes of a warp fall into one 64-byte line. A select tree costs 15
-        # instructions an element instead, which binds before memory does.
+        # The load hits the L1 cache: all lanes of a warp fall into one 64-byte line. A select tree
+        # costs 15 instructions per element instead, which binds before memory does.
         self.tables.setdefault(values)
         assert len(self.tables) == 1, "printed code takes one codebook"
         return self._let(f"tl.load(codebook + {code})")

@@ -1,4 +1,4 @@
-"""What a quantized weight is. Every format the library knows, by name."""
+"""Describe quantized weights: every format that the library knows, by name."""
 
 from inductor_q.formats.bnb import BNB_FORMATS
 from inductor_q.formats.fp8 import FP8_FORMATS
@@ -15,5 +15,5 @@ __all__ = ["FORMATS", "QuantFormat", "get_format"]
 
 
 def get_format(name: str) -> QuantFormat:
-    """The format called `name`; raises `UnknownFormat` with the known names."""
+    """Return the format called `name`; raise `UnknownFormat` with the known names."""
     return lookup(FORMATS, name)

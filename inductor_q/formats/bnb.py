@@ -1,7 +1,7 @@
 """bitsandbytes' 4-bit formats: nf4 and fp4, plain and double-quantized (nested), every blocksize.
 
-Values: `get_4bit_type` of bitsandbytes (MIT) and its kernels; NF4 is from QLoRA, arXiv 2305.14314,
-appendix E. The first element of a pair lies in the high nibble.
+The values are those of `get_4bit_type` of bitsandbytes (MIT) and its kernels; NF4 is from QLoRA,
+arXiv 2305.14314, appendix E. The first element of a pair lies in the high nibble.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BNB_QUANT_TYPES: dict[str, Codebook] = {"nf4": NF4, "fp4": FP4}
 
 
 def bnb_format_name(quant_type: str, blocksize: int, nested: bool) -> str:
-    """The name of bitsandbytes' `quant_type` at `blocksize`, one of BLOCKSIZES."""
+    """Name the format of bitsandbytes' `quant_type` at `blocksize`, one of BLOCKSIZES."""
     for known in BLOCKSIZES:
         if blocksize == known:  # `known` is a number also where `blocksize` is symbolic
             return f"{quant_type}_b{known}" + ("_nested" if nested else "")

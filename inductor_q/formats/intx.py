@@ -1,7 +1,7 @@
 """Unsigned integers with a scale and a zero point per group: `(code - zero_point) * scale`.
 
 Groups run along a row; the first element of a pair lies in the low nibble. A zero point is any
-number from 0 to 255, a byte each.
+number from 0 to 255, in one byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an operand of a format has to be for a weight of a given shape."""
+"""Describe what an operand of a format has to be for a weight of a given shape."""
 
 from __future__ import annotations
 

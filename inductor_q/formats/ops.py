@@ -20,15 +20,15 @@ class Ops(Protocol[I, V]):
     # --- indices ---
 
     def row(self, i: I) -> I:
-        """The row of element `i`."""
+        """Return the row of element `i`."""
         ...
 
     def column(self, i: I) -> I:
-        """The column of element `i`."""
+        """Return the column of element `i`."""
         ...
 
     def columns(self) -> I:
-        """How many columns the weight has."""
+        """Return how many columns the weight has."""
         ...
 
     def zero(self, like: I) -> I: ...
@@ -46,29 +46,29 @@ class Ops(Protocol[I, V]):
     # --- what is stored ---
 
     def load(self, name: str, i: I) -> V:
-        """Element `i` of an operand, in its own dtype."""
+        """Load element `i` of an operand, in its own dtype."""
         ...
 
     def gather(self, name: str, code: V, size: int) -> V:
-        """Element `code` of an operand of `size` elements."""
+        """Load element `code` of an operand of `size` elements."""
         ...
 
     def codebook(self, values: tuple[float, ...], code: V) -> V:
-        """`values[code]` in float32."""
+        """Return `values[code]` in float32."""
         ...
 
     # --- integers ---
 
     def to_int(self, a: V) -> V:
-        """An integer of any width as int32."""
+        """Convert an integer of any width to int32."""
         ...
 
     def bits(self, word: V, lane: I, bits: int) -> V:
-        """The `lane`-th group of `bits` bits of a word, counted from the lowest."""
+        """Extract the `lane`-th group of `bits` bits of a word, counted from the lowest."""
         ...
 
     def with_bit(self, code: V, bit: V, position: int) -> V:
-        """`code` with `bit` put in at `position`, where it has none."""
+        """Put `bit` into `code` at `position`, where it has none."""
         ...
 
     def add_int(self, a: V, n: int) -> V: ...
@@ -88,19 +88,19 @@ class Ops(Protocol[I, V]):
     # --- floats ---
 
     def to_float(self, a: V) -> V:
-        """A number of any dtype in float32."""
+        """Convert a number of any dtype to float32."""
         ...
 
     def as_float(self, a: V) -> V:
-        """The float32 number whose bits are the int32 `a`."""
+        """Return the float32 number whose bits are the int32 `a`."""
         ...
 
     def times(self, a: V, factor: float) -> V:
-        """`a * factor`, where `factor` is a power of two or -1, so that no rounding is involved."""
+        """Multiply `a` with a power of two or -1, so that no rounding is involved."""
         ...
 
     def mul(self, a: V, b: V) -> V:
-        """The product, rounded by itself: never one FMA with a sum that follows."""
+        """Return the product, rounded by itself: never one FMA with a sum that follows."""
         ...
 
     def add(self, a: V, b: V) -> V: ...

@@ -1,4 +1,4 @@
-"""Where the code of element `i` lies."""
+"""Packings say where the code of element `i` lies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Packing(Protocol):
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Return how many bits a code has."""
         ...
 
     @property
     def unit(self) -> str:
-        """The dtype, by torch's name, of the units of `qweight` that `code` loads."""
+        """Return the dtype, by torch's name, of the units of `qweight` that `code` loads."""
         ...
 
     @property
@@ -39,11 +39,11 @@ class Packing(Protocol):
         ...
 
     def operands(self, numel: int) -> tuple[Operand, ...]:
-        """What holds `numel` codes."""
+        """Describe what holds `numel` codes."""
         ...
 
     def code(self, o: Ops[I, V], i: I) -> V:
-        """The code of element `i`."""
+        """Find the code of element `i`."""
         ...
 
 
@@ -93,8 +93,8 @@ class BytePacking:
 class BitPlanes:
     """Blocks of 32 codes as `bits` int32 words: bit j of word p is bit p of the block's j-th code.
 
-    What a warp gets from `__ballot_sync` of each bit. The last block is whole; its missing elements
-    have code 0.
+    A word is what a warp gets from `__ballot_sync` of one bit. The last block is whole; its missing
+    elements have code 0.
     """
 
     bits: int

@@ -42,20 +42,20 @@ class QuantFormat:
     shared: tuple[Scale, ...]
 
     def __hash__(self) -> int:
-        return hash(self.name)  # of all the rest it would take as long as a launch
+        return hash(self.name)  # a hash of all fields would take as long as a launch
 
     def decode(self, o: Ops[I, V], i: I) -> V:
-        """Element `i` of the weight, counted through its rows, in float32."""
+        """Decode element `i` of the weight, counted through its rows, to float32."""
         code = self.packing.code(o, i)
         return self.codec.decode(o, code, *(scale.decode(o, i) for scale in self.shared))
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Operand names in first-use order, found by running `decode`, never written by hand."""
+        """Operand names in the order of their first use, which running `decode` finds."""
         return tuple(self._probe.seen)
 
     def requirements(self, shape: Sequence[int]) -> tuple[Operand, ...]:
-        """What each of `operands`, in their order, has to be for a weight of `shape`.
+        """Describe what each of `operands`, in their order, has to be for a weight of `shape`.
 
         The last dimension is that of columns; all others count rows, as in a stack of weights.
         """
@@ -70,7 +70,7 @@ class QuantFormat:
         """Make random operands of a weight of `shape`, in the order of `operands`."""
         return [random_operand(operand, generator) for operand in self.requirements(shape)]
 
-    # --- what kernels ask, in place of how a format is composed -----------------------------------
+    # --- what kernels query, instead of how a format is composed ----------------------------------
 
     @property
     def nibbles(self) -> tuple[int, int] | None:
@@ -130,7 +130,7 @@ class QuantFormat:
     @cached_property
     def _probe(self) -> _Probe:
         probe = _Probe()
-        o: Any = probe  # every operation that it has none of is a no-op
+        o: Any = probe  # operations that it does not define are no-ops
         self.decode(o, 0)
         return probe
 
@@ -159,7 +159,7 @@ class _Probe:
 
 
 def lookup(formats: Mapping[str, QuantFormat], name: str) -> QuantFormat:
-    """`formats[name]`, or an error that lists what is known."""
+    """Return `formats[name]`, or raise an error that lists what is known."""
     try:
         return formats[name]
     except KeyError:

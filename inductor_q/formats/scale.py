@@ -47,7 +47,7 @@ class Scale(Protocol):
     def plain(self) -> BlockScale | None:
         """Return a scale whose operand stores the values of this one, or None for this one itself.
 
-        It is what a stack of weights is cut up with where its own scales span two of them.
+        A stack of weights is cut up with it where its own scales span two of them.
         """
         ...
 
@@ -196,7 +196,7 @@ class ProductScale:
 class NestedScale:
     """The scale is quantized itself: it is `codec(scale code) * outer`, `+ offset` if it has one.
 
-    QLoRA's double quantization, https://arxiv.org/abs/2305.14314, section 3."""
+    This is QLoRA's double quantization, https://arxiv.org/abs/2305.14314, section 3."""
 
     operand: str
     block: int

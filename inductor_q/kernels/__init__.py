@@ -1,7 +1,7 @@
-"""Kernels behind the ops: who can serve them, by op and device type, the preferred first.
+"""The providers of the ops, by op and device type, the preferred first.
 
-The eager reference is in every list, so that nothing is ever unserved; providers behind it are
-asked by name only.
+The eager reference is in every list, so that every call is served; providers behind it run only
+where they are named.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inductor_q.kernels import (
 from inductor_q.kernels.dequantize import DEQUANTIZE, POINTWISE
 from inductor_q.kernels.provider import Late, Provider, Table
 
-#: By op and device type. A device type that is not listed has the reference.
+#: Providers by op and device type. A device type that is not listed has the reference.
 PROVIDERS: dict[str, Table] = {
     "dequantize": DEQUANTIZE,
     "quantize_kbit": {
@@ -63,17 +63,17 @@ PROVIDERS: dict[str, Table] = {
     },
 }
 
-#: Policy, by op and provider: the calls for which it is asked last before the reference.
+#: The policy, by op and provider: the calls for which the provider comes last but the reference.
 LATE: Mapping[str, Late] = {"scatter2scatter": {"triton": scatter2scatter_triton.is_slow}}
 
-#: Ops whose provider a compile chooses (`qfuse.kernels`), and who can be named besides kernels.
+#: Ops whose provider a compile chooses (`qfuse.kernels`), and names that it has besides kernels'.
 CHOSEN: Mapping[str, tuple[str, ...]] = {"dequantize": (POINTWISE,), "scatter2scatter": ()}
 
 __all__ = ["CHOSEN", "LATE", "POINTWISE", "PROVIDERS", "Provider", "provider_names"]
 
 
 def provider_names() -> dict[str, tuple[str, ...]]:
-    """Every provider, on whatever device, of every op that `qfuse.kernels` may name."""
+    """Name every provider, on whatever device, of every op that `qfuse.kernels` may name."""
     return {
         op: (*others, *dict.fromkeys(p.name for listed in PROVIDERS[op].values() for p in listed))
         for op, others in CHOSEN.items()

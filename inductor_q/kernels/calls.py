@@ -24,11 +24,11 @@ _REMEDY = "The state belongs to another weight, blocksize or format: quantize th
 
 
 class Call:
-    """What an op asks of its providers: its arguments, checked."""
+    """The checked arguments of an op, as its providers get them."""
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device that it runs on."""
         raise NotImplementedError
 
     def empty(self) -> Any:
@@ -40,7 +40,7 @@ class Call:
 class Scatter2Scatter(Call):
     """One call as a kernel gets it: the arguments of `qfuse::scatter2scatter` in their order.
 
-    The op's schema, its calls and its gradients all go by these fields. A kernel returns the result
+    The op's schema, its calls and its gradients all use these fields. A kernel returns the result
     and `x @ A_e'` [R, r] in grouped order ([R, 0] without adapters), both with zeros in nobody's
     rows (`ops/routing.py` has the words).
     """
@@ -65,7 +65,7 @@ class Scatter2Scatter(Call):
 
     @functools.cached_property
     def fmt(self) -> QuantFormat | None:
-        """The format of the weights, None being dense."""
+        """The format of the weights; None where they are dense."""
         return None if self.format == DENSE else get_format(self.format)
 
     @property
@@ -76,7 +76,7 @@ class Scatter2Scatter(Call):
         return self.results() if self.rows == 0 else None
 
     def results(self) -> tuple[Tensor, Tensor]:
-        """The op's results, not written to."""
+        """Allocate the op's results."""
         rows = self.rows if self.grouped_out else self.tokens
         x = self.x
         return x.new_empty((rows, self.out_features)), x.new_empty((self.rows, self.rank))
@@ -103,7 +103,7 @@ class Scatter2Scatter(Call):
 
     @functools.cached_property
     def tile_rows(self) -> int:
-        """How many rows a part of `tiles` has at most; kept, for it asks CUDA for the device."""
+        """The most rows of one part of `tiles`; cached, since it queries the device."""
         return height(self.rows, self.num_experts, self.x.device)
 
     @property
@@ -157,18 +157,18 @@ DEFAULTS = {f.name: f.default for f in fields(Scatter2Scatter) if f.default is n
 
 
 def arguments(**named: Any) -> tuple[Any, ...]:
-    """The arguments of `qfuse::scatter2scatter` in the op's order: tensors, or nodes of a graph."""
+    """Put the arguments of `qfuse::scatter2scatter` in its order: tensors, or nodes of a graph."""
     given = {**DEFAULTS, **named}
     return tuple([given[name] for name in ARGUMENTS])
 
 
 def unchecked(args: Sequence[Any]) -> Scatter2Scatter:
-    """A call out of the op's arguments."""
+    """Make a call of the op's arguments, without checks."""
     named = dict(zip(ARGUMENTS, args, strict=True))
     return Scatter2Scatter(**{**named, "shape": tuple(named["shape"])})
 
 
-#: What a schema calls the types of arguments.
+#: The names that a schema has for the types of arguments.
 _TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
@@ -180,7 +180,7 @@ _TYPES = {
 
 
 def schema(op: str, call: Any, result: str) -> str:
-    """The schema of an op whose arguments are the fields of `call`."""
+    """Write the schema of an op whose arguments are the fields of `call`."""
     typed = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(call))
     return f"{op}({typed}) -> {result}"
 

@@ -1,7 +1,7 @@
-"""Who dequantizes: the first provider of the device's list that does not refuse the call.
+"""Dequantize with the first provider of the device's list that does not refuse the call.
 
-What a provider has prepared for a call is kept and launched again for all calls that are like it,
-so that a launch costs the host little.
+The launch that a provider prepares for a call is kept for all calls that are like it, so that each
+costs the host little.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ DEQUANTIZE: Table = {
 #: neighbours.
 POINTWISE = "inductor"
 
-#: Kinds of calls that are remembered: many models' weights. With more all are forgotten, and come
-#: back.
+#: How many kinds of calls are remembered: many models' weights. Beyond that all are forgotten, and
+#: come back.
 KEPT = 4096
 
 
 class Prepared:
-    """The providers of `table`, asked at the first call of a kind.
+    """Launches of the providers of `table`, each prepared at the first call of a kind.
 
-    What the one that serves it has prepared is launched again for those that `DequantizeProvider`
-    counts as like it.
+    A launch serves all calls of its kind: those that `DequantizeProvider` counts as like the first.
     """
 
     def __init__(self, table: Table) -> None:
@@ -86,9 +85,9 @@ write = PREPARED.write
 
 
 def compiled_by(device_type: str, wanted: str = "auto", fmt: QuantFormat | None = None) -> str:
-    """Who dequantizes in compiled code: `wanted` where it can, else the fastest that can.
+    """Name who dequantizes in compiled code: `wanted` where it can, else the fastest that can.
 
-    Without `fmt`, for some format.
+    Without `fmt`, only what this machine lacks counts.
     """
     if wanted == POINTWISE or not refusal(device_type, wanted, fmt):
         return wanted
@@ -99,7 +98,7 @@ def compiled_by(device_type: str, wanted: str = "auto", fmt: QuantFormat | None 
 def refusal(device_type: str, name: str, fmt: QuantFormat | None = None) -> str:
     """Return why the provider of that name cannot dequantize here; empty where it can.
 
-    Without `fmt`, whether it could decode some format.
+    Without `fmt`, only what this machine lacks counts.
     """
     for provider in on_device(DEQUANTIZE, device_type):
         if provider.name == name:
@@ -108,6 +107,6 @@ def refusal(device_type: str, name: str, fmt: QuantFormat | None = None) -> str:
 
 
 def kernels_of(device_type: str) -> list[str]:
-    """Names of the providers that can run on this machine, without the reference."""
+    """List the names of the providers that can run on this machine, without the reference."""
     listed = on_device(DEQUANTIZE, device_type)
     return [p.name for p in listed if p.name != REFERENCE and not p.missing()]

@@ -120,7 +120,7 @@ def _launch_planes(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) ->
 
 @functools.cache
 def _scale_table(fmt: QuantFormat) -> Tensor:
-    """What each 8-bit scale stands for."""
+    """Return the number that each 8-bit scale stands for."""
     assert fmt.blockwise is not None, f"{fmt.name=}"
     return fmt.blockwise.codec.decode(Eager({}), torch.arange(256, dtype=torch.uint8))
 

@@ -33,7 +33,7 @@ RUN = 8  # neighbouring elements of a lane
 
 @dataclass(frozen=True)
 class Config:
-    """Threads of a program; each decodes one block's worth of elements."""
+    """How many threads a program has; each decodes one block's worth of elements."""
 
     threads: int = 128
 
@@ -42,7 +42,7 @@ DEFAULT = Config()
 
 
 def scale_type(stored: Codec) -> str:
-    """The type of csrc/kbit.cu that decodes what a scale is stored as; empty: there is none."""
+    """Name the type of csrc/kbit.cu that decodes a scale as stored; empty where there is none."""
     return next((name for name, codec in SCALES.items() if codec == stored), "")
 
 
@@ -101,7 +101,7 @@ class Cuda(DequantizeProvider):
 
 
 def _function(call: Dequantize) -> Any:
-    """The specialization of csrc/kbit.cu for calls like this one, or why it is not there."""
+    """Load the specialization of csrc/kbit.cu for calls like this one; else return why not."""
     operands, fmt, out = call.operands, call.fmt, call.out
     assert out.device.index is not None, f"{out.device=}"
     aligned = (operands[0].data_ptr() | out.data_ptr()) % VECTOR_BYTES == 0
@@ -116,7 +116,7 @@ def _function(call: Dequantize) -> Any:
 
 
 def _rows(out: Tensor) -> tuple[int, int]:
-    """Length and stride of the rows of `out`: of one long row where they follow each other."""
+    """Return length and stride of the rows of `out`, which are one where they follow each other."""
     rows, cols = out.shape
     if rows == 1 or out.stride(0) == cols:
         return out.numel(), out.numel()

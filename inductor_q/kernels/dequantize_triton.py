@@ -1,7 +1,7 @@
 """Dequantize on a GPU with one Triton launch, double quantization included.
 
 A lane holds one 32-bit word (8 codes of 4 bits) where shapes and alignment allow it, else one byte;
-of bit planes, the bytes that hold 8 neighbouring codes. What is packed is read once, a scale found
+of bit planes it holds the bytes of 8 neighbouring codes. Packed data is read once, a scale is found
 once, and 8 values leave in one 16-byte store. Every other format, and one whose neighbours in a
 lane do not share a scale, is decoded element by element. The device functions that find a scale and
 decode a code, or do all of it, are printed from the format (`inductor_q.decode.triton`); this file
@@ -109,7 +109,7 @@ class _Plan:
         flat = stride == cols
         codes = _codes(operands[0], fmt, out, flat, stride)
         units = -(-numel // codes)
-        if codes == 1:  # as many elements in a program as with words, and a warp's worth of each
+        if codes == 1:  # a program has as many elements as with words, on four times the warps
             config = replace(config, block=8 * config.block, num_warps=4 * config.num_warps)
         kernel = _kernel(fmt, codes)
         self._jit = kernel.function
@@ -139,7 +139,7 @@ class _Plan:
             self._keep(self.by_jit(operands, out), out)
 
     def by_jit(self, operands: Sequence[Tensor], out: Tensor) -> Any:
-        """Launch as the first time; returns what Triton has compiled."""
+        """Launch through Triton's JIT; return what it has compiled."""
         with on(out.device):
             return self._jit[self._grid](
                 *self._tensors(operands, out),
@@ -162,12 +162,12 @@ class _Plan:
     def _keep(self, compiled: Any, out: Tensor) -> None:
         pointers = 1 + len(self._order)
         self._again = prepared(compiled, out.device.index, self._grid, pointers, self._sizes)
-        # It owns what is launched again. The interpreter returns nothing to call.
+        # This owns what is launched again. The interpreter returns nothing to call.
         self._compiled = compiled if hasattr(compiled, "__getitem__") else None
 
 
 def _codes(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, stride: int) -> int:
-    """How many elements a lane decodes; all of them share their scales."""
+    """Return how many elements a lane decodes; all of them share their scales."""
     cols = out.shape[1]
     codes = 1
     if fmt.planes:
@@ -213,10 +213,10 @@ def _kernel(fmt: QuantFormat, codes: int) -> _Kernel:
 
 @dataclass(frozen=True)
 class _Printed:
-    """What a kernel is printed from.
+    """The parts that a kernel is printed from.
 
     unit: the dtype of what a lane loads.
-    units, values: the lines that load it, and those that make of it the values v0, v1, ...
+    units, values: the lines that load it, and those that decode it to the values v0, v1, ...
     """
 
     functions: str
@@ -231,7 +231,7 @@ _CAST = ".to(out.dtype.element_ty)"
 
 
 def _by_element(fmt: QuantFormat) -> _Printed:
-    """A lane decodes one element, with the whole decode as it is printed."""
+    """Let a lane decode one element, with the whole decode as it is printed."""
     decode = decode_function(fmt)
     table = fmt.table.name if fmt.table else ""
     names = ["codebook" if name == table else name for name in fmt.operands[1:]]
@@ -249,7 +249,7 @@ def _by_element(fmt: QuantFormat) -> _Printed:
 
 
 def _by_unit(fmt: QuantFormat, codes: int) -> _Printed:
-    """A lane unpacks the codes of a unit and decodes them under what they share, found once."""
+    """Let a lane unpack the codes of a unit and decode them under what they share, found once."""
     device = device_functions(fmt)
     unit, units, unpacked = _units(fmt, codes)
     arguments = ["i", "mask", *device.scale_operands, *(["cols"] if device.by_rows else [])]
@@ -262,7 +262,7 @@ def _by_unit(fmt: QuantFormat, codes: int) -> _Printed:
 
 
 def _units(fmt: QuantFormat, codes: int) -> tuple[str, str, list[str]]:
-    """The dtype of what a lane loads, the loads, and each of its codes as an expression."""
+    """Return the dtype of what a lane loads, the loads, and each of its codes as an expression."""
     if fmt.nibbles:
         load = "    unit = tl.load(packed + u, mask=mask, other=0).to(tl.int32)"
         shifts = [8 * (e // 2) + fmt.nibbles[e % 2] for e in range(codes)]
@@ -285,7 +285,7 @@ def _units(fmt: QuantFormat, codes: int) -> tuple[str, str, list[str]]:
 
 
 def _join(lanes: list[int]) -> str:
-    """Nested `tl.join`s after which a reshape yields the lanes in order."""
+    """Nest `tl.join`s so that a reshape yields the lanes in order."""
     if len(lanes) == 1:
         return f"v{lanes[0]}"
     return f"tl.join({_join(lanes[0::2])}, {_join(lanes[1::2])})"
@@ -304,7 +304,7 @@ def compile_source(filename: str, text: str, kernel: str) -> Any:
 
 @functools.cache
 def _codebook(fmt: QuantFormat, device: torch.device) -> Tensor:
-    """The format's table on `device`, made once: a call under graph capture finds it there."""
+    """Return the format's table on `device`, made once: graph capture finds it there."""
     return torch.tensor(fmt.codec.values or (0.0,), dtype=torch.float32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Who serves a checked call: the first provider of the device's list that does not refuse it."""
+"""Serve a checked call with the first provider of the device's list that does not refuse it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PREFERRED: ContextVar[Mapping[str, str]] = ContextVar("preferred", default=Mapp
 
 @contextmanager
 def preferring(op: str, provider: str) -> Iterator[None]:
-    """Ask `provider` first for eager calls of `op`, and for what backward makes of them.
+    """Prefer `provider` for eager calls of `op`, and for the calls that their backward makes.
 
-    Compiled code goes by the options of its compile (`qfuse.kernels`).
+    Compiled code follows the options of its compile (`qfuse.kernels`).
     """
     token = _PREFERRED.set({**_PREFERRED.get(), op: provider})
     try:
@@ -41,7 +41,7 @@ def serve(op: str, call: Call, wanted: str = "") -> Any:
 
 
 def served_by(op: str, call: Call, wanted: str = "auto") -> str:
-    """Return the name of the provider that `serve` would run, without a word to the log.
+    """Return the name of the provider that `serve` would run, without logging.
 
     The tensors of the call may be fake ones of concrete sizes.
     """

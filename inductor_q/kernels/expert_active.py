@@ -1,8 +1,8 @@
 """The experts that some token has chosen: fewer than all where there are few tokens.
 
-How many they are is known on the device only. What the host knows is that R rows have at most R
-experts, so everything here has room for A = min(E, R) of them, the places left over being taken by
-experts without rows: shapes depend on the number of rows only, and nothing waits for the device.
+Only the device knows how many they are. The host knows that R rows have at most R experts, so
+everything here has room for A = min(E, R) of them, and experts without rows take the places that
+are left: shapes depend on the number of rows only, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 
 class ActiveExperts(NamedTuple):
-    """A experts, those with rows first, in their order.
+    """A of the experts: those with rows come first, in their order.
 
     ids: [A] int64, their numbers among all.
     offsets: [A + 1] int32, as in a `Routing` over these experts alone: the grouped order of the
@@ -27,7 +27,7 @@ class ActiveExperts(NamedTuple):
 
 
 def active_experts(offsets: Tensor, rows: int) -> ActiveExperts:
-    """The experts with rows, out of a routing's `offsets` [E + 1] over `rows` slots."""
+    """Find the experts with rows in a routing's `offsets` [E + 1] over `rows` slots."""
     counts = offsets.diff()
     idle_last = torch.argsort((counts == 0).to(torch.uint8), stable=True)
     ids = idle_last[: min(counts.shape[0], rows)]

@@ -1,7 +1,7 @@
 """Triton kernels of scatter2scatter: a grouped GEMM that decodes its weights in the loop.
 
-Imported by the kernel that launches them, at its first use. Rows are grouped: each expert's lie
-together. How bytes become values is a device function that the GEMM is handed, so nothing here
+The kernel that launches them imports this file at its first use. Rows are grouped: each expert's
+lie together. The GEMM is given the device function that turns bytes into values, so nothing here
 looks at a format's name.
 """
 
@@ -31,10 +31,10 @@ def weight_tile(
     EVEN: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """[ROWS, COLUMNS] of an expert as stored, in `dtype`, from `column` on, zero where masked.
+    """Load [ROWS, COLUMNS] of an expert as stored, in `dtype`, from `column` on, zero where masked.
 
-    GROUP columns share a scale, [E, columns / GROUP, rows]; 0: the weight is dense. LOOK_UP: bytes
-    to the values of their high and low nibbles.
+    GROUP columns share one of the scales [E, columns / GROUP, rows]; it is 0 for a dense weight.
+    LOOK_UP maps bytes to the values of their high and low nibbles.
     """
     first = (expert * rows + row.to(tl.int64))[:, None]
     if GROUP == 0:
@@ -89,10 +89,10 @@ def expert_gemm(
 ):
     """out[i] = W_e x[i's row] + factor_e projected[i] + bias_e, in grouped order.
 
-    A program has ROWS rows of one of `tiles` (`ops.tile_map`), which is cut into PARTS of them, and
-    FEATURES of the output. The weight is the left operand, so few rows are a narrow tile and not
-    one of padding. Stored [E, out, in], and transposed [E, in, out]. RANK 0: no adapter. EVEN:
-    DEPTH and FEATURES divide what they cut.
+    A program computes FEATURES of the output for ROWS rows of one of `tiles` (`ops.tile_map`), cut
+    into PARTS such pieces. The weight is the left operand, so few rows make a narrow tile, not one
+    of padding. It is stored as [E, out, in], or as [E, in, out] if TRANSPOSED. RANK is 0 without an
+    adapter. EVEN says that DEPTH and FEATURES divide what they cut.
     """
     blocks = tl.cdiv(out_features, FEATURES)
     cut = tl.program_id(0) // blocks

@@ -1,4 +1,4 @@
-"""Rows in and out of grouped order, in plain torch: what kernels without indices of their own use.
+"""Bring rows in and out of grouped order in plain torch, for kernels that do not index rows.
 
 Nothing here waits for the device. The words are those of `ops/routing.py`, which has a picture.
 """
@@ -12,23 +12,23 @@ from inductor_q.kernels.calls import Scatter2Scatter
 
 
 def gather(x: Tensor, grouped: bool, order: Tensor, top_k: int) -> Tensor:
-    """[R, K]: the rows of `x`, one a slot, in grouped order."""
+    """Return the rows of `x`, one per slot, in grouped order: [R, K]."""
     return x if grouped else x[order // top_k]
 
 
 def owned(rows: int, offsets: Tensor) -> Tensor:
-    """[R, 1] bool: which grouped rows belong to an expert."""
+    """Return which grouped rows belong to an expert: [R, 1] bool."""
     return (torch.arange(rows, device=offsets.device) < offsets[-1]).unsqueeze(1)
 
 
 def expert_of_row(rows: int, offsets: Tensor) -> Tensor:
-    """[R] int64: the expert of each grouped row, E for nobody's."""
+    """Return the expert of each grouped row, E for nobody's: [R] int64."""
     index = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     return torch.searchsorted(offsets[1:], index, right=True)
 
 
 def scatter(y: Tensor, call: Scatter2Scatter) -> Tensor:
-    """The op's result from the grouped rows `y` [R, N] without gates; nobody's rows may be
+    """Make the op's result of the grouped rows `y` [R, N] without gates; nobody's rows may hold
     anything, as a grouped product leaves them."""
     if call.grouped_out:
         if call.gates is not None:
@@ -40,7 +40,7 @@ def scatter(y: Tensor, call: Scatter2Scatter) -> Tensor:
         device=y.device,
     )
     places = call.inverse.reshape(call.tokens, call.top_k)
-    for j in range(call.top_k):  # not [R, N] in float32 at once
+    for j in range(call.top_k):  # this never makes [R, N] in float32
         place = places[:, j]
         part = torch.where((place < call.offsets[-1]).unsqueeze(1), y[place], 0)
         if call.gates is None:

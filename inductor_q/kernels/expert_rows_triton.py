@@ -1,7 +1,7 @@
 """Triton kernels over the rows of experts: what surrounds a grouped GEMM.
 
-Imported by the kernels that launch them, at their first use. Rows are grouped: each expert's lie
-together (`ops/routing.py` has a picture). Sums are made in one program in a fixed order, so results
+The kernels that launch them import this file at their first use. Rows are grouped: each expert's
+lie together (`ops/routing.py` has a picture). One program makes a sum, in a fixed order, so results
 are the same every time.
 """
 
@@ -17,17 +17,17 @@ from inductor_q.kernels.calls import Scatter2Scatter
 
 
 def source_slots(call: Scatter2Scatter) -> int:
-    """TOP_K of the kernels: the row of x for grouped row i is order[i] // TOP_K; 0: it is row i."""
+    """Return TOP_K of the kernels: grouped row i is row order[i] // TOP_K of x, or row i for 0."""
     return 0 if call.grouped_in else call.top_k
 
 
 def most_parts(call: Scatter2Scatter) -> int:
-    """Of the call's tile map."""
+    """Return how many parts the call's tile map has at most."""
     return min(call.num_experts, call.rows) + call.rows // call.tile_rows
 
 
 def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
-    """The input's rows in grouped order, written to `out` [R, K], whose rows may be apart."""
+    """Write the input's rows in grouped order to `out` [R, K], whose rows may be apart."""
     x = call.x.contiguous()
     collect[(triton.cdiv(call.rows, 8), triton.cdiv(call.in_features, 256))](
         x,
@@ -45,7 +45,7 @@ def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
 
 
 def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
-    """The op's first result from the grouped rows, some of which nobody has written."""
+    """Make the op's first result of the grouped rows, some of which no kernel has written."""
     gates = y if call.gates is None else call.gates.contiguous()
     features = y.shape[1]
     if call.grouped_out:
@@ -82,7 +82,7 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
 def tile_map(
     offsets, tiles, experts, most, HEIGHT: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """`ops.tile_map`; a program has one expert, and EXPERTS is a power of two from there on.
+    """Compute `ops.tile_map`, one expert per program; EXPERTS is a power of two that holds them.
 
     There is room for `most` parts, which offsets beyond the last row would exceed.
     """
@@ -123,7 +123,7 @@ def collect(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """out[i] = x[order[i] // TOP_K], the token that a slot is of; TOP_K 0: x[i]."""
+    """out[i] = x[order[i] // TOP_K], the token of a slot, or x[i] if TOP_K is 0."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < total_rows
     at = row
@@ -142,10 +142,10 @@ def project_rows(
     depth: int,
     stages: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """`x @ A_e'` [R, r], the op's second result; and the same scaled, [R, r padded to 16].
+    """Return `x @ A_e'` [R, r], the op's second result, and the same scaled, [R, r padded to 16].
 
     Args:
-        depth, stages: of the loop over features.
+        depth, stages: those of the loop over features.
     """
     r = call.rank
     if call.lora_a is None or r == 0:
@@ -203,7 +203,7 @@ def project(
 ):
     """out[i] = A_e x[i's row], [R, rank]; scaled = scaling * out, [R, padded], zero beyond rank.
 
-    A program takes one of PARTS parts, of ROWS rows, of a part of `tiles` (`ops.tile_map`).
+    A program computes ROWS rows of a part of `tiles` (`ops.tile_map`), which has PARTS such pieces.
     """
     tile = 1 + tl.program_id(0) // PARTS
     first = tl.program_id(0) % PARTS * ROWS
@@ -256,7 +256,7 @@ def gram(
 ):
     """out[e] = narrow' wide over the rows of expert e; a program has WIDTH columns of `wide`.
 
-    Row i of a side is its order[i] // TOP_K; TOP_K 0: its row i.
+    Grouped row i is row order[i] // TOP_K of a side, or row i if its TOP_K is 0.
     """
     expert = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -327,7 +327,7 @@ def finish(
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """In place: grouped rows times their gates; zeros in the rows that are nobody's."""
+    """Multiply grouped rows with their gates and write zeros to nobody's rows, in place."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     owned = tl.load(offsets + experts)
     if GATED or tl.program_id(0) * ROWS + ROWS > owned:

@@ -1,4 +1,4 @@
-"""The weights of one expert, of some, or of all, out of a stack in any format."""
+"""Decode the weights of one expert, of some, or of all, from a stack in any format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inductor_q.kernels.dequantize import write
 
 
 class ExpertWeights:
-    """A stack [E, rows, cols], dense or packed, of which what is asked for is decoded.
+    """A stack [E, rows, cols], dense or packed, that decodes the requested experts.
 
     An expert whose elements fill whole blocks is decoded from slices of the operands by the fastest
     kernel of the device; where blocks of nested scales span experts, the scales are decoded first,
@@ -38,14 +38,14 @@ class ExpertWeights:
 
     @functools.cached_property
     def _sliceable(self) -> tuple[list[Tensor], QuantFormat]:
-        """Operands and their format, of which each expert has slices of its own."""
+        """Operands in which each expert has slices of its own, and their format."""
         assert self._fmt is not None and self._whole_blocks
         if self._numel % self._fmt.period(self._shape[-1]) == 0:
             return self._operands, self._fmt
         return _plain_scales(self._operands, self._fmt, self._shape)
 
     def __getitem__(self, expert: int) -> Tensor:
-        """[rows, cols] of one expert."""
+        """Decode one expert: [rows, cols]."""
         if self._fmt is None:
             return self._operands[0][expert].to(self._dtype)
         device = self._operands[0].device
@@ -61,12 +61,12 @@ class ExpertWeights:
         return out
 
     def some(self, experts: Tensor, out: Tensor | None = None) -> Tensor:
-        """[A, rows, cols] of the experts with the numbers `experts` [A].
+        """Decode the experts with the numbers `experts` [A]: [A, rows, cols].
 
         No more than A experts are decoded, unless a block spans two of them.
 
         Args:
-            out: as of `all`.
+            out: as in `all`.
         """
         if self._fmt is None:
             return _into(out, self._operands[0].index_select(0, experts), self._dtype)
@@ -79,7 +79,7 @@ class ExpertWeights:
         return self._decode(parts, self._sliceable[1], experts.shape[0], out)
 
     def all(self, out: Tensor | None = None) -> Tensor:
-        """[E, rows, cols].
+        """Decode all experts: [E, rows, cols].
 
         Args:
             out: where to write them, strided by expert, or evenly by row, for example a part of
@@ -107,7 +107,7 @@ class ExpertWeights:
         return out
 
     def _by_expert(self) -> list[tuple[Tensor, bool]]:
-        """Of each operand the parts of the experts [E, ...], or a table that they share."""
+        """Split operands into the experts' parts [E, ...]; a table that they share stays whole."""
         operands, fmt = self._sliceable
         one, two = fmt.requirements(self._shape[1:]), fmt.requirements((2, *self._shape[1:]))
         found = []
@@ -130,7 +130,7 @@ def _into(out: Tensor | None, values: Tensor, dtype: torch.dtype) -> Tensor:
 def _plain_scales(
     operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int]
 ) -> tuple[list[Tensor], QuantFormat]:
-    """The same weight with its scales in float32."""
+    """Return the same weight with its scales in float32."""
     interpreter, numel = _interpreter(operands, fmt, shape[-1]), math.prod(shape)
     named = dict(zip(fmt.operands, operands, strict=True))
     for scale in fmt.shared:

@@ -1,4 +1,4 @@
-"""What the GPU kernels share: the outputs they write and the device they launch on."""
+"""Helpers that the GPU kernels share: for the outputs they write and the device they launch on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unfit(out: Tensor) -> str:
 
 
 def on(device: torch.device) -> Any:
-    """The device's context where it is not the current one."""
+    """Enter the device's context where it is not the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

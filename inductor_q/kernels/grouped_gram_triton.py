@@ -1,4 +1,4 @@
-"""The Gram products of adapters on a GPU: one program an expert and block of columns, no copies.
+"""The Gram products of adapters on a GPU: one program per expert and block of columns, no copies.
 
 The narrow side (the rank) stays in registers as rows of a small tile; the wide side is read once,
 through the routing where it is not grouped.

@@ -1,4 +1,4 @@
-"""What the expert GEMMs that look nibbles up ask of a format, and the values they look up."""
+"""Formats whose nibbles the expert GEMMs look up, and the values that they look up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HIGH_FIRST = (4, 0)
 
 
 def refuses(fmt: QuantFormat) -> str:
-    """Empty for 4-bit codes in bytes, high nibble first, with a fixed codebook; else the reason."""
+    """Return why a format is not nibbles, high one first, of a fixed codebook; empty if it is."""
     if fmt.nibbles != HIGH_FIRST:
         return f"{fmt.name} is not packed as nibbles, high one first"
     if fmt.lut16 is None:
@@ -23,7 +23,7 @@ def refuses(fmt: QuantFormat) -> str:
 
 @functools.cache
 def fit(values: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Values [16] in `dtype`, 16 bits, and a stretch in [1, 2) with `values * stretch` closest.
+    """Round 16 values, stretched by the best factor in [1, 2), to a 16-bit `dtype`; return both.
 
     A codebook rounded to bfloat16 as it is would add 1.4e-3 to the error of every nf4 weight, whose
     own rounding is 1.6e-3; stretched by 1.437 first it adds 0.8e-3, and nothing to fp4.

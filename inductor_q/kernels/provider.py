@@ -1,7 +1,7 @@
-"""What a provider is, and which one of several serves a call.
+"""Define a provider, and choose the one of several that serves a call.
 
-A provider computes one op. It says in words what stands in its way: `missing` of this machine,
-`refuses` of a call; an empty answer means that nothing does. The first in the order of the table
+A provider computes one op. It says in words what stands in its way: `missing` on this machine,
+`refuses` for a call; an empty answer means that nothing does. The first in the order of the table
 that has no reason against a call serves it, and each that was passed over is logged once, with its
 reason.
 """
@@ -36,7 +36,7 @@ class Provider(Protocol[C]):
         return ""
 
     def unknown(self, fmt: QuantFormat | None) -> str:
-        """Return why it takes no weights in that format, None being dense; empty where it does."""
+        """Return why it takes no weights in a format (None for dense ones); empty where it does."""
         return ""
 
     def refuses(self, call: C) -> str:
@@ -55,15 +55,15 @@ Launch: TypeAlias = Callable[[Sequence[Tensor], Tensor], None]
 class DequantizeProvider(Provider[Dequantize], Protocol):
     """Writes a weight's values into `call.out` (any row stride, unit column stride).
 
-    What `refuses` and `prepare` answer holds for every call that is like theirs: of the same
+    The answers of `refuses` and `prepare` hold for every call that is like theirs: of the same
     format, with `out` on the same device and of the same dtype, shape and strides, operands of the
     same dtypes, as contiguous, and all of them as far from a multiple of 16 bytes.
     """
 
     def prepare(self, call: Dequantize) -> Launch:
-        """Return what serves the call, which it does not refuse, and all that are like it.
+        """Return a launch for the call, which it does not refuse, and for all that are like it.
 
-        Finds once what it can, so that a later launch costs the host little. Launches nothing.
+        This finds what it can, so that a launch costs the host little. It launches nothing.
         """
         ...
 
@@ -72,20 +72,20 @@ class DequantizeProvider(Provider[Dequantize], Protocol):
 
 
 Providers: TypeAlias = Sequence[Provider[Any]]
-#: By device type, the preferred first. What stands behind the reference is asked by name only.
+#: Providers by device type, the preferred first. Those behind the reference run only if named.
 Table: TypeAlias = dict[str, tuple[Provider[Any], ...]]
-#: By name, for which calls a provider is asked just before the reference, whatever its place.
+#: Names of providers -> the calls for which one comes just before the reference, not in its place.
 Late: TypeAlias = Mapping[str, Callable[[Any], bool]]
 
 
 def on_device(table: Table, device_type: str) -> tuple[Provider[Any], ...]:
-    """The providers of a type of devices: the reference alone where nothing is listed."""
+    """Return the providers of a type of devices: the reference alone where nothing is listed."""
     found = table.get(device_type)
     return found or tuple(p for p in table["cpu"] if p.name == REFERENCE)
 
 
 def in_order(providers: Providers, late: Late, call: Call, wanted: str) -> list[Provider[Any]]:
-    """The providers in the order in which they are asked for `call`, `wanted` first."""
+    """Put the providers in the order in which they are tried for `call`, `wanted` first."""
     order = list(providers)
     slow = [p for p in providers if p.name in late and late[p.name](call)]
     if slow:
@@ -96,14 +96,14 @@ def in_order(providers: Providers, late: Late, call: Call, wanted: str) -> list[
 
 
 def against(provider: Provider[C], call: C) -> str:
-    """Return what stands against a provider: of this machine first, then of the call."""
+    """Return what stands against a provider: on this machine first, then in the call."""
     return provider.missing() or provider.refuses(call)
 
 
 def select(
     op: str, table: Table, call: Call, wanted: str = "auto", late: Late | None = None
 ) -> Provider[Any]:
-    """The first provider that serves `call`; what stands against those before it is logged."""
+    """Return the first provider that serves `call`; log what stands against those before it."""
     order = in_order(on_device(table, call.device.type), late or {}, call, wanted)
     if wanted not in ("auto", order[0].name):
         warn_once(op, wanted, not_listed(call.device.type))
@@ -111,7 +111,7 @@ def select(
         reason = against(provider, call)
         if not reason:
             return provider
-        # That a provider is for other formats is no news, unless it was asked for.
+        # It is no news that a provider is for other formats, unless it was named.
         if provider.name == wanted or not provider.unknown(getattr(call, "fmt", None)):
             warn_once(op, provider.name, reason)
     raise AssertionError(f"the reference of {op} serves every call")

@@ -17,7 +17,7 @@ from inductor_q.kernels.quantize_kbit_reference import allocate
 
 @dataclass(frozen=True)
 class Config:
-    """Threads of a program; each encodes one block's worth of elements."""
+    """How many threads a program has; each encodes one block's worth of elements."""
 
     threads: int = 256
 
@@ -55,7 +55,7 @@ _LAUNCHES: dict[tuple[Any, ...], driver.Launch | str] = {}
 
 
 def _launch(x: Tensor, k: int, absmax: str, config: Config) -> driver.Launch | str:
-    """A launch for tensors like `x`, prepared once; or why it cannot be."""
+    """Return a launch for tensors like `x`, prepared once, or why there is none."""
     aligned = x.data_ptr() % VECTOR_BYTES == 0 or not x.is_contiguous()  # a copy is
     key = (k, absmax, x.dtype, x.numel(), x.device.index, aligned, config)
     launch = _LAUNCHES.get(key)

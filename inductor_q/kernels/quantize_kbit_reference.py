@@ -23,10 +23,10 @@ _UNIT = 2.0 ** (1 - E4M4.bias - E4M4.mantissa_bits)  # the smallest subnormal nu
 
 
 def encode_e4m4(absmax: Tensor) -> Tensor:
-    """The uint8 E4M4 codes nearest to the float32 numbers `absmax` >= 0, ties to even; 255 above.
+    """Round float32 numbers `absmax` >= 0 to the nearest uint8 E4M4 codes, ties to even; 255 above.
 
-    Nearest, not up: over normal weights and a normal-float codebook, rounding up loses 0.15 to
-    0.2 dB at every k, to nearest less than 0.06 dB (tests/kbit/test_kbit.py).
+    They are not rounded up: over normal weights and a normal-float codebook, that loses 0.15 to
+    0.2 dB at every k, and to nearest less than 0.06 dB (tests/kbit/test_kbit.py).
     """
     bits = absmax.contiguous().view(torch.int32)
     half_less_one, odd = (1 << (_SHIFT - 1)) - 1, (bits >> _SHIFT) & 1
@@ -36,17 +36,17 @@ def encode_e4m4(absmax: Tensor) -> Tensor:
 
 
 def decode_e4m4(code: Tensor) -> Tensor:
-    """The float32 numbers that the uint8 E4M4 codes stand for."""
+    """Return the float32 numbers that the uint8 E4M4 codes stand for."""
     return E4M4.decode(Eager({}), code)
 
 
 def midpoints(codebook: Tensor) -> Tensor:
-    """[2**k - 1]: where the nearest entry of an ascending codebook changes."""
+    """Return where the nearest entry of an ascending codebook changes: [2**k - 1]."""
     return (codebook[:-1] + codebook[1:]) * 0.5
 
 
 def pack(codes: Tensor, k: int) -> Tensor:
-    """int32 [blocks * k] bit planes of integer codes [blocks, 32]."""
+    """Pack integer codes [blocks, 32] into bit planes, int32 [blocks * k]."""
     codes = codes.to(torch.uint8)
     planes = torch.stack([(codes >> p) & 1 for p in range(k)], 1)
     lanes = planes.view(-1, BLOCK // 8, 8)

@@ -1,7 +1,7 @@
 """scatter2scatter on Hopper with csrc/scatter2scatter.cu: experts are decoded inside the GEMM.
 
-No decoded expert exists in memory, so it serves few rows an expert (bound by the packed weights)
-as well as many (bound by the products), and needs no memory beyond a float an absmax. The adapter
+No decoded expert exists in memory, so it serves few rows per expert (bound by the packed weights)
+as well as many (bound by the products), and needs no memory beyond a float per absmax. The adapter
 rides in the same product: its projection onto the rank is one more stage of the contraction.
 """
 
@@ -31,20 +31,20 @@ NOT_HOPPER = "csrc/scatter2scatter.cu is for compute capability 9.0 (Hopper)"
 THREADS = 384
 BLOCK = 64  # elements that share a scale: a stage of the contraction
 MAX_RANK = 64  # the adapter's stage
-FEATURES = 128  # of a tile
+FEATURES = 128  # columns of a tile
 
 
 @dataclass(frozen=True)
 class Config:
-    """Rows of a tile at most, stages of the ring, programs a multiprocessor."""
+    """The most rows of a tile, the stages of the ring, and the programs per multiprocessor."""
 
     rows: int
     stages: int
     programs: int
 
 
-#: For each height of a tile map's parts. Measured on an H200, 128 experts 1536 x 2048, 4 to 256
-#: rows each (bench_moe).
+#: One per height of a tile map's parts. They were measured on an H200 with 128 experts 1536 x 2048
+#: and 4 to 256 rows each (bench_moe).
 CONFIGS = (
     Config(rows=256, stages=4, programs=1),
     Config(rows=128, stages=6, programs=1),
@@ -90,7 +90,7 @@ def _may_be_hopper() -> bool:
 
 
 def _other_format(fmt: QuantFormat | None) -> str:
-    """Empty for 4-bit codes in bytes, high nibble first, with a scale for every 64."""
+    """Return why a format is not 4-bit codes in bytes, high nibble first, with a scale per 64."""
     if fmt is None:
         return "the weight is dense"
     if refused := nibbles.refuses(fmt):
@@ -137,14 +137,14 @@ def _config(call: Scatter2Scatter) -> Config:
 
 
 def _shared_bytes(transposed: bool, config: Config) -> int:
-    """What csrc/scatter2scatter.cu lays out: stages of x, weight, scales; the output; barriers."""
+    """Add up what csrc/scatter2scatter.cu holds: stages of x, weight, scales; output; barriers."""
     weight = 64 * 80 if transposed else 64 * 64
     stage = -(-(config.rows * 128 + weight + 512) // 1024) * 1024
     return config.stages * stage + 2 * config.rows * 128 + 1024 + 16 * config.stages
 
 
 def kernel_name(transposed: bool, config: Config) -> str:
-    """The specialization of csrc/scatter2scatter.cu that serves it."""
+    """Name the specialization of csrc/scatter2scatter.cu for a config."""
     flag = "true" if transposed else "false"
     return f"scatter2scatter<{flag}, {config.rows}, {config.stages}, {config.programs}>"
 
@@ -226,8 +226,8 @@ def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
 
 
 def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
-    """B as the kernel reads it: [E, N, padded] forward, [E, padded, K] transposed; the rank is the
-    contraction."""
+    """Return B as the kernel reads it: [E, N, padded] forward, [E, padded, K] transposed; the rank
+    is the contraction."""
     if call.lora_b is None or call.rank == 0:
         return None
     b, missing = call.lora_b.to(dtype), -call.rank % 16
@@ -237,7 +237,7 @@ def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
 
 
 def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
-    """[E, K / 64, N] int32, each a scale as the sum of two bfloat16."""
+    """Expand the scales: [E, K / 64, N] int32, each of them one as the sum of two bfloat16."""
     assert call.fmt is not None
     e, n, k = call.shape
     device, scale = call.x.device, call.fmt.blockwise
@@ -262,7 +262,7 @@ def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The planes [8] int32 that csrc/scatter2scatter.cu looks up, and the factor of the scales."""
+    """Make the planes [8] int32 that csrc/scatter2scatter.cu looks up, and the scales' factor."""
     assert fmt is not None and fmt.lut16 is not None
     values, stretch = nibbles.fit(fmt.lut16, torch.bfloat16)
     bits = values.view(torch.int16).to(torch.int32)

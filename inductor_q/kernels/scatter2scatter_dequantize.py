@@ -1,7 +1,7 @@
 """scatter2scatter as torch's grouped GEMM over experts that are decoded at once.
 
-The fastest way in plain torch where each expert has many rows: the decode runs at the speed of
-memory and its cost is shared by all rows. It holds every expert in 16 bits while it runs, and
+This is the fastest way in plain torch where each expert has many rows: the decode runs at the speed
+of memory and its cost is shared by all rows. It holds every expert in 16 bits while it runs, and
 nothing of them afterwards. With fewer rows than experts it decodes as many experts as there are
 rows, which is the most that can have any (`inductor_q.kernels.expert_active`).
 
@@ -55,20 +55,20 @@ class Dequantize(Provider[Scatter2Scatter]):
 
 
 def fewer_experts(call: Scatter2Scatter) -> ActiveExperts | None:
-    """The experts with rows, where there are fewer rows than experts."""
+    """Find the experts with rows, where there are fewer rows than experts; else None."""
     return active_experts(call.offsets, call.rows) if call.rows < call.num_experts else None
 
 
 def decode(
     call: Scatter2Scatter, active: ActiveExperts | None, out: Tensor | None = None
 ) -> Tensor:
-    """The experts' weights, or those of the active ones, stored as the call's are."""
+    """Decode the experts' weights, or those of the active ones, stored as the call's are."""
     weights = ExpertWeights(call.operands, call.fmt, call.shape, call.x.dtype)
     return weights.all(out) if active is None else weights.some(active.ids, out)
 
 
 def _extended(call: Scatter2Scatter, active: ActiveExperts | None) -> tuple[Tensor, Tensor]:
-    """[R, N] with the adapter's part, nobody's rows being anything; and the op's second result."""
+    """Return [R, N] with the adapter's part, anything in nobody's rows; and the second result."""
     a, b, offsets = adapter(call, active)
     x = _wide(call.x, call.rows, call.in_features, a.shape[1])
     rows, beside = x.split([call.in_features, a.shape[1]], 1)
@@ -78,7 +78,7 @@ def _extended(call: Scatter2Scatter, active: ActiveExperts | None) -> tuple[Tens
 
 
 def _extended_weight(call: Scatter2Scatter, active: ActiveExperts | None, b: Tensor) -> Tensor:
-    """`[W | B]`, [A, N, K + r] or [A, K + r, N]; `b` is [A, N, r]."""
+    """Return `[W | B]`, [A, N, K + r] or [A, K + r, N]; `b` is [A, N, r]."""
     (experts, n, rank), k = b.shape, call.in_features
     if call.transposed:
         weight = b.new_empty(experts, k + rank, n)
@@ -92,7 +92,7 @@ def _extended_weight(call: Scatter2Scatter, active: ActiveExperts | None, b: Ten
 
 
 def _wide(like: Tensor, rows: int, features: int, rank: int) -> Tensor:
-    """[rows, features + rank], of longer rows in memory."""
+    """Allocate [rows, features + rank], with longer rows in memory."""
     pitch = -(-(features + rank) // PITCH) * PITCH
     return torch.empty((rows, pitch), dtype=like.dtype, device=like.device)[:, : features + rank]
 

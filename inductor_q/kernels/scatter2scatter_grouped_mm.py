@@ -1,7 +1,7 @@
 """scatter2scatter on dense experts as torch's grouped GEMM, which reads them where they lie.
 
-Nothing is copied but the rows. Also what the providers that first write the weights in 16 bits do
-with them, and the Gram products.
+Nothing is copied but the rows. Providers that first write the weights in 16 bits use the functions
+here, too. The Gram products are here as well.
 
 The adapter takes three products: rows through W, rows through A, those through B. axolotl's kernels
 do so at E <= 32 and K N >= 20e6 and fuse elsewhere. Here that follows from the provider and no rule
@@ -99,10 +99,10 @@ def _unfit(dtype: torch.dtype, device: torch.device, features: tuple[int, ...]) 
 
 
 def rows_in(call: Scatter2Scatter, out: Tensor | None = None) -> Tensor:
-    """[R, K] in grouped order.
+    """Return the input's rows [R, K] in grouped order.
 
     Args:
-        out: where to write them, rows apart; None for the input itself or a contiguous copy.
+        out: where to write them, its rows may be apart; None for the input itself or a new tensor.
     """
     if out is None:
         if call.grouped_in:
@@ -117,7 +117,7 @@ def rows_in(call: Scatter2Scatter, out: Tensor | None = None) -> Tensor:
 
 
 def product(call: Scatter2Scatter, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """[R, N]: grouped rows `x` times `weight`, stored as the call's are, with groups at `offsets`.
+    """Multiply grouped rows `x` with `weight`, stored as the call's are: [R, N], by `offsets`.
 
     Nobody's rows may be anything.
     """
@@ -128,9 +128,9 @@ def product(call: Scatter2Scatter, x: Tensor, weight: Tensor, offsets: Tensor) -
 def adapter(
     call: Scatter2Scatter, active: ActiveExperts | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A and B, with zeros up to an aligned rank, and offsets: of all experts, or the active ones.
+    """Return A, B and offsets of all experts, or of the active ones.
 
-    In the dtype of the input.
+    A and B have the dtype of the input, and zeros up to an aligned rank.
     """
     assert call.lora_a is not None and call.lora_b is not None
     a, b, offsets = call.lora_a, call.lora_b, call.offsets
@@ -141,14 +141,14 @@ def adapter(
 
 
 def project(call: Scatter2Scatter, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Grouped rows `x` times A', as wide as `a`; and the op's second result."""
+    """Return grouped rows `x` times A', as wide as `a`, and the op's second result."""
     wide = torch._grouped_mm(x, a.transpose(1, 2), offs=offsets[1:])
     # A row that no product wrote may be NaN.
     return wide, torch.where(owned(call.rows, call.offsets), wide[:, : call.rank], 0)
 
 
 def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
-    """The op's first result from grouped rows `y` without bias and gates; overwrites them."""
+    """Make the op's first result of grouped rows `y` without bias and gates; overwrite them."""
     if call.bias is not None:
         expert = expert_of_row(call.rows, call.offsets).clamp(max=call.num_experts - 1)
         y = y.add_(call.bias.to(y.dtype)[expert])
@@ -162,12 +162,12 @@ def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
 
 @functools.cache
 def fused(device: torch.device) -> bool:
-    """Whether rows are brought in and out by Triton kernels, in one pass each."""
+    """Whether Triton kernels bring rows in and out, in one pass each."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _aligned(x: Tensor, dim: int) -> Tensor:
-    """`x`, contiguous, with zeros up to a multiple of ALIGNMENT along `dim`."""
+    """Return `x`, contiguous, with zeros up to a multiple of ALIGNMENT along `dim`."""
     missing = -x.shape[dim] % ALIGNMENT
     if not missing:
         return x.contiguous()

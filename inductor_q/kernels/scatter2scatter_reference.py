@@ -1,4 +1,4 @@
-"""The semantics of scatter2scatter and grouped_gram, an expert at a time.
+"""The semantics of scatter2scatter and grouped_gram, one expert after the other.
 
 On a CPU each expert multiplies its own rows. Elsewhere, where the number of rows is not known
 without waiting for the device, it multiplies all of them and keeps its own: right, and slow.
@@ -55,7 +55,7 @@ class GramReference(Provider[GroupedGram]):
 
 
 def _experts(offsets: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """Experts and the grouped rows to multiply; without those that are known to have none."""
+    """Yield experts and the grouped rows to multiply, without experts known to have none."""
     if offsets.device.type != "cpu":
         yield from ((expert, slice(0, rows)) for expert in range(offsets.shape[0] - 1))
         return
@@ -65,7 +65,7 @@ def _experts(offsets: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
 
 
 def _layer(call: Scatter2Scatter, x: Tensor, weight: Tensor, expert: int) -> tuple[Tensor, Tensor]:
-    """Rows of `x` through one expert, without gates; and through its A."""
+    """Send rows `x` through one expert, without gates, and through its A."""
     weight = weight.t() if call.transposed else weight
     y = linear(x, weight, None if call.bias is None else call.bias[expert].to(x.dtype))
     if call.lora_a is None or call.lora_b is None:

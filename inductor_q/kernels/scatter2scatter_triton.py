@@ -1,8 +1,8 @@
 """scatter2scatter with Triton: 4-bit experts are decoded inside the GEMM, on any NVIDIA GPU.
 
-What csrc/scatter2scatter.cu does on Hopper alone: no decoded expert exists in memory, nothing waits
-for the host, and the memory beside inputs and results is a float a scale. Also for dense experts,
-and for float16. How a GPU looks values up is printed here from the format's codebook.
+It does what csrc/scatter2scatter.cu does on Hopper alone: no decoded expert exists in memory,
+nothing waits for the host, and the memory beside inputs and results is a float per scale. It takes
+dense experts and float16, too. The code that looks values up is printed from a format's codebook.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: Compute capabilities, by their major number, for which torch has a grouped GEMM.
 GROUPED_GEMM_MAJORS = (9, 10)
 
-#: Rows an expert up to which decoding in the loop wins there. On an H200, 128 experts 1536 x 2048
+#: Rows per expert up to which decoding in the loop wins there. On an H200, 128 experts 1536 x 2048
 #: and r = 16: 334 us to 618 with 32 rows, 937 to 863 with 256; a line through both crosses at about
 #: 200 (benchmarks/results/moe_providers-h200.json).
 FEW_ROWS = 192
@@ -45,7 +45,7 @@ class Triton(Provider[Scatter2Scatter]):
         return "codes are looked up in PTX, which AMD has not" if torch.version.hip else ""
 
     def unknown(self, fmt: QuantFormat | None) -> str:
-        """Empty for dense experts, and for 4-bit codes in bytes with a fixed codebook."""
+        """Return why it takes no such weights; empty for dense ones, and nibbles of a codebook."""
         return "" if fmt is None else nibbles.refuses(fmt)
 
     def refuses(self, call: Scatter2Scatter) -> str:
@@ -66,11 +66,12 @@ class Triton(Provider[Scatter2Scatter]):
 
 
 def is_slow(call: Scatter2Scatter) -> bool:
-    """Whether to ask this kernel after those that hand decoded experts to torch's grouped GEMM.
+    """Whether this kernel comes after those that pass decoded experts to torch's grouped GEMM.
 
-    Never where torch has no kernel for that: there it loops over the groups, and waits for the
-    device to know their rows (ATen/native/GroupedMMUtils.h). Elsewhere, where decoding all experts
-    first costs less than the slower product here; always for experts that need no decoding.
+    It never does where torch has no kernel for that: there torch loops over the groups, and waits
+    for the device to know their rows (ATen/native/GroupedMMUtils.h). Elsewhere it does where
+    decoding all experts first costs less than the slower product here, and always for experts that
+    need no decoding.
     """
     device = call.x.device
     if device.type != "cuda":
@@ -99,13 +100,13 @@ def unfit(call: Scatter2Scatter) -> str:
 
 
 def _group(call: Scatter2Scatter) -> int:
-    """How many neighbours in a stored row share a scale: a power of two; 0 for a dense weight."""
+    """Return how many neighbours in a stored row share a scale: a power of two, or 0 if dense."""
     group = call.fmt.group(call.shape[2]) if call.fmt else 0
     return group & -group
 
 
 def work(call: Scatter2Scatter) -> tiles.Work:
-    """What tiles depend on."""
+    """Describe the call by what tiles depend on."""
     average = -(-call.rows // max(1, call.num_experts))
     return tiles.Work(
         rows=min(_power_of_two(average), tiles.ROWS[-1]),
@@ -123,7 +124,7 @@ def _power_of_two(n: int) -> int:
 
 
 def _padded_rank(rank: int) -> int:
-    """What a product takes: a power of two, 16 at least; indices go by the rank itself."""
+    """Pad a rank to what a product takes: a power of two, at least 16. Indices use the rank."""
     return max(16, _power_of_two(rank)) if rank else 0
 
 
@@ -200,7 +201,7 @@ def expand_scales(out, offsets, {pointers}factor, rows, columns, groups,
         tl.store(out + (expert * groups + group) * rows + row, scale * factor, mask=mask)
 """
 
-#: Four bytes at a time: both byte planes of the values of four nibbles, then words of two values.
+#: Per four bytes it looks up both byte planes of four nibbles' values, twice, and joins the bytes.
 _LOOK_UP = '''
 @triton.jit
 def by_permute(packed):
@@ -270,7 +271,7 @@ def _printed_look_up(values: Tensor) -> str:
 
 
 def _scales(call: Scatter2Scatter, kernel: _Kernel, group: int) -> Tensor:
-    """[E, columns / group, rows] float32; of experts without rows, anything."""
+    """Expand scales to float32 [E, columns / group, rows]; experts without rows have anything."""
     assert call.fmt is not None
     e, rows, columns = call.shape
     groups = columns // group

@@ -1,7 +1,7 @@
 """A tile map: each expert's rows in parts that a grouped GEMM takes as tiles.
 
-`ops/routing.py` has a picture of rows and parts. How high a part is depends on how many rows there
-are and on the device alone; a kernel with lower tiles cuts each part again.
+`ops/routing.py` has a picture of rows and parts. The height of a part depends on the number of rows
+and the device alone; a kernel with lower tiles cuts each part again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inductor_q.exc import WrongDtype, WrongShape
 
-LOWEST = 32  # rows that a part may have at least, on every device: the map's length goes by it
+LOWEST = 32  # rows that a part may have at least, on every device: the map's length depends on it
 WIDTH_STEP = 16  # rows that a matrix instruction takes
 
 #: (from how many rows per expert on average, how many rows a part has at most). The steps are

@@ -18,7 +18,7 @@ class Reference(Provider[TileMap]):
 
 
 def reference(offsets: Tensor, rows: int) -> Tensor:
-    """The op in plain torch, zeros behind the parts."""
+    """Compute the op in plain torch, with zeros behind the parts."""
     num_experts = offsets.shape[0] - 1
     most = height(rows, num_experts, offsets.device)
     owned = offsets.diff()
@@ -26,7 +26,7 @@ def reference(offsets: Tensor, rows: int) -> Tensor:
     width = (owned + parts - 1).div(parts.clamp(min=1), rounding_mode="floor")
     width = (width + WIDTH_STEP - 1) // WIDTH_STEP * WIDTH_STEP
     until = parts.cumsum(0, dtype=torch.int32)
-    count = until[-1:].clamp(max=length(rows, num_experts) - 1)  # of more rows than there are
+    count = until[-1:].clamp(max=length(rows, num_experts) - 1)  # offsets may exceed the rows
     index = torch.arange(length(rows, num_experts) - 1, dtype=torch.int32, device=offsets.device)
     expert = torch.searchsorted(until, index, right=True).clamp(max=num_experts - 1)
     done = (index - until[expert] + parts[expert]) * width[expert]

@@ -1,6 +1,6 @@
-"""Which tiles a grouped GEMM that decodes in its loop is cut into, by what a device has.
+"""Choose the tiles of a grouped GEMM that decodes in its loop, by what a device has.
 
-Pure functions of a problem (`Work`) and of a device (`Limits`). The candidates are those of
+Functions depend on a problem (`Work`) and a device (`Limits`) alone. The candidates are those of
 ScatterMoE's LoRA kernels, without the input gradient's steps of 256, which fit with small tiles
 only, and with 16 rows for experts that have few; what does not fit in shared memory or registers is
 taken out before anything is compiled.
@@ -25,7 +25,7 @@ STAGES = (3, 4, 5)
 #: Shared memory that the compiler takes beside the operands: conversions of layouts, barriers.
 SLACK_BYTES = 10_000
 
-#: Of registers, a thread: the 255 that the hardware has. Soft: an estimate, and spilling is legal.
+#: Register bytes per thread (255 registers). The limit is soft: we estimate, and spilling is legal.
 REGISTER_BYTES = 1024
 
 
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and features of the output of one program, depth of a step of its loop, how it runs."""
+    """A program's rows and features of the output, the depth of a step of its loop, how it runs."""
 
     rows: int
     features: int
@@ -52,8 +52,8 @@ class Tile:
 class Work:
     """A class of problems that one tile is chosen for.
 
-    `rows` an expert has on average, rounded up to a power of two; `weight_bits` of an element as
-    stored; `group` columns share a scale (0: dense); `rank` of the adapter as multiplied.
+    An expert has `rows` rows on average, rounded up to a power of two; an element is stored in
+    `weight_bits`; `group` columns share a scale (0: dense); `rank` is the adapter's as multiplied.
     """
 
     rows: int
@@ -65,8 +65,8 @@ class Work:
     rank: int
 
 
-#: (from rows an expert, tile): wide enough to use each decoded weight often. On an H200 the best of
-#: two dozen near it took 0.64 to 1.0 of its time; on other GPUs nobody has measured.
+#: (least rows per expert, tile): it is wide enough to use each decoded weight often. On an H200 the
+#: best of two dozen near it took 0.64 to 1.0 of its time; on other GPUs nobody has measured.
 START = (
     (96, Tile(128, 128, 64, 8, 3)),
     (48, Tile(64, 128, 64, 4, 3)),
@@ -75,20 +75,20 @@ START = (
 )
 
 
-#: Where Triton has no matrix instructions, below 8.0, sums and operands stay in registers.
+#: The tile below 8.0: Triton has no matrix instructions there, and keeps operands in registers.
 START_SCALAR = Tile(32, 64, 32, 4, 3)
 
 
 def limits(device: torch.device) -> Limits:
-    """Those of a CUDA device."""
+    """Read the limits of a CUDA device."""
     properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks the attribute
     return Limits((properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
 def candidates(work: Work) -> list[Tile]:
-    """Every tile that makes sense of `work`, the least shared memory first.
+    """List every tile that makes sense for `work`, the least shared memory first.
 
-    No wider than the problem, and of the two numbers of rows next to what an expert has.
+    They are no wider than the problem, and have the two numbers of rows next to an expert's.
     """
     fitting = [r for r in ROWS if r >= work.rows][:1] or [ROWS[-1]]
     rows = [r for r in ROWS if fitting[0] // 2 <= r <= fitting[0]]
@@ -99,7 +99,7 @@ def candidates(work: Work) -> list[Tile]:
 
 
 def shared_bytes(tile: Tile, work: Work) -> int:
-    """At most what the operands of expert_gemm take: stages of rows, weight and scales, and the
+    """Bound what the operands of expert_gemm take: stages of rows, weight and scales, and the
     decoded weight; or, if more, the adapter's operands after the loop."""
     stage = tile.depth * tile.rows * 2 + tile.features * tile.depth * work.weight_bits // 8
     if work.group:
@@ -110,14 +110,14 @@ def shared_bytes(tile: Tile, work: Work) -> int:
 
 
 def register_bytes(tile: Tile, work: Work) -> int:
-    """About what a thread holds: sums and, where it is decoded, the weight in float32."""
+    """Estimate what a thread holds: sums and, where it is decoded, the weight in float32."""
     element = 4 if work.group else 2
     held = 4 * tile.features * tile.rows + 2 * element * tile.features * tile.depth
     return held // (32 * tile.warps)
 
 
 def pruned(tiles: Sequence[Tile], work: Work, shared_limit: int) -> list[Tile]:
-    """The tiles that fit; where none does, the one that takes the least."""
+    """Keep the tiles that fit or, where none does, the one that takes the least."""
 
     def least(tile: Tile) -> int:
         return shared_bytes(tile, work)
@@ -130,7 +130,7 @@ def pruned(tiles: Sequence[Tile], work: Work, shared_limit: int) -> list[Tile]:
 
 @functools.lru_cache(maxsize=1024)
 def start(work: Work, device: Limits) -> Tile:
-    """START, or the nearest of the tiles that fit."""
+    """Return the tile of START, or the nearest of those that fit."""
     wanted = next(tile for rows, tile in START if work.rows >= rows)
     if device.capability < (8, 0):
         wanted = START_SCALAR
@@ -139,7 +139,7 @@ def start(work: Work, device: Limits) -> Tile:
 
 
 def distance(one: Tile, other: Tile) -> tuple[int, int]:
-    """Steps of a factor of two between the sizes of two tiles, then other differences."""
+    """Count the factors of two between the sizes of two tiles, then other differences."""
     sizes = ((one.rows, other.rows), (one.features, other.features), (one.depth, other.depth))
     steps = sum(abs(a.bit_length() - b.bit_length()) for a, b in sizes)
     warps = abs(one.warps.bit_length() - other.warps.bit_length())

@@ -1,6 +1,6 @@
-"""What Triton has compiled, launched through the driver.
+"""Launch through the driver what Triton has compiled.
 
-Triton's own launch asks for the device, the stream, hooks and metadata each time;
+Triton's own launch queries the device, the stream, hooks and metadata each time;
 `csrc.driver.Launch` fills in pointers.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from inductor_q.csrc import driver
 
-#: Behind a kernel's own parameters: where Triton would have scratch memory.
+#: The parameters behind a kernel's own, which point to Triton's scratch memory.
 SCRATCH = ("u64", "u64")
 #: Metadata of kernels that need more than a plain launch.
 SPECIAL = (
@@ -25,13 +25,13 @@ SPECIAL = (
 def prepared(
     compiled: Any, device: int, grid: tuple[int, int, int], pointers: int, numbers: Sequence[int]
 ) -> driver.Launch | None:
-    """A launch of `compiled` with the same grid and numbers and other pointers.
+    """Prepare a launch of `compiled` with the same grid and numbers and other pointers.
 
-    None where that is not a kernel of `pointers` pointers and these integers, in that order (an
-    integer of 1 is no parameter, for example), or wants more than a plain launch gives it.
+    Return None where that is not a kernel of `pointers` pointers and these integers, in that order
+    (an integer of 1 is no parameter, for example), or needs more than a plain launch gives it.
 
     Args:
-        compiled: what a call of a `triton.jit` function has returned on this device; to be kept as
+        compiled: what a call of a `triton.jit` function has returned on this device. Keep it as
             long as the launch.
         numbers: the integers that it was called with.
     """
@@ -56,6 +56,6 @@ def prepared(
 
 
 def parameters(ptx: str) -> list[str]:
-    """The types of the kernel's parameters."""
+    """Read the types of the kernel's parameters."""
     _, _, entry = ptx.partition(".entry")
     return re.findall(r"\.param\s+\.(\w+)", entry.partition(")")[0])

@@ -1,9 +1,9 @@
 """`qfuse::dequantize`: a packed weight's values.
 
-Traced, it is one op node; in eager mode the function calls its kernel directly, with no dispatch in
-between. The first provider of the device's list that does not refuse the call serves it
-(`inductor_q.kernels`), on the current stream, without a host synchronization; what it has prepared
-for the call serves all that are like it.
+In a trace it is one op node; in eager mode the function calls its kernel directly, with no dispatch
+in between. The first provider of the device's list that does not refuse the call serves it
+(`inductor_q.kernels`), on the current stream, without a host synchronization; the launch that it
+prepares serves all calls like this one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TRACERS = tuple(
 
 
 def _is_traced(operands: Sequence[Tensor]) -> bool:
-    """Outside of Dynamo: fake tensors and `make_fx`, which must see an op and have no data."""
+    """Whether fake tensors or `make_fx` trace outside of Dynamo: they need an op, and lack data."""
     if torch._C._len_torch_dispatch_stack() > 0 and any(
         torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
     ):
@@ -66,7 +66,7 @@ def _is_traced(operands: Sequence[Tensor]) -> bool:
 def _check_once(
     operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
-    """`check_operands` of real tensors, not again where operands like these have passed."""
+    """Check the operands of real tensors, but not again where operands like these have passed."""
     found = [(t.dtype, t.numel(), t.device) for t in operands]
     key = (fmt, tuple(shape), dtype, *found)
     if key not in _checked:

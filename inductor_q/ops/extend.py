@@ -1,8 +1,8 @@
 """`qfuse::extend`: matrices beside their own low-rank projections, in one buffer.
 
 `extend([x], [x], [p]) = [x | x @ p]`. Both directions of a LoRA layer become one GEMM over it:
-`y = [x | x @ A'] @ [W | s*B]'` and `dX = [dY | dY @ s*B] @ [W ; A]`. An op of its own because what
-matters is the memory: the producer of `x` and the projection write straight into the wide buffer
+`y = [x | x @ A'] @ [W | s*B]'` and `dX = [dY | dY @ s*B] @ [W ; A]`. It is an op of its own for the
+sake of memory: the producer of `x` and the projection write straight into the wide buffer
 (`inductor_q.lowerings.extend`), which `cat` does not promise.
 """
 

@@ -1,7 +1,7 @@
 """`qfuse::grouped_gram`: for each expert, the product of two matrices over its rows.
 
-`out[e] = left_e' @ right_e`: the gradients of adapters. Each expert's rows lie together, so its sum
-is one product: no atomics, the same result every time, exact zeros where an expert has no rows.
+`out[e] = left_e' @ right_e` is the gradient of an adapter. Each expert's rows lie together, so its
+sum is one product: no atomics, the same result every time, exact zeros where it has no rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def grouped_gram(
     grouped: tuple[bool, bool],
     dtype: torch.dtype,
 ) -> Tensor:
-    """`out[e] = sum over the rows i of expert e of left[i]' right[i]`, accumulated in float32.
+    """Sum `left[i]' right[i]` over the rows i of each expert, accumulated in float32.
 
     Args:
         left, right: [R, L] and [R, M] in grouped order, or [tokens, .] where `grouped` says no.
-        order, offsets, top_k: of a `Routing`.
+        order, offsets, top_k: those of a `Routing`.
         grouped: whether the rows of `left` and of `right` are grouped.
-        dtype: of the result.
+        dtype: that of the result.
 
     Returns:
         [E, L, M], contiguous. It has no gradient formula.

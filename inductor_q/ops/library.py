@@ -1,4 +1,4 @@
-"""The `qfuse::` operator namespace: one library object a process, and how an op enters it."""
+"""The `qfuse::` operator namespace: one library object per process, and how an op enters it."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def lora_linear(
         bias: [N] or None.
 
     Returns:
-        [..., N] in the dtype of `x`. Gradients reach `x`, every A and B, and `bias`; saved for
-        backward are `x`, the adapters and packed bytes: the rest is computed again.
+        [..., N] in the dtype of `x`. Gradients reach `x`, every A and B, and `bias`. `x`, the
+        adapters and packed bytes are saved for backward; the rest is computed again.
 
     Raises:
         WrongShape, WrongDevice: `x` or an adapter does not fit the weight, or one of them lies
@@ -132,7 +132,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_bias = grad_2d.sum(0, dtype=ctx.bias_dtype)
     if grad_x is not None:
         grad_x = grad_x.reshape(x.shape)
-    # torch takes an empty list for one of tensors, which has a list of gradients
+    # torch takes an empty list for a list of tensors, which has a list of gradients
     no_scaling: list[None] | None = None if ctx.scaling else []
     return grad_x, [None] * n_operands, None, None, grad_a, grad_b, no_scaling, grad_bias
 

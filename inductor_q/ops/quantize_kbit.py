@@ -1,6 +1,6 @@
 """`qfuse::quantize_kbit`: a tensor as k-bit codes and the scales of their blocks.
 
-The functions here are the semantics, to the bit: what a faster kernel writes is compared with them.
+The steps below are the semantics, to the bit: what a faster kernel writes is compared with them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def quantize_kbit(x: Tensor, codebook: Tensor, k: int, absmax: str) -> tuple[Ten
     as decoded, not by `a`, makes up for the rounding of the scale in every element but the largest.
 
     Args:
-        x: float32, bfloat16 or float16, of any shape; finite, which is not looked at here.
-        codebook: float32 [2**k], ascending, which is not looked at here; duplicates are allowed.
+        x: float32, bfloat16 or float16, of any shape; finite, which is not checked.
+        codebook: float32 [2**k], ascending, which is not checked; duplicates are allowed.
         k: 2 to 5.
         absmax: "e4m4" or "fp16". A block beyond its range (31 and 65504) is clipped, or infinite.
 
     Returns:
         qweight: int32 [ceil(numel / 32) * k].
         absmax: uint8 or float16 [ceil(numel / 32)].
-        Together with `codebook` the operands of the format `kbit{k}_{absmax}`.
+        Together with `codebook` they are the operands of the format `kbit{k}_{absmax}`.
 
     Raises:
         UnsupportedBits, UnknownAbsmax, WrongShape, WrongDtype.

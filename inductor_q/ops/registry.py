@@ -1,4 +1,4 @@
-"""Definition of every op, once a process."""
+"""Define every op, once per process."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """`qfuse::scatter2scatter`: every token times the weights of its experts (arXiv 2403.08245).
 
-Rows come in and go out scattered, one a token, or grouped, one a slot and each expert's together
-(`inductor_q.ops.routing`), so a layer never copies tokens only to sort them. Weights are packed
-in any format or dense, with a LoRA adapter an expert if wanted. The input gradient is this op again
-on the same packed weights; the adapters' gradients are two `grouped_gram`s. What is saved for
-backward is `x`, the adapters, the packed weights and `x @ A'`, which has r columns; never a
+Rows come in and go out scattered, one per token, or grouped, one per slot and each expert's
+together (`inductor_q.ops.routing`), so a layer never copies tokens only to sort them. Weights are
+packed in any format or dense, and each expert may have a LoRA adapter. The input gradient is this
+op again on the same packed weights; the adapters' gradients are two `grouped_gram`s. The op saves
+`x`, the adapters, the packed weights and `x @ A'`, which has r columns, for backward; never a
 dequantized expert, and, gates or not, never the unweighted result.
 """
 

@@ -1,4 +1,4 @@
-"""The gradients of `scatter2scatter`, in terms of itself and `grouped_gram`.
+"""The gradients of `scatter2scatter`, in terms of the op itself and `grouped_gram`.
 
 With `g` the gate of a slot, `y = g (W x + s B A x + b)` and `u = W' dy + s A' B' dy`, which is the
 same product on the transposed weights:
@@ -52,7 +52,7 @@ def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 def _gradients(
     forward: Scatter2Scatter, rank: Tensor, grad: Tensor, need: dict[str, Any]
 ) -> dict[str, Any]:
-    """The gradients that are needed, by argument; `rank` is the op's second result."""
+    """Return the gradients that are needed, by argument; `rank` is the op's second result."""
     x, order, a, b, gates = (
         *(forward.x, forward.order),
         *(forward.lora_a, forward.lora_b, forward.gates),
@@ -61,7 +61,7 @@ def _gradients(
     gate = None if gates is None else gates.reshape(-1)[order].unsqueeze(1)  # [R, 1]
 
     def weighted(rows: Tensor, factor: float) -> Tensor:
-        """Grouped rows times their gates and `factor`, rounded once."""
+        """Multiply grouped rows with their gates and `factor`, and round once."""
         if gate is None:
             return rows * factor
         product: Tensor = rows * (gate.float() * factor)
@@ -113,7 +113,7 @@ def _gradients(
 def _input_gradients(
     forward: Scatter2Scatter, grad: Tensor, gate: Tensor | None, *, separate: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of x and, where `separate`, of the gates; and `B' dy` [R, r] in grouped order."""
+    """Return gradients of x and, if `separate`, of the gates; and `B' dy` [R, r], grouped."""
     a, b, bias, gates = forward.lora_a, forward.lora_b, forward.bias, forward.gates
     u, grad_rank = _product(
         forward,
@@ -147,7 +147,7 @@ def _input_gradients(
 
 
 def _product(forward: Scatter2Scatter, grad: Tensor, **changes: Any) -> tuple[Tensor, Tensor]:
-    """Rows of `grad`, as the op gave them out, times weights, with the op's routing."""
+    """Multiply rows of `grad`, as the op gave them out, with weights, by the op's routing."""
     result: tuple[Tensor, Tensor] = torch.ops.qfuse.scatter2scatter(
         *arguments(
             x=grad,

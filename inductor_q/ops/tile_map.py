@@ -1,7 +1,7 @@
 """`qfuse::tile_map`: each expert's rows in parts that a grouped GEMM takes as tiles.
 
-Made once for a layer's routing and read by all its products, forward and backward, so a program
-finds its expert with one load. How high a part is depends on how many rows there are and on the
+It is made once for a layer's routing and read by all its products, forward and backward, so a
+program finds its expert with one load. The height of a part depends on the number of rows and the
 device alone (`kernels.tile_map.height`); a kernel with lower tiles cuts each part again.
 """
 
@@ -18,7 +18,7 @@ from inductor_q.ops.library import define
 
 
 def tile_map(offsets: Tensor, rows: int) -> Tensor:
-    """Each expert's rows in as few parts as hold them, all but the last of one height.
+    """Cut each expert's rows into as few parts as hold them, all but the last of one height.
 
     Args:
         offsets: [E + 1] int32 of a `Routing`.
@@ -26,8 +26,8 @@ def tile_map(offsets: Tensor, rows: int) -> Tensor:
 
     Returns:
         [1 + E + R // 32, 4] int32: the number of parts comes first, [0, 0]; then for each its
-        expert, first row, number of rows, and a 0. What is behind them is not specified. It is for
-        the kind of device that `offsets` is on.
+        expert, first row, number of rows, and a 0. The rest is not specified. The map is for the
+        kind of device that `offsets` is on.
     """
     result: Tensor = torch.ops.qfuse.tile_map(offsets, rows)
     return result
