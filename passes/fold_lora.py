@@ -131,7 +131,7 @@ def is_low_rank(mm: fx.Node) -> bool:
 
 def _is_one_of_two(mm: fx.Node) -> bool:
     """Whether the product reads another or is read by one, as an adapter's are forward and
-    backward. A router's or a head's do not, which are in float32 on purpose."""
+    backward. Those of a router or a head do neither, and are in float32 on purpose."""
     return any(_peel_factors(arg(mm, i)).target is MM for i in range(2)) or _feeds_product(mm)
 
 
@@ -214,7 +214,7 @@ def _single_use_chain(top: fx.Node, bottom: fx.Node) -> bool:
 
 
 def _products_above(node: fx.Node) -> list[fx.Node]:
-    """The products that use `node` through views and permutes only; empty if anything else does."""
+    """List products that use `node` through views and permutes only; none if anything else does."""
     found: list[fx.Node] = []
     for user in node.users:
         if user.target in LAYOUT or (user.target is CAST and _casts_nothing(user)):

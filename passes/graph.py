@@ -196,7 +196,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a tangent. (Tags of autograd are no help: the bodies of a user's
+    """Find nodes that depend on a tangent. (Tags of autograd are no help: the bodies of a user's
     autograd.Function carry none.)"""
     found: set[fx.Node] = set()
     for node in graph.nodes:

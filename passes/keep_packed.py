@@ -62,7 +62,7 @@ class KeepPacked:
     stage: ClassVar[str] = "partition"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        """One site for each value that backward reads and stock partitioning may save.
+        """Yield one site for each value that backward reads and stock partitioning may save.
 
         Its plan is every tensor of such chains: tagging a part only moves what is saved.
         """

@@ -1,4 +1,4 @@
-"""How each library's quantized weights appear: as module state and as nodes of a graph.
+"""Find each library's quantized weights as they appear in module state and as nodes of a graph.
 
 `LIBRARIES` holds all that is known of libraries; the functions here try each of them in turn.
 """

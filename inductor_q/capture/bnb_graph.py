@@ -25,7 +25,7 @@ GEMV = "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is r
 
 
 def overload(name: str) -> Any:
-    """`torch.ops.bitsandbytes.<name>.default`, or None where this bitsandbytes has no such op."""
+    """Return `torch.ops.bitsandbytes.<name>.default`; None where bitsandbytes has no such op."""
     packet = getattr(torch.ops.bitsandbytes, name, None)
     return None if packet is None else packet.default
 

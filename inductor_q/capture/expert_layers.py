@@ -92,7 +92,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class GatesGradient:
-    """`sums` [R, 1] of d * y, where y = x @ w is product (2) and d @ w' is product (3), at `back`.
+    """`sums` [R, 1] are those of d * y, for product (2), y = x @ w, and (3), d @ w', at `back`.
 
     They equal the sums of (d @ w') * x, for which y is neither kept nor computed again.
     """
@@ -137,7 +137,7 @@ def _projection(product: Grouped) -> Projection:
 
 
 def _layer(projections: Sequence[Projection]) -> ExpertLayer:
-    """Make a layer; a product stays sorted if more than sums and the gates' gradient read it."""
+    """Make a layer; rows stay sorted if more than their sums and the gates' gradient read them."""
     kept, gradients = [], []
     for projection in projections:
         y = projection.sums

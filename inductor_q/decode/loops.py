@@ -1,4 +1,4 @@
-"""Inductor's loop-level ops: the decode becomes part of the kernel the scheduler fuses it into."""
+"""Decode in Inductor's loop-level ops: the scheduler fuses them into the kernels of neighbours."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Affine:
-    """The value is `(code - zero_point) * scale`, of which the scale is shared first."""
+    """The value is `(code - zero_point) * scale`; the scale comes first in `shared`."""
 
     dtypes = ("uint8",)
     values = None

@@ -51,7 +51,7 @@ class QuantFormat:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Operand names in the order of their first use, which running `decode` finds."""
+        """The operands' names in the order of their first use, which running `decode` finds."""
         return tuple(self._probe.seen)
 
     def requirements(self, shape: Sequence[int]) -> tuple[Operand, ...]:

@@ -64,13 +64,13 @@ class Scale(Protocol):
         ...
 
     def decode(self, o: Ops[I, V], i: I) -> V:
-        """Find the one of element `i`."""
+        """Find the scale or zero point of element `i`."""
         ...
 
 
 @dataclass(frozen=True)
 class BlockScale:
-    """Every `block` consecutive elements have one; blocks run on from row to row."""
+    """Every `block` consecutive elements have one scale; blocks run on from row to row."""
 
     operand: str
     block: int
@@ -97,7 +97,7 @@ class BlockScale:
 
 @dataclass(frozen=True)
 class GroupScale:
-    """Every `group` columns of a row have one; the last group of a row may be shorter.
+    """Every `group` columns of a row have one scale; the last group of a row may be shorter.
 
     layout: says where things lie in the matrix that has the weight's rows and a column per group.
     """
@@ -128,7 +128,7 @@ class GroupScale:
 
 @dataclass(frozen=True)
 class RowScale:
-    """Every row has one."""
+    """Every row has one scale."""
 
     operand: str
     codec: Codec = FLOAT
@@ -150,7 +150,7 @@ class RowScale:
 
 @dataclass(frozen=True)
 class TensorScale:
-    """A weight has one, and so has a stack of weights."""
+    """A weight has one scale, and so has a stack of weights."""
 
     operand: str
     codec: Codec = FLOAT

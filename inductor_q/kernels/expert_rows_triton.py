@@ -298,7 +298,7 @@ def combine(
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """out[token] = sum over its slots of gate * rows[inverse[slot]], in float32, in slot order."""
+    """out[token] = the sum of gate * rows[inverse[slot]] in float32, over its slots in order."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < features

@@ -1,6 +1,6 @@
 """`qfuse::quantize_kbit` in plain torch: the semantics, to the bit.
 
-What a faster kernel writes is compared with this.
+Tests compare what faster kernels write with this.
 """
 
 from __future__ import annotations

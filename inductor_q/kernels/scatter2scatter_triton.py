@@ -256,7 +256,7 @@ def _kernel(fmt: QuantFormat, dtype: torch.dtype) -> _Kernel:
 
 
 def _printed_look_up(values: Tensor) -> str:
-    """`by_permute` with the 16 values as constants: a byte permutation looks up four nibbles."""
+    """Print `by_permute` with the 16 values as constants: a byte permutation looks up 4 nibbles."""
     bits = values.view(torch.int16).to(torch.int32)
     planes = [
         f"0x{sum(int(byte) << 8 * j for j, byte in enumerate(plane[i : i + 4])):08x}"

@@ -1,4 +1,4 @@
-"""A tile map: each expert's rows in parts that a grouped GEMM takes as tiles.
+"""A tile map lists each expert's rows in parts that a grouped GEMM takes as tiles.
 
 `ops/routing.py` has a picture of rows and parts. The height of a part depends on the number of rows
 and the device alone; a kernel with lower tiles cuts each part again.
