@@ -1,12 +1,15 @@
-"""Time attention under a causal mask that is written out, or left out.
+"""Time attention under masks that are written out, or replaced by what they mean.
 
 One call runs forward and backward on the shapes of Qwen3-8B. ``mask`` is what stock Inductor gets
 up to torch 2.13; ``causal`` is what the pass causal_attention makes of it; ``grouped`` is causal
-with keys and values that are not repeated for the groups of queries, as eager calls it.
+with keys and values that are not repeated for the groups of queries, as eager calls it. ``meant``
+is what the pass makes of a mask of padding (valid positions first, then grouped), and, in the
+second case, of packed documents (FlexAttention on a GPU). Its time includes what layers share.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,16 +17,36 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from benchmarks import harness
+from inductor_q.ops import attention
 
-PEERS = ("mask", "causal", "grouped")
+PEERS = ("mask", "causal", "grouped", "meant")
 #: Sequences, heads of queries, heads of keys, positions, features of a head.
 SHAPES = {"cuda": (2, 32, 8, 2048, 128), "cpu": (1, 4, 2, 256, 64)}
+#: The second case: as many tokens or more in one sequence of eight documents.
+PACKED = {"cuda": (1, 32, 8, 8192, 128), "cpu": (1, 4, 2, 512, 64)}
+DOCUMENTS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     arguments = harness.parser(__doc__, peers=PEERS).parse_args(argv)
     suite = harness.start("bench_attention", arguments)
-    shape = SHAPES[suite.device.type]
+    device = suite.device.type
+    _measure(suite, arguments, SHAPES[device], documents=1)
+    packed = [peer for peer in arguments.backends if peer in ("mask", "meant")]
+    if packed:
+        arguments.backends = packed
+        _measure(suite, arguments, PACKED[device], documents=DOCUMENTS)
+    harness.finish(suite, arguments, extras=("error",))
+    return suite
+
+
+def _measure(
+    suite: harness.Suite,
+    arguments: argparse.Namespace,
+    shape: tuple[int, int, int, int, int],
+    *,
+    documents: int,
+) -> None:
     batch, heads, groups, length, features = shape
 
     def random(count: int) -> Tensor:
@@ -32,8 +55,11 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
     query, key, value = random(heads), random(groups), random(groups)
     grad = torch.randn_like(query)
-    mask = torch.ones(length, length, dtype=torch.bool, device=suite.device).tril()
-    mask = mask.expand(batch, 1, -1, -1)
+    place = torch.arange(length, device=suite.device)
+    positions = place % (length // documents)
+    same = (place // (length // documents))[:, None] == place // (length // documents)
+    mask = (same & (place[:, None] >= place)).expand(batch, 1, -1, -1)
+    valid = torch.ones(batch, length, dtype=torch.int64, device=suite.device)
 
     def repeated(x: Tensor) -> Tensor:
         wide = x[:, :, None].expand(-1, -1, heads // groups, -1, -1)
@@ -44,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         "causal": lambda: attend(query, repeated(key), repeated(value), is_causal=True),
         "grouped": lambda: attend(query, key, value, is_causal=True, enable_gqa=True),
     }
+    meant: Callable[..., Tensor] = _inside_documents if documents > 1 else _valid_first
+    compiled = torch.compile(meant, dynamic=False)
+    given = positions[None] if documents > 1 else valid
+    calls["meant"] = lambda: compiled(query, key, value, given)
 
     def both(call: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(), (query, key, value), grad)
@@ -59,11 +89,22 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     timings = harness.time_kernels(candidates, suite.device, rounds=rounds)
     moved = 4 * (query.nbytes + key.nbytes)  # read and written once per direction, at least
     roof = suite.ceilings.roof(
-        flops=7.0 * batch * heads * length * length * features, bytes=float(moved)
+        flops=7.0 * batch * heads * length * length / documents * features, bytes=float(moved)
     )
-    suite.add({"shape": "x".join(map(str, shape))}, timings, roof=roof, extra=extra)
-    harness.finish(suite, arguments, extras=("error",))
-    return suite
+    case = {"shape": "x".join(map(str, shape)), "documents": documents}
+    suite.add(case, timings, roof=roof, extra=extra)
+
+
+def _valid_first(query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+    order, inverse, is_valid = attention.valid_first(valid)
+    moved = [attention.reorder(x, order, inverse) for x in (query, key, value)]
+    out = attend(moved[0], moved[1], moved[2], is_causal=True, enable_gqa=True)
+    return attention.restore(out, order, inverse, is_valid)
+
+
+def _inside_documents(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+    tables = attention.document_tables(positions, query.shape[0])
+    return attention.document_attention(query, key, value, tables, None)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@ projections with bf16 adapters, 2 x 2048 tokens, sdpa. The vocabulary is 32,000:
 (``--vocab-size 151936``) the frozen head adds 13 ms at 790 TFLOP/s to every peer's step, a share
 that only a shortened model has. A CPU gets a small model of the same architecture.
 
+``--recipe`` takes the step that people run instead of the bare one: ``trainer`` (what
+transformers' Trainer and TRL do with PEFT's defaults under bf16: an attention_mask with padding,
+float32 adapters under autocast, LoRA dropout of 0.05), ``checkpointed`` (the same with gradient
+checkpointing), ``packed`` (documents packed in a row, told apart by ``position_ids``, autocast,
+dropout and checkpointing; use ``--batch 1 --seq-len 8192``).
+
 All peers train the same module, so they hold the same static memory. The phases:
 
 1. cold compile time of each compiled peer: empty caches, the order of peers rotating, the best of
@@ -17,6 +23,7 @@ All peers train the same module, so they hold the same static memory. The phases
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import time
@@ -46,6 +53,39 @@ LEARNING_RATE = 2e-4
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a trainer does with the model beside running it; by default nothing."""
+
+    padded: bool = False  # the last sequence ends in a seventh of padding
+    documents: int = 1  # packed in each sequence
+    autocast: bool = False  # float32 adapters, computed in bfloat16
+    dropout: float = 0.0
+    checkpointed: bool = False
+
+    def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The keyword arguments of one batch."""
+        given = {"input_ids": ids, "labels": ids}
+        if self.padded:
+            mask = torch.ones_like(ids)
+            mask[-1, -(ids.shape[1] // 7) :] = 0
+            given |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        if self.documents > 1:
+            place = torch.arange(ids.shape[1], device=ids.device)
+            positions = place % -(-ids.shape[1] // self.documents)
+            given["position_ids"] = positions.expand_as(ids).contiguous()
+        return given
+
+
+TRAINER = Recipe(padded=True, autocast=True, dropout=0.05)
+RECIPES = {
+    "benchmark": Recipe(),
+    "trainer": TRAINER,
+    "checkpointed": dataclasses.replace(TRAINER, checkpointed=True),
+    "packed": dataclasses.replace(TRAINER, padded=False, documents=8, checkpointed=True),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__)
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 4 on CPU")
@@ -57,8 +97,13 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--loss-steps", type=int, default=20)
     parser.add_argument("--compile-rounds", type=int, default=None, help="0: do not time it")
     parser.add_argument("--graph-layers", type=int, default=2, help="0: do not count graphs")
+    parser.add_argument("--recipe", choices=RECIPES, default="benchmark")
     arguments = parser.parse_args(argv)
-    suite = harness.start("bench_step", arguments)
+    recipe = RECIPES[arguments.recipe]
+    if recipe.autocast:
+        arguments.adapter_dtype = "fp32"
+    name = "bench_step" if recipe == Recipe() else f"bench_step_{arguments.recipe}"
+    suite = harness.start(name, arguments)
     device = suite.device
     on_gpu = device.type == "cuda"
     layers = arguments.layers or (2 if arguments.quick else 8 if on_gpu else 4)
@@ -75,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         "rank": arguments.rank,
         "adapter_dtype": arguments.adapter_dtype,
         "loss_steps": arguments.loss_steps,
+        "recipe": {"name": arguments.recipe, **dataclasses.asdict(recipe)},
     }
     peers = harness.available(arguments.backends)
     extra: dict[str, dict[str, Any]] = {peer: {} for peer in peers}
@@ -84,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     torch.compiler.reset()
     gc.collect()
     before = time.perf_counter()
-    model = _model(arguments, config, device)
+    model = _model(arguments, config, device, recipe)
     suite.settings["build_s"] = round(time.perf_counter() - before, 2)
     start = testing.adapter_state(model)
     data = list(_batches(config, arguments, length, device))
@@ -132,14 +178,23 @@ def _config(arguments: argparse.Namespace, *, on_gpu: bool, layers: int) -> Any:
     )
 
 
-def _model(arguments: argparse.Namespace, config: Any, device: torch.device) -> Any:
-    return testing.qlora_model(
+def _model(
+    arguments: argparse.Namespace,
+    config: Any,
+    device: torch.device,
+    recipe: Recipe = RECIPES["benchmark"],
+) -> Any:
+    model = testing.qlora_model(
         config,
         r=arguments.rank,
         adapter_dtype=torch.bfloat16 if arguments.adapter_dtype == "bf16" else None,
+        dropout=recipe.dropout,
         device=device,
         seed=arguments.seed,
     )
+    if recipe.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def _batches(
@@ -153,9 +208,10 @@ def _batches(
         yield torch.stack(rows).to(device)
 
 
-def loss_of(call: Callable[..., Any]) -> Step:
+def loss_of(call: Callable[..., Any], recipe: Recipe = RECIPES["benchmark"]) -> Step:
     def step(ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = call(input_ids=ids, labels=ids).loss
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=recipe.autocast):
+            loss: torch.Tensor = call(**recipe.inputs(ids)).loss
         return loss
 
     return step
@@ -208,26 +264,27 @@ def _compile(
 
         return run
 
+    recipe = RECIPES[arguments.recipe]
     compiled = [peer for peer in peers if peer != "eager"]
     steps: dict[str, Step] = {}
     rounds = arguments.compile_rounds
     if rounds is None:
         rounds = 1 if arguments.quick else 2
     if rounds:
-        forward_backward(loss_of(model))()
+        forward_backward(loss_of(model, recipe))()
         warm_compiler(arguments, compiled, suite.device)
     times: dict[str, list[float]] = {peer: [] for peer in compiled}
     for order in harness.rotations(compiled, max(1, rounds)) if compiled else ():
         torch.compiler.reset()
         for peer in order:
             with testing.fresh_cache():
-                steps[peer] = loss_of(harness.compile_as(peer, model))
+                steps[peer] = loss_of(harness.compile_as(peer, model), recipe)
                 times[peer].append(harness.first_call(forward_backward(steps[peer]), suite.device))
     if rounds:
         for peer, values in times.items():
             extra[peer]["compile_s"] = min(values)
             extra[peer]["compile_all_s"] = values
-    return {peer: steps[peer] if peer in steps else loss_of(model) for peer in peers}
+    return {peer: steps[peer] if peer in steps else loss_of(model, recipe) for peer in peers}
 
 
 def warm_compiler(
@@ -266,7 +323,8 @@ def _count_graphs(
     on_gpu = suite.device.type == "cuda"
     lengths = [length, length * 3 // 4, length // 2]
     config = _config(arguments, on_gpu=on_gpu, layers=arguments.graph_layers)
-    model = _model(arguments, config, suite.device)
+    recipe = RECIPES[arguments.recipe]
+    model = _model(arguments, config, suite.device, recipe)
     for peer in peers:
         if peer == "eager" or "autotune" in peer:
             continue
@@ -275,7 +333,7 @@ def _count_graphs(
             call = harness.compile_as(peer, model, dynamic=None)
             for tokens in lengths:
                 ids = torch.randint(0, 64, (arguments.batch, tokens), device=suite.device)
-                call(input_ids=ids, labels=ids).loss.backward()
+                _backward(loss_of(call, recipe)(ids))
         model.zero_grad(set_to_none=True)
         extra[peer] |= {"breaks": len(trace.breaks), "graphs": trace.graphs}
         reasons = {harness.portable(reason)[:400] for reason in trace.breaks}

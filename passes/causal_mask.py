@@ -1,18 +1,23 @@
-"""Whether an attention mask that a graph computes is the causal one.
+"""What an attention mask that a graph computes means: causal, over valid keys, inside documents.
 
 Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
-functions, read no input of the graph, be written to by no other node, and hold no number but -1, 0
-and 1, and such as are replaced: the mask's own sizes, and a number of copies that `expand` makes. A
-distance that these numbers make is the same at three positions, where nothing may be large, and at
-160, where a window that is not would show. So what holds for every pair of positions at these
-sizes holds at all.
+functions, be written to by no other node, and hold no number but -1, 0 and 1, and such as are
+replaced: the mask's own sizes, and a number of copies that `expand` makes. A distance that these
+numbers make is the same at three positions, where nothing may be large, and at 160, where a window
+that is not would show. So what holds for every pair of positions at these sizes holds at all.
+
+A mask may read one input of the graph, with a row per sequence and a column per position. It is
+then run on chosen rows, and compared with what it would be if the input were an `attention_mask`,
+or `position_ids` that begin again with each document.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -65,10 +70,33 @@ class _NotProven(Exception):
     """Why a mask is not known to be causal."""
 
 
-def why_not_causal(
+class Kind(Enum):
+    """What a mask lets a query see, beside that no key may come after it."""
+
+    CAUSAL = "every key"
+    VALID_KEYS = "keys whose input is not zero"
+    DOCUMENTS = "keys of its own document"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a mask was proven to be, and the input [B, S] that it is made of, if it reads one."""
+
+    kind: Kind
+    source: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """Why a mask is not known to be any of these."""
+
+    reason: str
+
+
+def read(
     mask: fx.Node, outside: Mapping[fx.Node, fx.Node], graphs: Iterable[fx.Graph]
-) -> str:
-    """Empty if `mask` is True for keys up to the query and False after it; else the reason.
+) -> Meaning | Unproven:
+    """Prove what `mask` means.
 
     Args:
         mask: a node of Dynamo's graph, bool, [..., S, S].
@@ -78,18 +106,47 @@ def why_not_causal(
     """
     value = mask.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.dim() != 4:
-        return "the mask is not boolean and four-dimensional"
+        return Unproven("the mask is not boolean and four-dimensional")
     if not same_size(value.shape[-2], value.shape[-1]):
-        return "queries and keys differ in number"
+        return Unproven("queries and keys differ in number")
+    sources = _inputs(mask, outside)
+    source = sources[0] if len(sources) == 1 and _is_by_position(sources[0], value) else None
+    reasons = []
+    for kind in (Kind.CAUSAL,) if source is None else (Kind.VALID_KEYS, Kind.DOCUMENTS):
+        reason = _why_not(kind, mask, source, outside, graphs)
+        if not reason:
+            return Meaning(kind, source)
+        reasons.append(reason)
+    telling = [reason for reason in reasons if reason != _ANOTHER]
+    if source is not None and not telling:
+        name = _input_name(source)
+        return Unproven(f"the mask depends on the input {name} in a way that is not known")
+    return Unproven((telling or reasons)[0])
+
+
+_ANOTHER = "the mask is another than the causal one"
+
+
+def _why_not(
+    kind: Kind,
+    mask: fx.Node,
+    source: fx.Node | None,
+    outside: Mapping[fx.Node, fx.Node],
+    graphs: Iterable[fx.Graph],
+) -> str:
+    """Empty if `mask` is of that kind; else the reason."""
+    shape = mask.meta["example_value"].shape
     try:
         for size, (few, copies) in itertools.product(SIZES, COUNTS):
-            evaluation = _Evaluation(value.shape, (few, copies, size), outside)
-            found = evaluation.of(mask)
-            causal = torch.ones(size, size, dtype=torch.bool).tril()
-            if found.shape[-2:] != causal.shape or not torch.equal(found, causal.expand_as(found)):
-                return "the mask is another than the causal one"
-            if size == SIZES[0] and evaluation.is_large():
-                return "the mask is computed with sums or copies as large as a window may be"
+            for rows in _rows(kind, source, few, size):
+                inputs = {} if source is None or rows is None else {source: rows}
+                evaluation = _Evaluation(shape, (few, copies, size), outside, inputs)
+                found = evaluation.of(mask)
+                expected = _EXPECTED[kind](rows, size)
+                if found.shape[-2:] != (size, size) or not _equal(found, expected):
+                    return _ANOTHER
+                if size == SIZES[0] and evaluation.is_large():
+                    return "the mask is computed with sums or copies as large as a window may be"
         if written := _written(evaluation.nodes(), outside, graphs):
             return f"the mask, or what it is made of, is written to by {written}"
     except _NotProven as reason:
@@ -97,6 +154,100 @@ def why_not_causal(
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         return f"the mask could not be computed at other sizes: {error}"
     return ""
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a mask [b, h, S, S] is `expected` [b or 1, 1, S, S] for every head."""
+    try:
+        one, other = torch.broadcast_tensors(found, expected)
+    except RuntimeError:
+        return False
+    return torch.equal(one, other)
+
+
+def _causal(rows: torch.Tensor | None, size: int) -> torch.Tensor:
+    return torch.ones(1, 1, size, size, dtype=torch.bool).tril()
+
+
+def _valid_keys(rows: torch.Tensor | None, size: int) -> torch.Tensor:
+    assert rows is not None
+    return _causal(None, size) & (rows != 0)[:, None, None, :]
+
+
+def _documents(rows: torch.Tensor | None, size: int) -> torch.Tensor:
+    assert rows is not None
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[:, 1:] = rows[:, 1:] != rows[:, :-1] + 1
+    document = begins.cumsum(-1)
+    return _causal(None, size) & (document[:, None, :, None] == document[:, None, None, :])
+
+
+_EXPECTED: dict[Kind, Callable[[torch.Tensor | None, int], torch.Tensor]] = {
+    Kind.CAUSAL: _causal,
+    Kind.VALID_KEYS: _valid_keys,
+    Kind.DOCUMENTS: _documents,
+}
+
+
+def _rows(kind: Kind, source: fx.Node | None, few: int, size: int) -> Iterator[torch.Tensor | None]:
+    """The rows that a mask's input is given: at few positions every pattern, at more of them some.
+
+    Numbers other than 0 and 1 are among them, and documents of one position.
+    """
+    if source is None:
+        yield None
+        return
+    value = source.meta["example_value"]
+    generator = torch.Generator().manual_seed(size * few)
+    sequences = 1 if _expression(value.shape[0]) == 1 else few
+
+    def drawn(high: int, count: int) -> torch.Tensor:
+        return torch.randint(high, (count, size), generator=generator)
+
+    if kind is Kind.VALID_KEYS:
+        few_valid, most_valid = drawn(4, 8) == 0, drawn(8, 8) != 0
+        padded = torch.arange(size) < torch.tensor([[0], [1], [size // 2], [size]])
+        patterns = torch.cat([few_valid, most_valid, padded, padded.flip(1)]).long()
+        if size == SIZES[0]:
+            patterns = torch.cartesian_prod(*[torch.arange(2)] * size)
+        patterns = torch.cat([patterns, patterns[:4] * 3])
+    else:
+        starts = drawn(3, 12) == 0
+        starts = torch.cat([starts, torch.zeros(1, size) != 0, torch.ones(1, size) != 0])
+        values = torch.where(starts, drawn(3, 14), 0)
+        for place in range(1, size):
+            values[:, place] += torch.where(starts[:, place], 0, values[:, place - 1] + 1)
+        patterns = values
+    patterns = patterns[: len(patterns) // sequences * sequences]
+    for rows in patterns.split(sequences):
+        yield rows.to(value.dtype)
+
+
+def _inputs(mask: fx.Node, outside: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    """The tensors among the graph's inputs that `mask` is computed from; sizes are no tensors."""
+    seen: dict[fx.Node, None] = {}
+    ahead = [outside.get(mask, mask)]
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen[node] = None
+            if not isinstance(node.meta.get("example_value"), (int, torch.SymInt)):
+                ahead += [outside.get(given, given) for given in node.all_input_nodes]
+    tensors = (n for n in seen if isinstance(n.meta.get("example_value"), torch.Tensor))
+    return [node for node in tensors if node.op == "placeholder"]
+
+
+def _is_by_position(node: fx.Node, mask: torch.Tensor) -> bool:
+    """Whether an input has a whole number per sequence and position of the mask."""
+    value = node.meta["example_value"]
+    if value.dtype not in _EXACT or value.dim() != 2:
+        return False
+    sequences = same_size(value.shape[0], mask.shape[0]) or _expression(value.shape[0]) == 1
+    return sequences and same_size(value.shape[1], mask.shape[-1])
+
+
+def _input_name(node: fx.Node) -> str:
+    return str(node.target).removeprefix("L_").strip("_")
 
 
 def _written(
@@ -159,7 +310,8 @@ class _Evaluation:
     Args:
         shape: of the mask, [sequences, heads, S, S].
         numbers: what stands for sequences, for heads or copies, and for S.
-        outside: as of `why_not_causal`.
+        outside: as of `read`.
+        inputs: what is taken for inputs of the graph.
     """
 
     def __init__(
@@ -167,12 +319,13 @@ class _Evaluation:
         shape: Sequence[int | torch.SymInt],
         numbers: tuple[int, int, int],
         outside: Mapping[fx.Node, fx.Node],
+        inputs: Mapping[fx.Node, torch.Tensor],
     ) -> None:
         few, self._copies, size = numbers
         self._sizes = ((shape[-1], size), (shape[0], few), (shape[1], self._copies))
         self._copied = None if _expression(shape[1]) in _PLAIN else _expression(shape[1])
         self._outside = outside
-        self._known: dict[fx.Node, Any] = {}
+        self._known: dict[fx.Node, Any] = dict(inputs)
 
     def nodes(self) -> set[fx.Node]:
         """The tensors among what was run: a size is given to operators that write, and is not
@@ -197,8 +350,7 @@ class _Evaluation:
         if isinstance(value, (int, torch.SymInt)):
             return self._size(value)
         if node.op == "placeholder":
-            name = str(node.target).removeprefix("L_").strip("_")
-            raise _NotProven(f"the mask depends on the input {name}: it may hold padding")
+            raise _NotProven(f"the mask depends on the input {_input_name(node)}")
         called, functions = node.target, node.op == "call_function"
         if not (called in _FUNCTIONS if functions else called in _METHODS):
             raise _NotProven(f"the mask is computed with {getattr(called, '__name__', called)}")

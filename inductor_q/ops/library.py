@@ -25,6 +25,13 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
 
 
+def define_composite(schema: str, implementation: Callable[..., Any]) -> None:
+    """Define `qfuse::<schema>` by torch's own ops: tracing goes through it, gradients included."""
+    lib = library()
+    lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    lib.impl(schema.partition("(")[0], implementation, "CompositeImplicitAutograd")
+
+
 def define_autograd(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from inductor_q.ops.attention import define_attention
 from inductor_q.ops.dequantize import define_dequantize
 from inductor_q.ops.extend import define_extend
 from inductor_q.ops.grouped_gram import define_grouped_gram
@@ -18,6 +19,7 @@ from inductor_q.ops.tile_map import define_tile_map
 def define_ops() -> None:
     """Define the `qfuse::` ops (further calls do nothing)."""
     for define in (
+        define_attention,
         define_dequantize,
         define_extend,
         define_grouped_gram,

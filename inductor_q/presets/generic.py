@@ -20,6 +20,11 @@ CPU = replace(
             evidence="on a CPU bitsandbytes 0.50 runs gemm_4bit as dequantize_4bit and F.linear "
             "(backends/default/ops.py): there is no faster kernel to keep for few rows",
         ),
+        "causal_attention.min_positions": Entry(
+            value=1 << 20,
+            evidence="PyTorch's flash attention of a CPU takes a mask at the cost of none, and "
+            "FlexAttention has no backward there",
+        ),
         "extend_k.min_rows": Entry(
             value=1 << 20,
             evidence="no number of rows from which on it pays: a decoder layer of width 512, r=16, "

@@ -85,5 +85,11 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value: for one row gemm_4bit, which reads packed weights, was the "
             "faster on the one GPU that was measured (sm_90)",
         ),
+        # Positions from which a mask of padding or of documents is replaced by what it means.
+        "causal_attention.min_positions": Entry(
+            value=512,
+            evidence="a start value, not a measured crossover: attention under a mask computes the "
+            "masked half too; measured where a preset says otherwise",
+        ),
     }
 )

@@ -17,6 +17,12 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
+from inductor_q.capture.dynamo import input_sources  # noqa: E402
+from inductor_q.context import Context, new_report  # noqa: E402
+from inductor_q.hooks import run_stage  # noqa: E402
+from inductor_q.options import resolve  # noqa: E402
+from inductor_q.passes.runner import CAPTURED  # noqa: E402
+from inductor_q.records import SiteRecord  # noqa: E402
 from tests.support.attention import GROUPED, positions  # noqa: E402
 
 LAYERS = 2
@@ -114,23 +120,114 @@ def test_grouped_keys_on_a_gpu(
         assert error < max(3e-2, 1.5 * testing.relative_error(other, exact.double()))
 
 
-def test_a_mask_of_the_users_is_kept(tmp_path: Path) -> None:
-    """Padding that nothing but the mask tells: attention must not see it."""
+VALID_FIRST = f"sdpa, valid first{GROUPED.removeprefix('sdpa')}"
+DOCUMENTS = "FlexAttention of documents"
+ALWAYS = {"qfuse.thresholds": {"causal_attention.min_positions": 0}}
+
+
+def inputs_of(case: str, length: int) -> dict[str, Tensor]:
+    """What a collator hands a model beside the tokens: three rows, and labels of real tokens."""
+    ids = torch.randint(1, 200, (3, length), generator=torch.Generator().manual_seed(length))
+    if case == "documents":
+        lengths = (length // 3, 1, length - length // 3 - 1)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        return {"labels": ids, "position_ids": positions.expand(3, -1).contiguous()}
+    mask = torch.ones_like(ids)
+    mask[0, -5:], mask[1, :7], mask[2, 4:6] = 0, 0, 0  # on the right, on the left, and between
+    # A row of padding before a real token has other logits than in eager, unless it is the first.
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[2, 6] = -100
+    return {"labels": labels, "attention_mask": mask}
+
+
+def masked_step(call: Any, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    ids = torch.arange(inputs["labels"].numel()).view_as(inputs["labels"]) % 200
+    loss = call(input_ids=ids, use_cache=False, **inputs).loss
+    loss.backward()
+    gradients = [p.grad.clone() for p in testing.adapter_parameters(model) if p.grad is not None]
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+class CapturedStage:
+    """A backend that runs our passes on Dynamo's graph, and then the graph as it is."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = {"qfuse.passes": [PASS], **options}
+        self.sites: list[SiteRecord] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        device = torch.device("cpu")
+        resolved = resolve(None, self.options, device=device, dynamic=False)
+        report = new_report(resolved, device)
+        run_stage(CAPTURED, gm.graph, Context(resolved, report, input_sources(gm)))
+        for module in gm.modules():
+            if isinstance(module, torch.fx.GraphModule):
+                module.recompile()
+        self.sites += [site for site in report.sites if site.pass_name == PASS]
+        return gm.forward
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    ("case", "provider"),
+    [("padded", VALID_FIRST), ("documents", DOCUMENTS)],
+)
+def test_masks_of_batches_are_replaced_by_what_they_mean(
+    case: str, provider: str, checkpointed: bool
+) -> None:
+    """The loss and every gradient; without checkpoints of two lengths, the second of any length."""
     torch.compiler.reset()
     model = qlora()
-    ids = torch.randint(1, 200, (2, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    expected = step(model, model, ids, attention_mask=mask)
-    report = tmp_path / "report.json"
-    options: Any = {"qfuse.report": str(report), "fx_graph_cache": False}
-    compiled = torch.compile(model, backend="qfuse", options=options)
-    got = step(compiled, model, ids, attention_mask=mask)
-    found = sites(report)
-    assert len(found) == LAYERS
-    assert all("attention_mask: it may hold padding" in s["rejected"] for s in found)
-    assert all(s["by_choice"] for s in found)  # nothing that "qfuse.strict" should refuse
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = CapturedStage(**ALWAYS)
+    compiled = torch.compile(model, backend=backend)
+    lengths = (24,) if checkpointed else (24, 31)
+    for length in lengths:
+        assert_steps_agree(model, compiled, inputs_of(case, length))
+    found = [(site.rejected, site.provider) for site in backend.sites]
+    assert found == [("", provider)] * (len(lengths) * LAYERS)
+
+
+def assert_steps_agree(model: Any, compiled: Any, inputs: dict[str, Tensor]) -> None:
+    expected, got = (masked_step(call, model, inputs) for call in (model, compiled))
     torch.testing.assert_close(got[0], expected[0])
+    assert len(got[1]) == len(expected[1])
+    for one, other in zip(got[1], expected[1], strict=True):
+        assert testing.relative_error(one, other.double()) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["padded", "documents"])
+def test_replaced_masks_by_inductor(case: str) -> None:
+    torch.compiler.reset()
+    model = qlora()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    options: Any = {**ALWAYS, "fx_graph_cache": False}
+    compiled = torch.compile(model, backend="qfuse", options=options)
+    assert_steps_agree(model, compiled, inputs_of(case, 24))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "24 positions, fewer than causal_attention.min_positions=1048576: the mask is kept"),
+        (
+            {**ALWAYS, "qfuse.numerics": "strict"},
+            "strict numerics keep what rows of padding see",
+        ),
+    ],
+    ids=["cpu", "strict"],
+)
+def test_a_mask_of_padding_is_kept(options: dict[str, Any], reason: str) -> None:
+    torch.compiler.reset()
+    model = qlora()
+    backend = CapturedStage(**options)
+    assert_steps_agree(model, torch.compile(model, backend=backend), inputs_of("padded", 24))
+    assert [site.rejected for site in backend.sites] == [reason] * LAYERS
+    # Nothing that "qfuse.strict" should refuse.
+    assert all(site.by_choice for site in backend.sites)
 
 
 def test_what_the_captured_graph_mutates_stays() -> None:

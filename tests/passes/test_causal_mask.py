@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from inductor_q.passes.causal_attention import CausalAttention
-from inductor_q.passes.causal_mask import CHECKPOINT, why_not_causal
+from inductor_q.passes.causal_mask import CHECKPOINT, Kind, Meaning, Unproven, read
 from tests.support.attention import captured, causal, positions
 
 LARGE = "the mask is computed with sums or copies as large as a window may be"
@@ -22,9 +22,21 @@ def result(graph: fx.Graph) -> fx.Node:
     return found
 
 
+def why_not(graph: fx.Graph) -> str:
+    """Why what a graph returns is not known to be the causal mask; empty if it is."""
+    found = read(result(graph), {}, [graph])
+    return (
+        found.reason
+        if isinstance(found, Unproven)
+        else ""
+        if found == Meaning(Kind.CAUSAL)
+        else str(found)
+    )
+
+
 def reason(mask: Callable[..., Tensor], *args: Any, dynamic: bool = False) -> str:
     graph = captured(mask, *args, dynamic=dynamic).graph
-    return why_not_causal(result(graph), {}, [graph])
+    return why_not(graph)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -281,7 +293,7 @@ def another_copy(x: Tensor) -> Tensor:
         (halves, "the mask is computed with the number"),
         (longer, "queries and keys differ in number"),
         (additive, "the mask is not boolean and four-dimensional"),
-        (padded, "the mask depends on the input x: it may hold padding"),
+        (padded, "the mask depends on the input x"),
         (in_bytes, "the mask is computed in torch.int8, which does not hold all positions"),
         (cleared, "the mask, or what it is made of, is written to by setitem"),
         (cleared_through_a_view, "the mask, or what it is made of, is written to by fill_"),
@@ -314,6 +326,107 @@ def test_other_masks_are_not(
     assert reason(mask, torch.ones(2, 48), dynamic=dynamic).startswith(expected)
 
 
+def meaning(mask: Callable[[Tensor], Tensor], x: Tensor, *, dynamic: bool) -> str:
+    """The kind of a mask's meaning, of the input `x`; or why it is not known."""
+    graph = captured(mask, x, dynamic=dynamic).graph
+    found = read(result(graph), {}, [graph])
+    if isinstance(found, Unproven):
+        return found.reason
+    assert found.source is not None and found.source.op == "placeholder"
+    return found.kind.name
+
+
+def valid_keys(x: Tensor) -> Tensor:
+    """As transformers writes it."""
+    q, k = positions(x)
+    sequence = torch.arange(x.shape[0])[:, None, None, None]
+    return (k <= q) & x.to(dtype=torch.bool)[sequence, k]
+
+
+def documents(x: Tensor) -> Tensor:
+    """As transformers 5 writes it: by numbers of sequences, and not after the query's position."""
+    first = x[:, :1] - 1
+    number = (torch.diff(x, prepend=first, dim=-1) != 1).cumsum(-1)
+    same = number[:, None, :, None] == number[:, None, None, :]
+    return same & (x[:, None, None, :] <= x[:, None, :, None])
+
+
+def documents_by_place(x: Tensor) -> Tensor:
+    first = x[:, :1] - 1
+    number = (torch.diff(x, prepend=first, dim=-1) != 1).cumsum(-1)
+    return causal(x) & (number[:, None, :, None] == number[:, None, None, :])
+
+
+def valid_queries(x: Tensor) -> Tensor:
+    return causal(x) & (x != 0)[:, None, :, None]
+
+
+def hidden_keys(x: Tensor) -> Tensor:
+    return causal(x) & (x == 0)[:, None, None, :]
+
+
+def keys_of_one(x: Tensor) -> Tensor:
+    """Twos are valid in eager, and not here."""
+    return causal(x) & (x == 1)[:, None, None, :]
+
+
+def same_number(x: Tensor) -> Tensor:
+    return causal(x) & (x[:, None, :, None] == x[:, None, None, :])
+
+
+def documents_unordered(x: Tensor) -> Tensor:
+    number = (torch.diff(x, prepend=x[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    return (number[:, None, :, None] == number[:, None, None, :]).expand(-1, 1, -1, -1)
+
+
+def documents_of_any_step(x: Tensor) -> Tensor:
+    """A new document only where positions fall."""
+    number = (torch.diff(x, prepend=x[:, :1], dim=-1) < 0).cumsum(-1)
+    return causal(x) & (number[:, None, :, None] == number[:, None, None, :])
+
+
+OTHERWISE = "the mask depends on the input x in a way that is not known"
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (valid_keys, "VALID_KEYS"),
+        (documents, "DOCUMENTS"),
+        (documents_by_place, "DOCUMENTS"),
+        (valid_queries, OTHERWISE),
+        (hidden_keys, OTHERWISE),
+        (keys_of_one, OTHERWISE),
+        (same_number, OTHERWISE),
+        (documents_unordered, OTHERWISE),
+        (documents_of_any_step, OTHERWISE),
+    ],
+)
+def test_masks_of_one_input(mask: Callable[[Tensor], Tensor], expected: str, dynamic: bool) -> None:
+    assert meaning(mask, torch.ones(2, 48, dtype=torch.int64), dynamic=dynamic) == expected
+
+
+def test_masks_of_an_input_that_is_written_to() -> None:
+    def cleared(x: Tensor) -> Tensor:
+        mask = valid_keys(x)
+        x[:, 0] = 0
+        return mask
+
+    found = meaning(cleared, torch.ones(2, 48, dtype=torch.int64), dynamic=False)
+    assert found == "the mask, or what it is made of, is written to by setitem"
+
+
+def test_masks_of_two_inputs_are_not_known() -> None:
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        return valid_keys(x) & documents(y)
+
+    ones = torch.ones(2, 48, dtype=torch.int64)
+    graph = captured(both, ones, ones + 1).graph
+    found = read(result(graph), {}, [graph])
+    assert isinstance(found, Unproven) and found.reason.startswith("the mask depends on the input")
+
+
 def test_a_function_that_is_not_listed_proves_nothing() -> None:
     def sorted_mask(x: Tensor) -> Tensor:
         return causal(x).float().sort().values.bool()
@@ -329,7 +442,7 @@ def test_looking_at_a_mask_adds_no_guard() -> None:
     graph = captured(shifted, torch.ones(2, 48), dynamic=True).graph
     size = result(graph).meta["example_value"].shape[-1]
     before = len(size.node.shape_env.guards)
-    assert why_not_causal(result(graph), {}, [graph]).startswith("the mask is computed with")
+    assert why_not(graph).startswith("the mask is computed with")
     assert len(size.node.shape_env.guards) == before
 
 

@@ -51,7 +51,7 @@ FUSED = (
     Step("keep_packed", provider="aten", bytes_saved=8192, count=1),
 )
 REASON = "the adapter's product is float32 and the layer's bfloat16: load the adapter in bfloat16"
-PADDED = "the mask depends on the input attention_mask: it may hold padding"
+PADDED = "the mask depends on the input attention_mask"
 
 
 def write_source(folder: Path) -> Path:
