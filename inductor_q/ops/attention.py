@@ -191,7 +191,7 @@ def _flex(
 ) -> Tensor:
     """The operator behind `torch.nn.attention.flex_attention`, which Dynamo would trace for it."""
     from torch._higher_order_ops.flex_attention import flex_attention
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     # Without annotations: as text they would keep Inductor from caching the graph.
     unchanged = lambda score, b, h, q, k: score  # noqa: E731
@@ -220,6 +220,7 @@ def _flex(
         full_q_num_blocks=blocks[6],
         full_q_indices=blocks[7],
         BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=noop_mask,
     ).as_tuple()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     result: Tensor = flex_attention(
