@@ -24,7 +24,7 @@ help:
 	@echo "make demo    fine-tune a small QLoRA model: eager, stock Inductor, qfuse"
 	@echo "make test    the default tests (CPU); pass more with ARGS='-m gpu -n 0'"
 	@echo "make test-slow  the slow tests: whole models, several processes, sweeps"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy, and the budget of lines"
 	@echo "make format  apply ruff's fixes and format"
 	@echo "make bench   the benchmarks, at the sizes this machine can take"
 	@echo "make docs    write what the documents take from code and results"
@@ -63,6 +63,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/lines.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

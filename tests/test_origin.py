@@ -215,6 +215,19 @@ def test_a_result_that_comes_home_is_compared_with_its_commit(
     assert capsys.readouterr().out == f"x.json: {head[:10]}, {words}\n"
 
 
+@pytest.mark.parametrize("is_its_source", [True, False])
+def test_a_result_is_given_the_commit_whose_source_it_names(
+    tree: Path, history: Callable[..., str], tmp_path: Path, is_its_source: bool
+) -> None:
+    head = history("rev-parse", "HEAD")
+    ran = origin.digest(origin.tree_files(tree)) if is_its_source else "0" * 64
+    away = {"commit": {"id": "0123456", "source": ran, "dirty": True}, "rows": []}
+    path = origin.write(away, tmp_path / "x.json")
+    assert origin.main(["--commit", head[:9], str(path)]) == (0 if is_its_source else 1)
+    expected = {"id": head, "source": ran, "dirty": False}
+    assert origin.read(path)["commit"] == (expected if is_its_source else away["commit"])
+
+
 def test_a_result_of_an_unknown_commit_stays_as_it_is(
     tree: Path, history: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

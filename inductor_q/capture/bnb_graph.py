@@ -14,7 +14,10 @@ from torch import fx
 from inductor_q.capture.library import Decoded, Linear, Match, Refused, Weight
 from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format_name
 
-_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten.reshape.default})
+#: Among them what `weight.data` becomes.
+_VIEWS = frozenset(
+    {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.alias.default}
+)
 
 CPU_PACKED = (
     "bitsandbytes packed this weight again for its inference kernel on CPUs with AVX512-BF16, a "

@@ -1,0 +1,65 @@
+"""Lines of source by folder, held to a budget: `python .ci/lines.py`.
+
+A folder that outgrows its budget is an error. Raise the number in a commit that says why the lines
+are worth having, or move them out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
+
+#: The most lines that the source files of a folder may have together; a name with a slash counts
+#: apart from the folder around it.
+BUDGET = {
+    "benchmarks": 4150,
+    "csrc": 1950,
+    "docs": 850,
+    "examples": 650,
+    "inductor_q": 2900,
+    "inductor_q/capture": 1450,
+    "inductor_q/commands": 550,
+    "inductor_q/decode": 450,
+    "inductor_q/diagnostics": 5300,
+    "inductor_q/experts": 900,
+    "inductor_q/formats": 1250,
+    "inductor_q/kbit": 1200,
+    "inductor_q/kernels": 3850,
+    "inductor_q/ops": 1400,
+    "inductor_q/presets": 300,
+    "lowerings": 400,
+    "passes": 2900,
+    "tests": 22500,
+}
+
+
+def lines_by_folder() -> Counter[str]:
+    """Count the lines of every source file under the nearest folder that has a budget."""
+    counts: Counter[str] = Counter()
+    for top in sorted({folder.partition("/")[0] for folder in BUDGET}):
+        for path in (ROOT / top).rglob("*"):
+            inside = path.relative_to(ROOT)
+            if path.suffix not in SUFFIXES or any((ROOT / p).is_symlink() for p in inside.parents):
+                continue
+            folder = next(str(p) for p in inside.parents if str(p) in BUDGET)
+            counts[folder] += len(path.read_text().splitlines())
+    return counts
+
+
+def main() -> int:
+    counts = lines_by_folder()
+    width = max(map(len, BUDGET))
+    over = [folder for folder, most in BUDGET.items() if counts[folder] > most]
+    for folder, most in BUDGET.items():
+        mark = "  over its budget" if folder in over else ""
+        print(f"{folder:<{width}} {counts[folder]:>6} of {most:>6} lines{mark}")
+    print(f"{'together':<{width}} {sum(counts.values()):>6} of {sum(BUDGET.values()):>6} lines")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
