@@ -93,6 +93,19 @@ def _extend_k_cpu() -> str:
     return f"{a} ms at 64 rows, {b} at 512, {c} at 2048"
 
 
+def _masks_cpu() -> str:
+    pairs = []
+    for documents in (1, 8):
+        peers = (
+            figures.seconds("attention-cpu", peer, **case)
+            for case in figures.cases("attention-cpu")
+            if case["documents"] == documents
+            for peer in ("mask", "meant")
+        )
+        pairs.append(" / ".join(f"{1e3 * seconds:.1f}" for seconds in peers))
+    return f"{pairs[0]} ms under padding and {pairs[1]} in documents"
+
+
 def _few_rows() -> str:
     name = "moe_providers-h200"
     few = [_us(name, peer, T=512) for peer in ("triton", "dequantize")]
@@ -103,7 +116,7 @@ def _few_rows() -> str:
 #: Figures of code that a result file has: the words as they have to stand there.
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (_gemm_4bit, _extend_k_h200),
-    "inductor_q/presets/generic.py": (_extend_k_cpu,),
+    "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu),
     "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
 }
 
