@@ -110,7 +110,7 @@ def _kept(meaning: Meaning, node: fx.Node, mask: fx.Node, context: Context) -> s
 
 
 def _shared(graph: fx.Graph, plan: _Plan) -> list[fx.Node]:
-    """What all layers under one mask share: made once, behind the mask in Dynamo's graph."""
+    """Make once, behind the mask in Dynamo's graph, the tensors that all layers under it share."""
     source = plan.meaning.source
     assert source is not None
     make = getattr(QFUSE, _MADE[plan.meaning.kind]).default

@@ -1,10 +1,10 @@
-"""What an attention mask that a graph computes means: causal, over valid keys, inside documents.
+"""Prove what an attention mask means: causal, over valid keys, or inside documents.
 
 Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
 functions, be written to by no other node, and hold no number but -1, 0 and 1, and such as are
-replaced: the mask's own sizes, and a number of copies that `expand` makes. A distance that these
-numbers make is the same at three positions, where nothing may be large, and at 160, where a window
-that is not would show. So what holds for every pair of positions at these sizes holds at all.
+replaced: the mask's own sizes, and a number of copies that `expand` makes. At three positions no
+number may be large, so every distance that these numbers can make is small. At 160 positions a
+window of such a small distance would show. So what holds at these sizes holds at every size.
 
 A mask may read one input of the graph, with a row per sequence and a column per position. It is
 then run on chosen rows, and compared with what it would be if the input were an `attention_mask`,
@@ -27,10 +27,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 CHECKPOINT = "tag_activation_checkpoint"
 
-#: Positions.
+#: The numbers of positions at which a mask is computed.
 SIZES = (3, 8, 160)
 
-#: What stands for the number of sequences, and for that of heads or copies: several, since a
+#: The numbers taken for sequences, and for heads or copies: several pairs of them, since a
 #: distance in the mask may happen to be one of them. No sum of the two is the same three times.
 COUNTS = ((2, 4), (3, 2), (4, 3))
 
@@ -50,7 +50,7 @@ _METHODS = {
     *("eq", "ne", "le", "lt", "ge", "gt", "tril", "triu"),
     *(f"__{name}__" for name in ("eq", "ne", "le", "lt", "ge", "gt", "and", "or", "invert")),
 }
-#: What they return is never a view of what they are given.
+#: Functions whose result is never a view of what they are given.
 _NEW = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul)
 _PLAIN = (-1, 0, 1)
 _EXACT = (torch.bool, torch.int32, torch.int64)
@@ -71,7 +71,7 @@ class _NotProven(Exception):
 
 
 class Kind(Enum):
-    """What a mask lets a query see, beside that no key may come after it."""
+    """The keys that a mask lets a query see; no key may come after it in any kind."""
 
     CAUSAL = "every key"
     VALID_KEYS = "keys whose input is not zero"
@@ -80,7 +80,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a mask was proven to be, and the input [B, S] that it is made of, if it reads one."""
+    """The proven kind of a mask, and the input [B, S] that it is made of, if it reads one."""
 
     kind: Kind
     source: fx.Node | None = None
@@ -253,7 +253,7 @@ def _input_name(node: fx.Node) -> str:
 def _written(
     nodes: set[fx.Node], outside: Mapping[fx.Node, fx.Node], graphs: Iterable[fx.Graph]
 ) -> str:
-    """What writes in place to one of `nodes`, or to a view of one; "" if nothing does."""
+    """Name the node that writes in place to one of `nodes` or to a view of one; "" if none does."""
     for node in (n for graph in graphs for n in graph.nodes):
         for written in written_by(node):
             base: Any = written
@@ -273,8 +273,11 @@ def _name(node: fx.Node) -> str:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """What a node may write to; of operators that say no more than that they write, all they get.
-    The bodies of checkpoints are looked at by themselves."""
+    """Find the arguments that a node may write to.
+
+    An operator whose schema says only that it writes may write to all of them. The bodies of
+    checkpoints are graphs that are looked at by themselves.
+    """
     target, called = node.target, _name(node)
     if isinstance(target, HigherOrderOperator):
         return [] if called == CHECKPOINT else list(node.all_input_nodes)
@@ -308,7 +311,7 @@ class _Evaluation:
     """The values of nodes on the CPU with some sizes replaced.
 
     Args:
-        shape: of the mask, [sequences, heads, S, S].
+        shape: the shape of the mask, [sequences, heads, S, S].
         numbers: what stands for sequences, for heads or copies, and for S.
         outside: as of `read`.
         inputs: what is taken for inputs of the graph.
