@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,9 +23,8 @@ from inductor_q.kernels import tiles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.scatter2scatter_triton import KERNEL, work
+from inductor_q.log import log
 from inductor_q.ops.routing import route
-
-log = logging.getLogger("inductor_q")
 
 PEERS = ("default", "best")
 RANK = 16

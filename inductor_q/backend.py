@@ -8,7 +8,6 @@ to the lazily compiled backward and takes back afterwards; no global configurati
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,12 @@ from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
 from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
+from inductor_q.log import log
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
 from inductor_q.report import SCHEMA_VERSION, PassRecord, Report
 from inductor_q.resolved import Resolved
-
-log = logging.getLogger("inductor_q")
 
 # The fused pointwise dequantization needs these: it has about 60 operations and five reads, and
 # Inductor would otherwise write it out before its consumer could absorb it.

@@ -20,7 +20,7 @@ from torch._inductor.virtualized import V, ops
 from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
 from inductor_q.kernels.dequantize import POINTWISE, compiled_by, refusal
-from inductor_q.kernels.provider import warn_once
+from inductor_q.kernels.provider import warn_passed_over
 from inductor_q.lowerings.in_force import in_force
 
 OP = "dequantize"
@@ -38,7 +38,7 @@ def lower(
     wanted = in_force().kernel(OP)
     provider = compiled_by(device.type, wanted, fmt)
     if wanted not in ("auto", provider):
-        warn_once(OP, wanted, refusal(device.type, wanted, fmt))
+        warn_passed_over(OP, wanted, refusal(device.type, wanted, fmt))
     if V.graph.cpp_wrapper or len(shape) != 2:
         provider = POINTWISE  # the kernels are Python calls on a matrix
     in_force().count_provider(OP, provider)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from inductor_q.capture.example import example
 from inductor_q.kernels.calls import unchecked
 from inductor_q.kernels.dispatch import served_by
-from inductor_q.kernels.provider import warn_once
+from inductor_q.kernels.provider import warn_passed_over
 from inductor_q.lowerings import calls
 from inductor_q.lowerings.in_force import in_force, is_ours
 
@@ -67,7 +67,7 @@ class DirectCall(ir.FallbackKernel):
             wrapper.add_import_once(f"from inductor_q.lowerings.calls import {name}")
             self.python_kernel_name = name
         elif self.op_overload is SCATTER2SCATTER and in_force().kernel(OP) != "auto":
-            warn_once(OP, in_force().kernel(OP), BY_THE_OP)
+            warn_passed_over(OP, in_force().kernel(OP), BY_THE_OP)
         super().codegen(wrapper)
 
     def codegen_args(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -27,8 +26,7 @@ from inductor_q.experts.packing import operand_names, pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kbit.checkpoint import check_not_quantized
 from inductor_q.kernels.calls import DENSE
-
-log = logging.getLogger("inductor_q")
+from inductor_q.log import log
 
 
 def quantize(

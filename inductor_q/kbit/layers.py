@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import NothingToQuantize, UnknownLayer
-
-log = logging.getLogger("inductor_q")
+from inductor_q.log import log
 
 
 def linear_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[str, nn.Linear]:

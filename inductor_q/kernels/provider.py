@@ -8,8 +8,6 @@ reason.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -17,8 +15,7 @@ from torch import Tensor
 
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels.calls import Call, Dequantize
-
-log = logging.getLogger("inductor_q")
+from inductor_q.log import warn_once
 
 C = TypeVar("C", bound=Call, contravariant=True)
 
@@ -106,14 +103,14 @@ def select(
     """Return the first provider that serves `call`; log what stands against those before it."""
     order = in_order(on_device(table, call.device.type), late or {}, call, wanted)
     if wanted not in ("auto", order[0].name):
-        warn_once(op, wanted, not_listed(call.device.type))
+        warn_passed_over(op, wanted, not_listed(call.device.type))
     for provider in order:
         reason = against(provider, call)
         if not reason:
             return provider
         # It is no news that a provider is for other formats, unless it was named.
         if provider.name == wanted or not provider.unknown(getattr(call, "fmt", None)):
-            warn_once(op, provider.name, reason)
+            warn_passed_over(op, provider.name, reason)
     raise AssertionError(f"the reference of {op} serves every call")
 
 
@@ -121,7 +118,6 @@ def not_listed(device_type: str) -> str:
     return f"there is none of that name for {device_type} tensors"
 
 
-@functools.cache
-def warn_once(op: str, name: str, reason: str) -> None:
+def warn_passed_over(op: str, name: str, reason: str) -> None:
     """Warn that a provider was passed over, once for each reason."""
-    log.warning("%s: provider %r is not used: %s", op, name, reason)
+    warn_once(f"{op}: provider {name!r} is not used: {reason}")

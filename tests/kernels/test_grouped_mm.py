@@ -27,7 +27,8 @@ from inductor_q.kernels import (
 from inductor_q.kernels.calls import DENSE, Scatter2Scatter
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.expert_weights import ExpertWeights
-from inductor_q.kernels.provider import in_order, on_device, warn_once
+from inductor_q.kernels.provider import in_order, on_device
+from inductor_q.log import warn_once
 from tests.ops.test_scatter2scatter import SHAPES, check
 from tests.support.gpu_experts import assert_never_synchronizes_and_is_captured
 from tests.support.moe import Sizes, layer, results

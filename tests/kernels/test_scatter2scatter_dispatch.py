@@ -36,7 +36,9 @@ def served(
     monkeypatch.setattr(scatter2scatter_cuda, "_function", lambda *_: None)
     launched: list[str] = []
     told: list[str] = []
-    monkeypatch.setattr(providers, "warn_once", lambda *args: told.append(": ".join(args[1:])))
+    monkeypatch.setattr(
+        providers, "warn_passed_over", lambda *args: told.append(": ".join(args[1:]))
+    )
     for kernel in kernels.PROVIDERS["scatter2scatter"]["cuda"]:
         name = kernel.name
         monkeypatch.setattr(kernel, "run", lambda _, name=name: launched.append(name))
@@ -151,7 +153,9 @@ def test_what_it_refuses_is_served_by_another(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_cpu_has_no_triton_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(providers, "warn_once", lambda *args: told.append(": ".join(args[1:])))
+    monkeypatch.setattr(
+        providers, "warn_passed_over", lambda *args: told.append(": ".join(args[1:]))
+    )
     case = layer(replace(FIT, tokens=3))
     assert torch.equal(case(provider="triton"), case())
     assert told == ["triton: there is none of that name for cpu tensors"]

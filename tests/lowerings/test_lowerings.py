@@ -18,7 +18,7 @@ from inductor_q import lowerings, ops, testing
 from inductor_q.backend import qfuse
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.kernels.dequantize import compiled_by, kernels_of
-from inductor_q.kernels.provider import warn_once
+from inductor_q.log import warn_once
 from tests.support.compiling import SMALL, Between
 from tests.support.quantized import assert_same_as_native, assert_same_bits, replace_dtype
 

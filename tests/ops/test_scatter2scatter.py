@@ -23,7 +23,7 @@ from inductor_q.kernels import (
 )
 from inductor_q.kernels.calls import DENSE, GroupedGram
 from inductor_q.kernels.expert_weights import ExpertWeights
-from inductor_q.kernels.provider import warn_once
+from inductor_q.log import warn_once
 from inductor_q.ops.routing import route
 from tests.support.gpu_experts import assert_as_near_as_the_loop
 from tests.support.moe import GROUPED, Layer, Sizes, choices, layer, results
@@ -130,7 +130,9 @@ def test_every_provider_against_float64(
         on_hopper = torch.cuda.get_device_capability() == scatter2scatter_cuda.CAPABILITY
         providers += ["triton", "cuda"] if on_hopper else ["triton"]
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr("inductor_q.kernels.provider.warn_once", lambda _, *why: told.append(why))
+    monkeypatch.setattr(
+        "inductor_q.kernels.provider.warn_passed_over", lambda _, *why: told.append(why)
+    )
     sizes, form = LAYERS[name]
     seeds = 4 if name in SHAPES else 1
     cases = [

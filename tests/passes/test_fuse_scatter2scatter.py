@@ -19,7 +19,7 @@ from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
 from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.calls import unchecked
-from inductor_q.kernels.provider import warn_once
+from inductor_q.log import warn_once
 from tests.support.compiling import Compiled, compile_step, step
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, model, tokens
 

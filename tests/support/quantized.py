@@ -21,7 +21,7 @@ from inductor_q.formats import QuantFormat
 from inductor_q.formats.bnb import BNB_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.kernels.dequantize import PREPARED
-from inductor_q.kernels.provider import warn_once
+from inductor_q.log import warn_once
 from tests.support import formulas
 
 bnb: Any = bitsandbytes.functional  # as shipped, it is typed in parts
