@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.experts.packing import operand_names
-from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.calls import DENSE, Stack
 from inductor_q.ops.routing import Routing
 
 
-class ExpertStack(nn.Module):
+class ExpertStack(nn.Module, Stack):
     """Hold the experts of one projection, in the place and under the name of a fused parameter.
 
     `shape` is [E, N, K], or [E, K, N] where `transposed`.
@@ -53,28 +54,8 @@ class ExpertStack(nn.Module):
         """Return the operands that `ops.scatter2scatter` takes."""
         return [getattr(self, name) for name in operand_names(self.format)]
 
-    @property
-    def num_experts(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[1 if self.transposed else 2]
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[2 if self.transposed else 1]
-
-    def forward(
-        self,
-        x: Tensor,
-        routing: Routing,
-        *,
-        grouped_in: bool = False,
-        grouped_out: bool = False,
-        bias: Tensor | None = None,
-        gates: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, routing: Routing, **how: Any) -> Tensor:
+        """Multiply rows with their experts; `how` is what else `ops.scatter2scatter` takes."""
         return ops.scatter2scatter(
             x,
             self.operands,
@@ -82,13 +63,10 @@ class ExpertStack(nn.Module):
             self.shape,
             routing,
             transposed=self.transposed,
-            grouped_in=grouped_in,
-            grouped_out=grouped_out,
             lora_a=self.lora_A,
             lora_b=self.lora_B,
             scaling=self.scaling,
-            bias=bias,
-            gates=gates,
+            **how,
         )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

@@ -41,7 +41,7 @@ class Scale(Protocol):
     @property
     def blockwise(self) -> Blockwise | None:
         """Describe this scale to kernels that may know its kind; None where none does."""
-        ...
+        return None
 
     @property
     def plain(self) -> BlockScale | None:
@@ -49,7 +49,7 @@ class Scale(Protocol):
 
         A stack of weights is cut up with it where its own scales span two of them.
         """
-        ...
+        return None
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
         """Describe what holds the scales of a weight."""
@@ -68,14 +68,18 @@ class Scale(Protocol):
         ...
 
 
+def _stored(name: str, entries: int, codec: Codec) -> tuple[Operand, ...]:
+    """Describe an operand of so many entries, and the table that they are looked up in."""
+    return (Operand(name, entries, codec.dtypes), *codec.operands())
+
+
 @dataclass(frozen=True)
-class BlockScale:
+class BlockScale(Scale):
     """Every `block` consecutive elements have one scale; blocks run on from row to row."""
 
     operand: str
     block: int
     codec: Codec = FLOAT
-    plain = None
 
     @property
     def blockwise(self) -> Blockwise:
@@ -83,7 +87,7 @@ class BlockScale:
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
         blocks = -(-(rows * columns) // self.block)
-        return (Operand(self.operand, blocks, self.codec.dtypes), *self.codec.operands())
+        return _stored(self.operand, blocks, self.codec)
 
     def run(self, columns: int) -> int:
         return self.block
@@ -96,7 +100,7 @@ class BlockScale:
 
 
 @dataclass(frozen=True)
-class GroupScale:
+class GroupScale(Scale):
     """Every `group` columns of a row have one scale; the last group of a row may be shorter.
 
     layout: says where things lie in the matrix that has the weight's rows and a column per group.
@@ -106,12 +110,10 @@ class GroupScale:
     group: int
     codec: Codec = FLOAT
     layout: Grid = ROW_MAJOR
-    blockwise = None
-    plain = None
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
         numel = self.layout.numel(rows, -(-columns // self.group))
-        return (Operand(self.operand, numel, self.codec.dtypes), *self.codec.operands())
+        return _stored(self.operand, numel, self.codec)
 
     def run(self, columns: int) -> int:
         return math.gcd(self.group, columns)
@@ -127,16 +129,14 @@ class GroupScale:
 
 
 @dataclass(frozen=True)
-class RowScale:
+class RowScale(Scale):
     """Every row has one scale."""
 
     operand: str
     codec: Codec = FLOAT
-    blockwise = None
-    plain = None
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
-        return (Operand(self.operand, rows, self.codec.dtypes), *self.codec.operands())
+        return _stored(self.operand, rows, self.codec)
 
     def run(self, columns: int) -> int:
         return columns
@@ -149,16 +149,14 @@ class RowScale:
 
 
 @dataclass(frozen=True)
-class TensorScale:
+class TensorScale(Scale):
     """A weight has one scale, and so has a stack of weights."""
 
     operand: str
     codec: Codec = FLOAT
-    blockwise = None
-    plain = None
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
-        return (Operand(self.operand, 1, self.codec.dtypes), *self.codec.operands())
+        return _stored(self.operand, 1, self.codec)
 
     def run(self, columns: int) -> int:
         return 0
@@ -171,13 +169,11 @@ class TensorScale:
 
 
 @dataclass(frozen=True)
-class ProductScale:
+class ProductScale(Scale):
     """Two scales are multiplied, and the product is rounded before it scales an element."""
 
     first: Scale
     second: Scale
-    blockwise = None
-    plain = None
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
         return (*self.first.operands(rows, columns), *self.second.operands(rows, columns))
@@ -193,7 +189,7 @@ class ProductScale:
 
 
 @dataclass(frozen=True)
-class NestedScale:
+class NestedScale(Scale):
     """The scale is quantized itself: it is `codec(scale code) * outer`, `+ offset` if it has one.
 
     This is QLoRA's double quantization, https://arxiv.org/abs/2305.14314, section 3."""
@@ -219,8 +215,7 @@ class NestedScale:
         blocks = -(-(rows * columns) // self.block)
         offset = () if self.offset is None else (Operand(self.offset, 1, FLOATS),)
         return (
-            Operand(self.operand, blocks, self.codec.dtypes),
-            *self.codec.operands(),
+            *_stored(self.operand, blocks, self.codec),
             *self.outer.operands(1, blocks),
             *offset,
         )

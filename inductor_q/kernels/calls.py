@@ -36,8 +36,27 @@ class Call:
         return None
 
 
+class Stack:
+    """The sizes of a stack of experts' weights: [E, N, K], or [E, K, N] where `transposed`."""
+
+    shape: tuple[int, ...]
+    transposed: bool
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1 if self.transposed else 2]
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[2 if self.transposed else 1]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Scatter2Scatter(Call):
+class Scatter2Scatter(Call, Stack):
     """One call as a kernel gets it: the arguments of `qfuse::scatter2scatter` in their order.
 
     The op's schema, its calls and its gradients all use these fields. A kernel returns the result
@@ -80,18 +99,6 @@ class Scatter2Scatter(Call):
         rows = self.rows if self.grouped_out else self.tokens
         x = self.x
         return x.new_empty((rows, self.out_features)), x.new_empty((self.rows, self.rank))
-
-    @property
-    def num_experts(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[1 if self.transposed else 2]
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[2 if self.transposed else 1]
 
     @property
     def rank(self) -> int:

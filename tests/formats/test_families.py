@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +30,9 @@ from inductor_q.kernels import (
 from inductor_q.kernels.dequantize import compiled_by, refusal
 from inductor_q.kernels.expert_weights import ExpertWeights
 from tests.support import formulas
+from tests.support.processes import interpreted
 from tests.support.quantized import DTYPES, assert_same_bits, sample
 
-ROOT = Path(__file__).parents[2]
 NAMES = list(formulas.FORMULAS)
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -117,17 +113,7 @@ def test_lowered(name: str, device: str) -> None:
 
 def test_in_the_interpreter_of_triton() -> None:
     """The printed decode of every format, and the kernel on every code under every scale."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_formats"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    by_element, by_kernel = map(int, run.stdout.split())
+    by_element, by_kernel = interpreted("interpret_formats")
     assert by_element == 2 * len(FORMATS)
     assert by_kernel == 2 * sum(len(formulas.cases(name)) for name in NAMES)
 

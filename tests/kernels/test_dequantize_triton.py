@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_triton
 from tests.kbit.test_kbit import CASES as KBIT_CASES
 from tests.kbit.test_kbit import KINDS
 from tests.support.dequantize_kernels import decoded_by
+from tests.support.processes import interpreted
 from tests.support.quantized import needs_0_50
-
-ROOT = Path(__file__).parents[2]
 
 
 @needs_0_50
 def test_triton_in_the_interpreter() -> None:
-    """Real kernel, CPU tensors; a process of its own, since Triton reads the variable once."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_triton"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    decoded, encoded = map(int, run.stdout.split())
+    """The real kernel, on CPU tensors."""
+    decoded, encoded = interpreted("interpret_triton")
     assert decoded == 8 * len(decoded_by(dequantize_triton.KERNEL))
     assert encoded == 3 * len(KBIT_CASES) * len(KINDS)
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +28,7 @@ from inductor_q.log import warn_once
 from tests.ops.test_scatter2scatter import SHAPES, check
 from tests.support.gpu_experts import assert_never_synchronizes_and_is_captured
 from tests.support.moe import Sizes, layer, results
+from tests.support.processes import interpreted
 from tests.support.quantized import assert_same_bits, sample
 
 BF16 = torch.bfloat16
@@ -279,18 +276,8 @@ def test_a_kernel_for_other_formats_is_no_news(
 
 
 def test_rows_in_the_interpreter() -> None:
-    """Real kernels, CPU tensors; a process of its own, since Triton reads the variable once."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpret_expert_rows"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) == 12
+    """Real kernels, on CPU tensors."""
+    assert interpreted("interpret_expert_rows") == [12]
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from inductor_q.formats import FORMATS
 from inductor_q.kernels import grouped_gram_triton, nibbles, scatter2scatter_cuda
 from inductor_q.ops.routing import route
 from tests.support.gpu_experts import (
-    assert_as_near_as_the_loop,
     assert_never_synchronizes_and_is_captured,
+    assert_serves_a_form,
+    assert_serves_as_near_as_the_loop,
     assert_zero_where_nobody_is,
 )
 from tests.support.moe import (
@@ -31,36 +32,21 @@ from tests.support.moe import (
     layer,
     results,
 )
+from tests.support.tile_cases import BF16, FIT, TILED, on_gpu
 
-BF16 = torch.bfloat16
-FIT = Sizes(experts=8, in_features=256, out_features=384, tokens=300, top_k=2, rank=16)
+KERNEL = scatter2scatter_cuda.KERNEL
 SHAPES = {
-    "few rows": replace(FIT, tokens=5),
-    "some rows": FIT,
-    "many rows": replace(FIT, experts=3, tokens=900),
+    **TILED,
     "features no multiple of a tile": replace(FIT, in_features=320, out_features=192),
-    "one expert, one token": Sizes(1, 128, 64, 1, 1, 8),
-    "every expert": Sizes(4, 64, 128, 40, 4, 64),
-    "odd rank": replace(FIT, rank=5),
     # More tiles than the 132 or 264 programs of an H200: some have a second and a third.
     "several narrow tiles a program": Sizes(64, 1024, 1280, 300, 3, 16),
     "several wide tiles a program": Sizes(16, 1024, 1280, 2000, 3, 16),
 }
 
 
-def on_gpu(sizes: Sizes, **kwargs: Any) -> Layer:
-    return layer(sizes, dtype=BF16, device="cuda", **kwargs)
-
-
-def check(sizes: Sizes, **kwargs: Any) -> None:
-    cases = [on_gpu(sizes, seed=seed, **kwargs) for seed in range(4)]
-    assert all(not refusal(case) for case in cases)
-    assert_as_near_as_the_loop(cases, "cuda")
-
-
 def refusal(case: Layer, **changes: Any) -> str:
     """Why the CUDA kernel would not serve `case`."""
-    return scatter2scatter_cuda.KERNEL.refuses(case.call(**changes))
+    return KERNEL.refuses(case.call(**changes))
 
 
 def test_header_is_what_its_generator_writes() -> None:
@@ -82,9 +68,7 @@ def test_stretched_codebooks_are_close() -> None:
         assert ((rounded == 0) == (values == 0)).all()
 
 
-@pytest.mark.skipif(
-    bool(scatter2scatter_cuda.KERNEL.missing()), reason="NVRTC and Triton are not installed"
-)
+@pytest.mark.skipif(bool(KERNEL.missing()), reason="NVRTC and Triton are not installed")
 def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
     case = layer(FIT, dtype=BF16)
     assert "Hopper" in refusal(case)
@@ -99,7 +83,9 @@ def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("quant, nested", [("nf4", True), ("nf4", False), ("fp4", True)])
 def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, quant: str, nested: bool) -> None:
-    check(sizes, quant=quant, nested=nested, grouped=(False, True))
+    assert_serves_as_near_as_the_loop(
+        KERNEL, sizes, quant=quant, nested=nested, grouped=(False, True)
+    )
 
 
 @pytest.mark.gpu
@@ -107,12 +93,8 @@ def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, quant: str, nested: boo
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gates", [False, True])
 def test_gpu_every_form(grouped: tuple[bool, bool], transposed: bool, gates: bool) -> None:
-    sizes = replace(FIT, out_features=320)
     form: dict[str, Any] = {"transposed": transposed, "grouped": grouped, "gates": gates}
-    check(sizes, bias=True, sentinel=-1, **form)
-    case = on_gpu(sizes, bias=True, sentinel=-1, **form)
-    first, second = (results(case, case(provider="cuda")) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_serves_a_form(KERNEL, **form)
 
 
 @pytest.mark.gpu

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.moe import Layer, cotangent, results
+from inductor_q.kernels.provider import Provider
+from tests.support.moe import Layer, Sizes, cotangent, results
+from tests.support.tile_cases import FIT, on_gpu
 
 
 def assert_as_near_as_the_loop(
@@ -36,6 +40,23 @@ def assert_as_near_as_the_loop(
             provider, ours, peer,
         )  # fmt: skip
     return {p: {name: (ours[name] / norm[name]) ** 0.5 for name in ours} for p, ours in off.items()}
+
+
+def assert_serves_as_near_as_the_loop(kernel: Provider[Any], sizes: Sizes, **form: Any) -> None:
+    """Assert that a provider takes layers of these sizes, with errors like a loop's."""
+    cases = [on_gpu(sizes, seed=seed, **form) for seed in range(4)]
+    assert all(not kernel.refuses(case.call()) for case in cases)
+    assert_as_near_as_the_loop(cases, kernel.name)
+
+
+def assert_serves_a_form(kernel: Provider[Any], **form: Any) -> None:
+    """Assert the same of layers with biases and sentinels, and equal results of a second run."""
+    sizes = replace(FIT, out_features=320)
+    form |= {"bias": True, "sentinel": -1}
+    assert_serves_as_near_as_the_loop(kernel, sizes, **form)
+    case = on_gpu(sizes, **form)
+    first, second = (results(case, case(provider=kernel.name)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def assert_zero_where_nobody_is(case: Layer, provider: str) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,6 +23,26 @@ def environment_without_checkout() -> dict[str, str]:
     path = [folder for folder in _inherited() if not Path(folder, "inductor_q").is_dir()]
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**others, "PYTHONPATH": os.pathsep.join(path)} if path else others
+
+
+def interpreted(module: str) -> list[int]:
+    """Run `tests.support.<module>` under Triton's interpreter; return the counts that it prints.
+
+    It has a process of its own, since Triton reads the variable once.
+    """
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", f"tests.support.{module}"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    if "interpreter cannot loop" in run.stderr:
+        pytest.skip(run.stderr.splitlines()[-1])
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [int(count) for count in run.stdout.split()]
 
 
 def _inherited() -> list[str]:

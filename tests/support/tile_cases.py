@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,15 @@ from tests.support.moe import Layer, Sizes, layer
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FIT = Sizes(experts=8, in_features=256, out_features=384, tokens=300, top_k=2, rank=16)
+#: Problems that every kernel serves.
+TILED = {
+    "few rows": replace(FIT, tokens=5),
+    "some rows": FIT,
+    "many rows": replace(FIT, experts=3, tokens=900),
+    "one expert, one token": Sizes(1, 128, 64, 1, 1, 8),
+    "every expert": Sizes(4, 64, 128, 40, 4, 64),
+    "odd rank": replace(FIT, rank=5),
+}
 WORK = tiles.Work(
     rows=64,
     in_features=2048,
