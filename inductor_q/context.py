@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from inductor_q.capture.dynamo import input_index, module_names, module_path
-from inductor_q.formats import QuantFormat
+from inductor_q.capture.library import Weight
+from inductor_q.formats import get_format
 from inductor_q.frames import user_frame
 from inductor_q.kernels.calls import Scatter2Scatter
-from inductor_q.kernels.dequantize import compiled_by
+from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.report import Report, SiteRecord
 from inductor_q.resolved import Resolved
@@ -57,9 +59,12 @@ class Context:
         """Return the provider that will compute a product with experts in this compile."""
         return served_by("scatter2scatter", call, self.kernel("scatter2scatter"))
 
-    def dequantizer(self, device: torch.device, fmt: QuantFormat | None = None) -> str:
-        """Return the provider that will dequantize on a device here, a weight in format `fmt`."""
-        return compiled_by(device.type, self.kernel("dequantize"), fmt)
+    def dequantizer(self, device: torch.device, weight: Weight | None = None) -> str:
+        """Return the provider that will dequantize on a device here: this weight, or any other."""
+        fmt, shape = (get_format(weight.format), weight.shape) if weight else (None, None)
+        cpp_wrapper = self.resolved.inductor.get("cpp_wrapper", inductor_config.cpp_wrapper)
+        barred = not_callable(shape, bool(cpp_wrapper))
+        return compiled_by(device.type, self.kernel("dequantize"), fmt, barred)
 
     def count_provider(self, op: str, provider: str) -> None:
         self.report.count_provider(op, provider)

@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V, ops
 
 from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
-from inductor_q.kernels.dequantize import POINTWISE, compiled_by, refusal
+from inductor_q.kernels.dequantize import POINTWISE, compiled_by, not_callable, refusal
 from inductor_q.kernels.provider import warn_passed_over
 from inductor_q.lowerings.in_force import in_force
 
@@ -36,11 +36,10 @@ def lower(
     fmt = get_format(format)
     device = operands[0].get_device()
     wanted = in_force().kernel(OP)
-    provider = compiled_by(device.type, wanted, fmt)
+    barred = not_callable(shape, V.graph.cpp_wrapper)
+    provider = compiled_by(device.type, wanted, fmt, barred)
     if wanted not in ("auto", provider):
-        warn_passed_over(OP, wanted, refusal(device.type, wanted, fmt))
-    if V.graph.cpp_wrapper or len(shape) != 2:
-        provider = POINTWISE  # the kernels are Python calls on a matrix
+        warn_passed_over(OP, wanted, barred or refusal(device.type, wanted, fmt))
     in_force().count_provider(OP, provider)
     if provider == POINTWISE:
         return pointwise(operands, fmt, shape, dtype)

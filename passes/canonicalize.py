@@ -21,7 +21,6 @@ from torch import fx
 from inductor_q import capture
 from inductor_q.capture.library import Decoded, Linear, Refused, Weight
 from inductor_q.context import Context
-from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DTYPES
 from inductor_q.passes.graph import (
     ADD,
@@ -62,8 +61,7 @@ class Canonicalize:
                 continue
             reason = _too_few_rows(found, context)
             weight = found.weight.operands[0]
-            fmt = get_format(found.weight.format)
-            provider = context.dequantizer(tensor(node).device, fmt)
+            provider = context.dequantizer(tensor(node).device, found.weight)
             yield Site(node, reason, weight, plan=found, by_choice=True, provider=provider)
             if isinstance(found, Decoded) and _leaves(node):
                 yield Site(node, LEAVES, weight)

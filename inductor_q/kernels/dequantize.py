@@ -84,14 +84,25 @@ PREPARED = Prepared(DEQUANTIZE)
 write = PREPARED.write
 
 
-def compiled_by(device_type: str, wanted: str = "auto", fmt: QuantFormat | None = None) -> str:
+def not_callable(shape: Sequence[int] | None, cpp_wrapper: bool) -> str:
+    """Return why compiled code calls no kernel for a weight of `shape`; empty where it does."""
+    if cpp_wrapper:
+        return "C++ wrapper code calls no Python function"
+    if shape is not None and len(shape) != 2:
+        return f"kernels write matrices, and the weight has {len(shape)} dimensions"
+    return ""
+
+
+def compiled_by(
+    device_type: str, wanted: str = "auto", fmt: QuantFormat | None = None, barred: str = ""
+) -> str:
     """Name who dequantizes in compiled code: `wanted` where it can, else the fastest that can.
 
-    Without `fmt`, only what this machine lacks counts.
+    Without `fmt`, only what this machine lacks counts. `barred` is the answer of `not_callable`.
     """
-    if wanted == POINTWISE or not refusal(device_type, wanted, fmt):
+    if wanted == POINTWISE or not (barred or refusal(device_type, wanted, fmt)):
         return wanted
-    names = kernels_of(device_type)
+    names = () if barred else kernels_of(device_type)
     return next((n for n in names if not refusal(device_type, n, fmt)), POINTWISE)
 
 

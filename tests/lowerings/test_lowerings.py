@@ -283,6 +283,32 @@ def test_a_named_kernel_that_the_device_lacks_is_not_reported(
     ]
 
 
+@pytest.mark.parametrize(("shape", "cpp_wrapper", "reason"), [
+    ((4, 16, 64), False, "the weight has 3 dimensions"),
+    ((64, 64), True, "C++ wrapper code"),
+])  # fmt: skip
+def test_where_a_kernel_cannot_be_called_loops_serve_and_it_is_told(
+    shape: tuple[int, ...], cpp_wrapper: bool, reason: str, told: list[str]
+) -> None:
+    """A site of the pass names the provider that the lowering then counts."""
+    warn_once.cache_clear()
+    first, *_ = [*kernels_of("cpu"), "reference"]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(BF16)
+    packed, state = bnb.functional.quantize_4bit(weight)
+    expected = bnb.functional.dequantize_4bit(packed, state)
+    for options, warnings in (({}, 0), ({"qfuse.kernels": {"dequantize": first}}, 1)):
+        values, _ = code_of(
+            lambda: bnb.functional.dequantize_4bit(packed, state),
+            options={**options, "cpp_wrapper": cpp_wrapper},
+        )
+        assert_same_bits(values, expected)
+        report = inductor_q.last_report()
+        assert report is not None
+        assert report.providers == {"dequantize": {"inductor": 1}}
+        assert [s.provider for s in report.sites if not s.rejected] == ["inductor"]
+        assert len([text for text in told if reason in text]) == warnings
+
+
 def test_registering_twice_is_registering_once() -> None:
     """Also where the module is imported anew, which forgets that it has registered."""
     from torch._inductor.lowering import lowerings as registered
