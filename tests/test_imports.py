@@ -16,6 +16,7 @@ ROOMS = (
     ("cli", "pytest_plugin"),
     ("commands",),
     ("diagnostics", "testing"),
+    ("integrations",),
     ("__init__",),
     ("backend",),
     ("hooks",),

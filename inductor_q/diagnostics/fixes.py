@@ -44,10 +44,10 @@ FIXES: tuple[Fix, ...] = (
         frame=r"peft/tuners/lora/dora\.py",
     ),
     Fix(
-        "the hook of enable_input_require_grads() cannot be compiled: call "
-        "model.disable_input_require_grads() and enable gradient checkpointing with "
-        "gradient_checkpointing_kwargs={'use_reentrant': False}",
-        frame=r"transformers/modeling_utils\.py: make_inputs_require_grad",
+        "the hook of enable_input_require_grads() cannot be compiled, and only reentrant "
+        "checkpointing needs it: call inductor_q.integrations.prepare_checkpointing(model) once, "
+        "before training or the Trainer's train()",
+        frame=r"(transformers|peft)/.*: make_inputs_require_grad",
     ),
     Fix(
         "the eager experts loop over the experts that were hit: call "

@@ -1,0 +1,85 @@
+"""Checkpoint a transformers model without the hook that breaks the graph.
+
+Reentrant checkpointing gives a segment no gradients unless an input of it requires one. So
+transformers and PEFT register a hook that calls `requires_grad_()` on the embeddings' output, which
+Dynamo cannot trace. Checkpointing that is not reentrant, the only kind that torch.compile traces
+whatever was asked for, needs no such hook: the adapters inside the segment are enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from inductor_q.log import log
+
+# Local functions of transformers, and of PEFT for models that are not transformers'.
+_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
+
+# The methods of transformers' PreTrainedModel through which every way of enabling comes.
+_ENABLING = ("enable_input_require_grads", "_set_gradient_checkpointing")
+
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+def prepare_checkpointing(model: nn.Module) -> None:
+    """Keep gradient checkpointing of `model` in one graph, however and whenever it is enabled.
+
+    The hook that makes the embeddings' output require gradients is removed, and checkpointing is
+    made non-reentrant, which gives the same gradients. Both are done now, and again each time that
+    somebody enables checkpointing or the hook on this model: a Trainer does so inside `train()`.
+    For that, two methods of the model's own instance are wrapped; no class is changed. Models in
+    eager mode work as before.
+
+    Args:
+        model: a transformers model, PEFT's wrapper around one, or a trainer's `model`.
+    """
+    for part in model.modules():
+        for name in _ENABLING:
+            method = getattr(type(part), name, None)
+            if method is not None and name not in vars(part):  # not twice
+                setattr(part, name, MethodType(_then_prepare(method), part))
+    _prepare(model)
+
+
+def input_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yield path, module and id of each hook that makes a module's output require gradients."""
+    for path, module in model.named_modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") in _HOOKS:
+                yield path, module, key
+
+
+def _is_reentrant(layer: nn.Module) -> bool:
+    """Whether a layer of transformers checkpoints reentrantly, as torch does where nobody says."""
+    return bool(_keywords(getattr(layer, _FUNCTION, None)).get("use_reentrant", True))
+
+
+def _keywords(function: Any) -> dict[str, Any]:
+    return function.keywords if isinstance(function, functools.partial) else {}
+
+
+def _then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        _prepare(self)
+        return result
+
+    return call
+
+
+def _prepare(model: nn.Module) -> None:
+    for path, module, key in input_hooks(model):
+        del module._forward_hooks[key]
+        log.info("prepare_checkpointing: removed the input hook of %s", path)
+    reentrant = [m for m in model.modules() if hasattr(m, _FUNCTION) and _is_reentrant(m)]
+    for layer in reentrant:
+        function: Any = getattr(layer, _FUNCTION)
+        setattr(layer, _FUNCTION, functools.partial(function, use_reentrant=False))
+    if reentrant:
+        log.info("prepare_checkpointing: %d modules checkpoint without reentrance", len(reentrant))
