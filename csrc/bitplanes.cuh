@@ -1,19 +1,20 @@
-// Bit planes and codes: transpositions, done among four lanes and inside a lane's registers.
+// Turn bit planes into codes and codes into bit planes, by transpositions among four lanes and inside
+// the registers of one.
 //
 // A block of 32 codes of K bits is K words: bit e of word p is bit p of code e. Four neighbouring
-// lanes (a quad) work on four blocks: in memory, lane t owns the words of the t-th; in
-// arithmetic, it owns elements 8t .. 8t+7 of all four, so that what it reads and what it writes are
-// both contiguous. Every step below is its own inverse.
+// lanes (a quad) work on four blocks. Where words are loaded and stored, lane t has those of the t-th
+// block. Where values are computed, it has the elements 8t to 8t + 7 of all four blocks. So both what
+// it reads and what it writes are contiguous. Every step below is its own inverse.
 
 #pragma once
 
 #include "numeric.cuh"
 
-// Bits of a lane's word in which a code of K bits lies, once transposed.
+// After the transposition, a code of K bits lies in a field of a lane's word that has this many bits.
 template <int K>
 constexpr int kField = K <= 2 ? 2 : K <= 4 ? 4 : 8;
 
-// A 4 x 4 matrix of bytes, a row a lane, transposed among the lanes of a quad.
+// This transposes a 4 x 4 matrix of bytes, of which each lane of a quad holds a row.
 struct QuadTranspose {
   uint32 first, second;
 
@@ -26,7 +27,7 @@ struct QuadTranspose {
   }
 };
 
-// Exchange the bits of `a` outside of `kMask` with those of `b` that lie `kShift` lower.
+// Exchanges the bits of `a` outside of `kMask` with those bits of `b` that lie `kShift` lower.
 template <int kShift, uint32 kMask>
 __device__ void exchange(uint32& a, uint32& b) {
   const uint32 low = (a & kMask) | (b << kShift & ~kMask);
@@ -34,8 +35,8 @@ __device__ void exchange(uint32& a, uint32& b) {
   a = low;
 }
 
-// kWords x kWords matrices of bits, a row a word, transposed: planes to fields of kWords bits. Field
-// i of word r is then the code of element kWords * i + r.
+// Transposes matrices of kWords x kWords bits, of which each word holds one row. It turns planes into
+// fields of kWords bits: field i of word r is then the code of element kWords * i + r.
 template <int kWords>
 __device__ void transpose_bits(uint32 (&words)[kWords]) {
 #pragma unroll

@@ -1,8 +1,8 @@
 // Dequantize 4-bit codebook weights on a CPU: out[r, c] = codebook[code] * scale, rounded once.
 //
-// A plain C function over raw pointers, so that it builds in a second at first use and needs no
-// headers of torch. The codebook is an argument: tables live in Python only. Compiled with
-// -ffp-contract=off; the arithmetic is that of the eager reference, bit for bit.
+// The function is plain C over raw pointers, so that it builds in a second at first use and needs no
+// headers of torch. The codebook is an argument, since tables live in Python only. It is compiled with
+// -ffp-contract=off, and its results are those of the eager reference, bit for bit.
 
 #include <cmath>
 #include <cstdint>
@@ -17,11 +17,11 @@
 namespace {
 
 struct Scales {
-  const void* absmax;            // float, or uint8 codes when nested
-  const float* nested_codebook;  // nullptr: not nested
+  const void* absmax;            // floats, or uint8 codes where scales are nested
+  const float* nested_codebook;  // nullptr where they are not
   const float* nested_absmax;
   const float* nested_offset;
-  int nested_shift;              // log2 of the nested blocksize: a division costs as much as a decode32
+  int nested_shift;              // log2 of the nested blocksize, as a division costs what decode32 does
 
   float at(int64_t b) const {
     if (nested_codebook == nullptr) return static_cast<const float*>(absmax)[b];
@@ -31,11 +31,11 @@ struct Scales {
 };
 
 #ifdef QFUSE_AVX512
-// 8 packed bytes -> 16 values, in order: each byte becomes a 64-bit lane that holds its two codes.
+// Decodes 8 packed bytes to 16 values, in order. Each byte becomes a 64-bit lane with its two codes.
 inline __m512 decode16(const uint8_t* packed, __m512 table, __m512 scale, bool high_first) {
   const __m512i bytes =
       _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed)));
-  const __m512i high = _mm512_srli_epi64(bytes, 4);  // permutexvar reads the low four bits only
+  const __m512i high = _mm512_srli_epi64(bytes, 4);  // no mask: permutexvar reads four bits only
   const __m512i first = high_first ? high : bytes;
   const __m512i second = high_first ? bytes : high;
   const __m512i codes = _mm512_or_si512(first, _mm512_slli_epi64(second, 32));
@@ -61,7 +61,7 @@ inline void decode32(const uint8_t* packed, __m512 table, __m512 scale, bool hig
     _mm512_storeu_ps(out + 64, b);
   } else if constexpr (kDtype == kBFloat16) {
 #ifdef __AVX512BF16__
-    if (!tiny) {  // the instruction flushes denormals to zero
+    if (!tiny) {  // the instruction would flush denormals to zero
       _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(b, a));
       return;
     }
@@ -82,7 +82,7 @@ void decode_row_fast(const uint8_t* packed, const float* codebook, const Scales&
   const __m512 table = _mm512_loadu_ps(codebook);
   const uint8_t* source = packed + start / 2;
   int64_t b = start / block;
-  int64_t left = block - start % block;  // divisions once a row: they cost as much as a decode32
+  int64_t left = block - start % block;  // divided once a row: a division costs what decode32 does
   for (int64_t c = 0; c < cols; ++b, left = block) {
     const float block_scale = scales.at(b);
     const bool tiny = std::fabs(block_scale) < 1e-30f;

@@ -1,10 +1,10 @@
 // Dequantize k-bit weights on a CPU: out[r, c] = codebook[code] * scale, rounded once.
 //
-// A block is 32 elements: K words, bit j of word p being bit p of the j-th code. Half a word is a mask
-// of AVX-512, and the codebook one or two of its registers; elsewhere the loops have constant bounds
-// and no branches, for the compiler to make vectors of. Codebook and the values of 8-bit scales are
-// arguments: tables live in Python only. Compiled with -ffp-contract=off; the arithmetic is that of
-// the eager reference, bit for bit.
+// A block of 32 elements is K words: bit j of word p is bit p of the j-th code. With AVX-512, half a
+// word serves as a mask, and the codebook fills one or two registers. Without it, the loops have
+// constant bounds and no branches, so that the compiler can vectorize them. The codebook and the values
+// of 8-bit scales are arguments, since tables live in Python only. The file is compiled with
+// -ffp-contract=off, and the results are those of the eager reference, bit for bit.
 
 #include <cstdint>
 #include <cstring>
@@ -23,7 +23,7 @@ constexpr int kLargestCodebook = 32;
 struct Weight {
   const uint32_t* words;
   const float* codebook;
-  const void* absmax;        // uint8 codes of scale_table, or float
+  const void* absmax;        // uint8 codes of scale_table, or floats where there is none
   const float* scale_table;  // 256 values, or nullptr
 
   float scale(int64_t b) const {
@@ -109,7 +109,7 @@ void decode_as(const Weight& weight, int64_t rows, int64_t cols, int64_t out_str
 
 }  // namespace
 
-// k is 2 to 5; anything else writes nothing.
+// Dequantizes codes of k bits, from 2 to 5. For any other k it writes nothing.
 extern "C" void qfuse_dequantize_kbit(const uint32_t* words, const float* codebook,
                                       const void* absmax, const float* scale_table, int64_t rows,
                                       int64_t cols, int64_t out_stride, int k, int dtype,

@@ -1,5 +1,5 @@
-// Hopper's asynchronous parts (sm_90a): mbarriers, copies that arrive on them, wgmma's bookkeeping.
-// PTX ISA, sections of the instructions named in each body.
+// Wrap the asynchronous instructions of Hopper (sm_90a): mbarriers, copies that arrive on them, and
+// what a wgmma needs around it. The PTX ISA describes each under the name of its instruction.
 
 #pragma once
 
@@ -11,7 +11,10 @@ __device__ __forceinline__ uint32 shared_address(const void* p) {
   return static_cast<uint32>(__cvta_generic_to_shared(p));
 }
 
-// --- mbarriers: `full` tells consumers that a stage has landed, `empty` the producer that it is read ---
+// --- mbarriers ---------------------------------------------------------------------------------------
+
+// Each stage has two. `full` tells the consumers that its data has landed; `empty` tells the producer
+// that the consumers have read it.
 
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -40,7 +43,7 @@ __device__ __forceinline__ void copy16(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The first `bytes` (0 or 16) of them, then zeros.
+// Copies the first `bytes` of the 16, which are all or none, and writes zeros for the others.
 __device__ __forceinline__ void copy16(uint32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -49,19 +52,20 @@ __device__ __forceinline__ void copy4(uint32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// This thread's arrival, made when its copies so far have landed.
+// This thread arrives at the barrier as soon as the copies that it has started so far have landed.
 __device__ __forceinline__ void copies_arrive(uint32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// What ordinary copies wrote becomes visible to wgmma.
+// Makes what ordinary copies wrote visible to wgmma.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // --- wgmma -------------------------------------------------------------------------------------------
 
-// A K-major operand in shared memory with the 128-byte swizzle: rows of 128 bytes, groups of 8 rows.
+// Describes a K-major operand in shared memory to wgmma. It lies in rows of 128 bytes under the 128-byte
+// swizzle, whose pattern repeats after every 8 rows.
 __device__ __forceinline__ uint64 swizzled_operand(uint32 address) {
   return static_cast<uint64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -82,14 +86,14 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-__device__ __forceinline__ void warpgroup_sync(int warpgroup) {  // barrier 0 is __syncthreads'
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {  // __syncthreads has barrier 0
   if (warpgroup == 0)
     asm volatile("bar.sync 1, 128;" ::: "memory");
   else
     asm volatile("bar.sync 2, 128;" ::: "memory");
 }
 
-// One of two warpgroups waits until the other gives it the turn.
+// Waits, as one of two warpgroups, until the other one gives it the turn.
 __device__ __forceinline__ void turn_wait(int warpgroup) {
   if (warpgroup == 0)
     asm volatile("bar.sync 3, 256;" ::: "memory");

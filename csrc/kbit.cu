@@ -1,34 +1,39 @@
-// k-bit weights on a GPU: value = codebook[code] * absmax, blocks of 32 codes in K bit planes.
+// Quantize and dequantize k-bit weights on a GPU. A value is codebook[code] * absmax, and a block is 32
+// codes in K bit planes.
 //
-// A warp works on 32 blocks at a time: 1024 elements, of which a lane reads or writes 8 neighbours in
-// each of the four blocks of its quad (bitplanes.cuh). Packed words are read and written as they lie,
-// values in 16-byte vectors where the layout allows it. Table lookups are shuffles: lane i of a warp
-// holds entry i. Indices of elements are 64 bits wide.
+// A warp works on 32 blocks at a time, which are 1024 elements. A lane reads or writes 8 neighbouring
+// elements in each of the four blocks of its quad (bitplanes.cuh). Packed words are moved in the order
+// in which they lie, and values in 16-byte vectors where the layout allows it. Tables are looked up
+// with shuffles: lane i of a warp holds entry i. Indices of elements are 64 bits wide.
 //
-// Bit for bit the eager reference (inductor_q.ops.quantize_kbit, inductor_q.formats.kbit), provided
-// that the compiler does not contract products and sums (--fmad=false).
+// The results are those of the eager reference bit for bit (inductor_q.ops.quantize_kbit,
+// inductor_q.formats.kbit), provided that the compiler does not contract products and sums
+// (--fmad=false).
 
 #include "bitplanes.cuh"
 #include "numeric.cuh"
 
 constexpr int kBlock = 32;                // elements that share a scale
-constexpr int kRun = 8;                   // neighbouring elements of a lane
-constexpr int kApart = 8;                 // from one block of a quad to its next: see Lane
+constexpr int kRun = 8;                   // neighbouring elements that a lane has in a block
+constexpr int kApart = 8;                 // distance from one block of a quad to its next (see Lane)
 
-// Where values lie: anywhere, so one by one; in rows in which runs of 8 are whole and aligned to 16
-// bytes; or such runs one after the other, which needs no division.
+// This says where values lie. kElements: anywhere, so that they are moved one by one. kRows: in rows
+// that hold whole runs of 8, each aligned to 16 bytes. kFlat: in such runs without gaps between rows,
+// so that no division is needed to find one.
 enum Layout { kElements, kRows, kFlat };
 
-// An unsigned float of 8 bits, 4 of them exponent, bias 11: 2^(e-11) * (1 + m/16), subnormal at e = 0.
+// This is an unsigned float of 8 bits with 4 bits of exponent e, whose bias is 11, and 4 of mantissa m.
+// Its value is 2^(e-11) * (1 + m/16); codes with e = 0 are subnormal.
 struct E4M4 {
   using Raw = uint8;
 
-  // Shifted into fp32's exponent and mantissa (subnormals too), the code is off by 2^(127-11).
+  // The code is shifted into the exponent and mantissa of fp32, which serves subnormals too. The two
+  // biases differ, so the result is too small by a factor of 2^(127-11).
   static __device__ float decode(Raw raw) {
     return __uint_as_float(static_cast<uint32>(raw) << 19) * 0x1p116f;
   }
 
-  // To nearest even, 255 from there on.
+  // Rounds to nearest even; what is too large becomes 255, the largest code.
   static __device__ Raw encode(float value) {
     if (value < 0x1p-10f) return static_cast<Raw>(__float2int_rn(value * 0x1p14f));
     const uint32 bits = __float_as_uint(value);
@@ -37,11 +42,11 @@ struct E4M4 {
   }
 };
 
-// The quads of a warp have neighbouring blocks, and each quad further ones 8 apart: the vectors that a
-// warp moves at one time are 512 contiguous bytes of 16-bit values.
+// The 8 quads of a warp have neighbouring blocks, and the four blocks of one quad are 8 apart. So the
+// vectors that a warp moves at one time are 512 contiguous bytes of 16-bit values.
 struct Lane {
-  int lane, member;   // of the warp, of the quad
-  int64 mine, first;  // blocks: the one whose packed words this lane holds, the quad's first
+  int lane, member;   // the place in the warp, and the place in the quad
+  int64 mine, first;  // the block whose packed words this lane holds, and the quad's first block
 
   __device__ Lane() {
     lane = threadIdx.x & 31;
@@ -50,10 +55,10 @@ struct Lane {
     mine = first + member * kApart;
   }
 
-  // The first of the lane's elements in the quad's block `s`.
+  // Returns the first of the lane's elements in the quad's block `s`.
   __device__ int64 element(int s) const { return (first + s * kApart) * kBlock + member * kRun; }
 
-  // What `value` is in the lane that owns the quad's block `s`.
+  // Returns what `value` is in the lane that holds the words of the quad's block `s`.
   template <class T>
   __device__ T of_block(T value, int s) const {
     return __shfl_sync(kWarp, value, s, 4);
@@ -113,9 +118,9 @@ __device__ void load_run(const typename In::Raw* source, float (&values)[kRun]) 
   for (int e = 0; e < kRun; ++e) values[e] = In::decode(raw[e]);
 }
 
-// Where element `i` of a matrix of rows of `cols` elements lies, the rows `stride` apart.
+// This finds element `i` of a matrix whose rows have `cols` elements and lie `stride` apart.
 struct Place {
-  int64 offset;  // of the row
+  int64 offset;  // where its row begins
   int64 col;
 
   __device__ Place(int64 i, int64 cols, int64 stride) {
@@ -130,10 +135,11 @@ struct Place {
   }
 };
 
-// out[row, col] = codebook[code] * absmax, rounded once.
+// Writes out[row, col] = codebook[code] * absmax, rounded once.
 //
-// qweight: K words a block, aligned to 16 bytes but for kElements. absmax: one a block. codebook: 2^K.
-// out: `numel` elements in rows of `cols`, `stride` apart.
+// `qweight` has K words for each block and is aligned to 16 bytes, except under kElements. `absmax` has
+// one entry for each block, and `codebook` has 2^K. `out` has `numel` elements in rows of `cols`, which
+// lie `stride` apart.
 template <int K, class Absmax, class Out, Layout kLayout>
 __global__ void dequantize(const uint32* __restrict__ qweight,
                            const typename Absmax::Raw* __restrict__ absmax,
@@ -163,7 +169,7 @@ __global__ void dequantize(const uint32* __restrict__ qweight,
 #pragma unroll
     for (int e = 0; e < kRun; ++e) {
       const int c = s * kRun + e;
-      // A shuffle of width 2^K looks at the lowest K bits only.
+      // The bits above the code need no mask: a shuffle of width 2^K reads the lowest K bits only.
       const uint32 code = words[c % kWords] >> (c / kWords * kWords);
       values[e] = __shfl_sync(kWarp, entry, code, 1 << K) * block_scale;
     }
@@ -184,8 +190,8 @@ __global__ void dequantize(const uint32* __restrict__ qweight,
   }
 }
 
-// The thresholds between neighbouring codes as a search tree: of each level, lane i of a warp holds
-// the node that the path i leads to, a bit a turn.
+// The thresholds between neighbouring codes are a binary search tree. A path through it is a number
+// with a bit for each turn, and lane i of a warp holds, for each level, the node that path i leads to.
 template <int K>
 struct SearchTree {
   float nodes[K];
@@ -195,13 +201,13 @@ struct SearchTree {
     for (int level = 0; level < K; ++level) {
       const int path = lane & ((1 << level) - 1);
       const int i = ((2 * path + 1) << (K - 1 - level)) - 1;
-      // + 0: the sign of a threshold that is zero must not look like "below".
+      // Adding 0 turns a threshold of -0 into +0: its sign bit would count as "below".
       nodes[level] = (codebook[i] + codebook[i + 1]) * 0.5f + 0.0f;
     }
   }
 
-  // `word`, and below it K bits: how many thresholds are below `value`. Each turn is the sign of a
-  // difference. A shuffle of width 2^level looks at the turns taken so far.
+  // Shifts `word` to the left by K bits and puts there how many thresholds are below `value`. Each turn
+  // is the sign of a difference. A shuffle of width 2^level reads only the turns taken so far.
   __device__ uint32 append(uint32 word, float value) const {
 #pragma unroll
     for (int level = 0; level < K; ++level) {
@@ -212,11 +218,12 @@ struct SearchTree {
   }
 };
 
-// x / scale, rounded once; 0 for scales of zero and infinity.
+// This computes x / scale, rounded once, and 0 where the scale is zero or infinite.
 //
-// One correction of x times the rounded reciprocal is exact (Markstein) unless the divisor's
-// significand is all ones; those of scales end in zeros. Not so where x is below 2^-114: there the
-// remainder underflows, and the quotient, below 2^-90, may be one unit off.
+// It multiplies x with the rounded reciprocal and corrects the product once. That is exact (Markstein)
+// unless the divisor's significand is all ones, and the significands of scales end in zeros. Where x is
+// below 2^-114 it may not be: the remainder underflows, and the quotient, which is below 2^-90, may be
+// one unit off.
 struct Divisor {
   float scale, reciprocal;
 
@@ -230,7 +237,8 @@ struct Divisor {
   }
 };
 
-// The largest of four runs' maxima over the quad: lane t gets that of block t.
+// Every lane of a quad has a maximum for each of its four blocks. Lane t gets the largest of those for
+// block t.
 __device__ float quad_max(const float (&largest)[4], int lane) {
   const bool odd = lane & 1, high = lane & 2;
   float low = odd ? largest[1] : largest[0], up = odd ? largest[3] : largest[2];
@@ -239,11 +247,11 @@ __device__ float quad_max(const float (&largest)[4], int lane) {
   return fmaxf(high ? up : low, __shfl_xor_sync(kWarp, high ? low : up, 2));
 }
 
-// qweight and absmax from x, `numel` elements one after the other.
+// Quantizes the `numel` elements of `x`, which lie one after the other, into `qweight` and `absmax`.
 //
-// The absmax of a block is encoded first; code = the number of thresholds below x / decoded absmax.
-// With kVector, x and qweight are aligned to 16 bytes and numel is a multiple of 8. The codes past
-// the end are 0.
+// The absmax of a block is encoded first. The code of an element is the number of thresholds below
+// x / decoded absmax. With kVector, `x` and `qweight` are aligned to 16 bytes and `numel` is a multiple
+// of 8. Codes behind the last element are 0.
 template <int K, class Absmax, class In, bool kVector>
 __global__ void quantize(const typename In::Raw* __restrict__ x, const float* __restrict__ codebook,
                          uint32* __restrict__ qweight, typename Absmax::Raw* __restrict__ absmax,
@@ -274,7 +282,7 @@ __global__ void quantize(const typename In::Raw* __restrict__ x, const float* __
 
   uint32 words[kWords] = {};
 #pragma unroll
-  for (int s = 3; s >= 0; --s) {  // the last element is appended first
+  for (int s = 3; s >= 0; --s) {  // backwards, since what is appended last lies lowest
     Divisor divisor = own;
     divisor.scale = lane.of_block(own.scale, s);
     divisor.reciprocal = lane.of_block(own.reciprocal, s);

@@ -1,6 +1,8 @@
-// Numbers as a kernel meets them: integer names, storage types and how fp32 is rounded to them.
+// Name the integers of kernels, and define the types that values are stored in and how fp32 is rounded
+// to them.
 //
-// No header of CUDA or of the C library: NVRTC finds none of them on a user's machine.
+// Nothing here includes a header of CUDA or of the C library: a user's machine may have none that NVRTC
+// could find.
 
 #pragma once
 

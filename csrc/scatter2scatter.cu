@@ -1,25 +1,26 @@
-// Grouped GEMM over the rows of experts whose 4-bit weights are decoded in the loop (Hopper).
+// Multiply rows with the 4-bit weights of their experts, which are decoded inside the loop (Hopper).
 //
 //   out[row, feature] = sum_c x[row, c] W[e][feature, c]       forward:    c over K, features N
 //   out[row, feature] = sum_c x[row, c] W[e][c, feature]       transposed: c over N, features K (dX)
 //
-// The weight is the left operand of wgmma, in registers: it is decoded from packed nibbles by the warps
-// that multiply, and no decoded weight exists in memory. Rows are the right operand, gathered into
-// swizzled shared memory by a producer warpgroup. A tile is 128 features by up to kMaxRows rows of one
-// expert (qfuse::tile_map); its width is rounded up to one of a few specializations. An adapter is one
-// more stage: x becomes its projection onto the rank, W its other factor.
+// The weight is the left operand of wgmma, in registers. The warps that multiply decode it from packed
+// nibbles, so no decoded weight exists in memory. Rows are the right operand; a producer warpgroup
+// gathers them into swizzled shared memory. A tile is 128 features by up to kMaxRows rows of one expert
+// (qfuse::tile_map), and its number of rows is rounded up to one of a few specializations. An adapter is
+// one more stage, in which x is its projection onto the rank and W is the adapter's other factor.
 //
-// Decoding: two byte planes of the codebook as bf16, looked up four nibbles at a time by prmt, times
-// the scale as the sum of two bf16, rounded once. The host scales the codebook so that its bf16
-// values are closest to it (kernels/scatter2scatter_cuda.py).
+// The codebook is held as bf16, as one plane of low bytes and one of high bytes, and prmt looks up four
+// nibbles at a time. A scale is the sum of two bf16; the product with it is rounded once. The host
+// stretches the codebook by the factor with which bf16 holds its values best
+// (kernels/scatter2scatter_cuda.py).
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
-constexpr int kFeatures = 128;  // of a tile; a consumer warpgroup has 64
-constexpr int kDepth = 64;      // of the contraction in a stage: one scale a row, 128 bytes of x
-constexpr int kPitch = 80;      // transposed: bytes between packed rows in shared memory, against conflicts
-constexpr int kRowBytes = 128;
+constexpr int kFeatures = 128;  // features of a tile; each consumer warpgroup has 64
+constexpr int kDepth = 64;      // length of the sum in a stage: one scale for each row of the weight
+constexpr int kPitch = 80;      // bytes between packed rows of a transposed stage: avoids bank conflicts
+constexpr int kRowBytes = 128;  // bytes of a row of x in a stage
 
 template <bool kTransposed, int kMaxRows, int kStages>
 struct Shared {
@@ -36,16 +37,17 @@ struct Problem {
   const uint8* qweight;   // [E, N, K / 2]
   const uint32* scales;   // [E, K / 64, N], bf16 pairs (expand_scales below)
   const uint8* xa;        // bf16 [slots, rank], or null
-  const uint16* lora;     // bf16 [E, N, rank], transposed: [E, rank, K]
+  const uint16* lora;     // bf16 [E, N, rank], or [E, rank, K] where transposed
   const uint16* bias;     // bf16 [E, features], or null
   uint8* out;             // bf16 rows of `features`
-  const int64* order;     // slot of a grouped row
-  const int4* tiles;      // their number; then of each: expert, first row, rows (qfuse::tile_map)
+  const int64* order;     // the slot of each grouped row
+  const int4* tiles;      // how many there are, then expert, first row and rows of each (qfuse::tile_map)
   int n, k, rank;
-  int top_k;  // the row of x is slot / top_k, slots * top_k < 2^32; 0: x is in grouped order
+  int top_k;  // the row of x is slot / top_k, where slots * top_k < 2^32; 0 where x is in grouped order
 };
 
-struct Ring {  // a position in the ring of stages
+// This is a position in the ring of stages. The phase flips with each round, as that of barriers does.
+struct Ring {
   int stage = 0;
   uint32 phase = 0;
 
@@ -72,7 +74,7 @@ __device__ __forceinline__ uint32 pack(float low, float high) {
 
 __device__ __forceinline__ float unpack(uint16 x) { return __uint_as_float(static_cast<uint32>(x) << 16); }
 
-// v * (high + low), rounded to bf16 once (up to the rounding of the small product).
+// Returns v * (high + low), rounded to bf16 once. Before that, only the small product v * low is rounded.
 __device__ __forceinline__ uint32 scale(uint32 v, uint32 high, uint32 low) {
   uint32 small, d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(small) : "r"(v), "r"(low));
@@ -81,12 +83,12 @@ __device__ __forceinline__ uint32 scale(uint32 v, uint32 high, uint32 low) {
 }
 
 struct Codebook {
-  uint32 planes[8];  // bytes of the 16 entries: low bytes in four words, then high bytes
+  uint32 planes[8];  // the low bytes of the 16 entries in four words, then their high bytes
 
-  // The low and high bytes of the entries that the four nibbles in the low half of `codes` name.
+  // Finds the low and the high bytes of the four entries that the nibbles in the low half of `codes` name.
   __device__ __forceinline__ void look_up(uint32 codes, uint32& low, uint32& high) const {
     const uint32 index = codes & 0x7777;
-    const uint32 upper = permute(codes << 4, codes, 0xD9C8);  // bit 3 of each nibble, over a byte
+    const uint32 upper = permute(codes << 4, codes, 0xD9C8);  // bit 3 of each nibble, spread over a byte
     low = blend(upper, permute(planes[2], planes[3], index), permute(planes[0], planes[1], index));
     high = blend(upper, permute(planes[6], planes[7], index), permute(planes[4], planes[5], index));
   }
@@ -97,14 +99,15 @@ struct Codebook {
   }
 };
 
-// A load that stays where it is written, ahead of its use.
+// Loads a word here: the compiler may not move this load down to where its result is used.
 __device__ __forceinline__ uint32 load_low_word(const int64* from) {
   uint32 d;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(d) : "l"(from));
   return d;
 }
 
-// Tile t's expert, first row, rows, which `blocks` tiles of features share; past the end no rows.
+// Loads the expert, the first row and the number of rows of tile t. Groups of `blocks` tiles, each with
+// other features, have the same. A tile behind the last one has no rows.
 __device__ __forceinline__ int4 load_tile(const Problem& p, int t, int total, int blocks) {
   int4 d{0, 0, 0, 0};
   if (t < total)
@@ -114,8 +117,8 @@ __device__ __forceinline__ int4 load_tile(const Problem& p, int t, int total, in
   return d;
 }
 
-// The same number, though the compiler does not know it: what is computed from it is computed here, not
-// ahead of a loop that has no register left for it.
+// Returns x, though the compiler cannot know that. So it computes here what follows from it, and not
+// ahead of a loop that has no register left to keep it in.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -127,23 +130,25 @@ template <bool kTransposed, int kMaxRows, int kStages>
 __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, int thread) {
   using S = Shared<kTransposed, kMaxRows, kStages>;
   const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
-  const int chunk = thread & 7, row0 = thread >> 3;  // of x: 16 bytes of every 16th row
+  const int chunk = thread & 7, row0 = thread >> 3;  // the thread copies 16 bytes of every 16th row of x
   const int depth = kTransposed ? p.n : p.k;
   const int steps = depth / kDepth, scale_blocks = p.k / kDepth;
   const int64 pitch = p.k / 2;
-  // slot / top_k, exact below 2^32 / top_k.
+  // The high word of slot * reciprocal is slot / top_k, exactly for slots below 2^32 / top_k.
   const uint32 reciprocal = p.top_k > 1 ? 0xffffffffu / p.top_k + 1 : 0;
-  // Rows of a tile as a warp needs them, 4 of every 16: one or two for each of its threads.
+  // A warp needs the slots of 4 rows of every 16. Each of its threads loads one or two of them, and
+  // shuffles hand them on.
   constexpr int kOwn = (kMaxRows + 127) / 128;
   const int own0 = (thread >> 5) * 4 + (thread & 3) + (thread & 28) * 4;
   const auto slots_of = [&](const int4& tile, uint32(&slots)[kOwn]) {
 #pragma unroll
     for (int h = 0; h < kOwn; h++) {
-      const int row = tile.y + min(own0 + 128 * h, tile.z - 1);  // past the end: the last row again
+      const int row = tile.y + min(own0 + 128 * h, tile.z - 1);  // behind the last row, that row again
       slots[h] = p.top_k && tile.z ? load_low_word(p.order + row) : row;
     }
   };
-  // A tile is known two tiles before it is copied, its slots one: nothing waits for either.
+  // A tile is loaded two tiles before its data is copied, and its slots one tile before, so that nothing
+  // waits for either.
   int4 tile = load_tile(p, blockIdx.x, total, blocks);
   int4 next = load_tile(p, blockIdx.x + gridDim.x, total, blocks);
   uint32 slots[kOwn];
@@ -162,13 +167,15 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
     const int4 later = load_tile(p, t + 2 * gridDim.x, total, blocks);
     const uint8* weight[2];
     const uint32* scales;
-    if (!kTransposed) {  // half a row of 32 bytes, twice; the scale of one row
+    // A thread copies 16 bytes of each of two packed rows, and one scale: rows of a stage have 32 bytes
+    // and a scale each, or, transposed, 64 bytes and a scale for each of two blocks.
+    if (!kTransposed) {
       for (int h = 0; h < 2; h++) {
         const int row = min(feature0 + (thread >> 1) + 64 * h, p.n - 1);
         weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + row) * pitch + (thread & 1) * 16;
       }
       scales = p.scales + static_cast<int64>(tile.x) * scale_blocks * p.n + min(feature0 + thread, p.n - 1);
-    } else {  // a quarter of a row of 64 bytes, twice; the scale of one row in one of two blocks
+    } else {
       const int column = min(feature0 / 2 + (thread & 3) * 16, p.k / 2 - 16);
       for (int h = 0; h < 2; h++)
         weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + (thread >> 2) + 32 * h) * pitch + column;
@@ -193,7 +200,7 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
         weight[0] += weight_step;
         weight[1] += weight_step;
         scales += scale_step;
-      } else {  // the adapter's stage: zeros beyond its rank
+      } else {  // the stage of the adapter has zeros behind its rank
 #pragma unroll 1
         for (int j = 0; j < passes; j++) {
           const int64 row = tile.y + min(row0 + 16 * j, tile.z - 1);
@@ -211,14 +218,15 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
 
 // --- the consumers: two warpgroups that decode and multiply ------------------------------------------
 
-// Two warpgroups take turns to issue their products: a warp that multiplies registers is held up until the
-// tensor cores have taken them, so both would decode at once too, and leave the tensor cores idle. Narrow
-// tiles wait for weights, not for tensor cores.
+// The two warpgroups take turns to issue their products. A warp that multiplies from registers is held up
+// until the tensor cores have taken them. Without turns, both would multiply at the same time, then both
+// decode at the same time, and leave the tensor cores idle. Narrow tiles wait for weights, not for tensor
+// cores, and take no turns.
 template <int kMaxRows>
 constexpr bool kTurns = kMaxRows > 64;
 
-// Rows g and g + 8 of a warp's 16 rows of the left operand are neighbouring features, 2g and 2g + 1:
-// what one byte of a transposed weight holds, and one word of the output.
+// Rows g and g + 8 of the 16 rows that a warp has of the left operand are the neighbouring features 2g and
+// 2g + 1. One byte of a transposed weight holds both, and so does one word of the output.
 struct Place {
   int warpgroup, warp, g, q;
 
@@ -227,13 +235,14 @@ struct Place {
   __device__ __forceinline__ int feature() const { return warpgroup * 64 + warp * 16 + 2 * g; }
 };
 
-// Features 2g, 2g + 1 of the weight's stage as the left operand of four wgmmas, a[4 i ...].
+// Decodes features 2g and 2g + 1 of a stage of the weight. They become the left operands of four wgmmas,
+// of which the i-th begins at a[4 * i].
 template <bool kTransposed>
 __device__ __forceinline__ void decode(const Codebook& codebook, const uint8* weight, const uint32* scales,
                                        const Place& at, uint32 (&a)[16]) {
   uint32 low, high;
   if (!kTransposed) {
-    const uint32 own = at.q | (4 + at.q) << 4;  // byte q of each word: elements 2q, 2q + 1 of 8
+    const uint32 own = at.q | (4 + at.q) << 4;  // selects byte q of two words: elements 2q and 2q + 1 of 8
 #pragma unroll
     for (int row = 0; row < 2; row++) {
       const uint4* words = reinterpret_cast<const uint4*>(weight + (at.feature() + row) * (kDepth / 2));
@@ -244,7 +253,7 @@ __device__ __forceinline__ void decode(const Codebook& codebook, const uint8* we
                                permute(v.z, v.w, own)};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        codebook.look_up(codes[i], low, high);  // the first element of a byte is its high nibble
+        codebook.look_up(codes[i], low, high);  // the high nibble of a byte is its first element
         a[4 * i + row] = scale(permute(low, high, 0x4051), s_high, s_low);
         a[4 * i + row + 2] = scale(permute(low, high, 0x6273), s_high, s_low);
       }
@@ -267,7 +276,7 @@ __device__ __forceinline__ void decode(const Codebook& codebook, const uint8* we
   }
 }
 
-// The adapter's other factor as the left operand, from global memory: once a tile.
+// Loads the adapter's other factor as the left operand. It comes from global memory, once for each tile.
 template <bool kTransposed>
 __device__ __forceinline__ void load_adapter(const Problem& p, int expert, int feature0, const Place& at,
                                              uint32 (&a)[16]) {
@@ -317,13 +326,14 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
     else
       load_adapter<kTransposed>(p, tile.x, feature0, Place(opaque(thread)), a);
   };
-  // One stage's products run while the next stage is decoded.
+  // While the products of one stage run, the next stage is decoded.
   const auto advance = [&](int step, const uint32(&now)[16], uint32(&later)[16]) {
     const uint64 x = swizzled_operand(shared + ring.stage * S::kStage);
     if (kTurns<kMaxRows>) turn_wait(at.warpgroup);
     wgmma_fence();
+    // This loop has no condition: with one, the compiler would make each product wait for the one before.
 #pragma unroll
-    for (int i = 0; i < 4; i++) wgmma<kRows>(sum, now + 4 * i, x + 2 * i);  // no condition: it would serialize them
+    for (int i = 0; i < 4; i++) wgmma<kRows>(sum, now + 4 * i, x + 2 * i);
     wgmma_commit();
     if (kTurns<kMaxRows>) turn_give(1 - at.warpgroup);
     Ring ahead = ring;
@@ -342,14 +352,15 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
 
   const int4 next = load_tile(p, t + gridDim.x, tiles, blocks);
   thread = opaque(thread);
-  const Place late(thread);  // anew: nothing that only storing needs has a register in the loop
-  // Through shared memory, so that 64 features of a row are stored as 128 consecutive bytes.
+  // The place is computed anew, so that what only storing needs takes no register in the loop. The result
+  // goes through shared memory, so that 64 features of a row are stored as 128 consecutive bytes.
+  const Place late(thread);
   const uint32 out = shared + S::kOut + late.warpgroup * kMaxRows * kRowBytes;
   float bias[2] = {0.f, 0.f};
   if (p.bias)
     for (int h = 0; h < 2; h++)
       bias[h] = unpack(p.bias[static_cast<int64>(tile.x) * features + min(feature0 + late.feature() + h, features - 1)]);
-  warpgroup_sync(late.warpgroup);  // the previous tile has been read
+  warpgroup_sync(late.warpgroup);  // until all have read the previous tile from there
 #pragma unroll
   for (int j = 0; j < kRows / 8; j++)
 #pragma unroll
@@ -373,7 +384,7 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
   tile = next;
 }
 
-// kCtas programs of 384 threads share a multiprocessor: one for wide tiles, two for narrow ones.
+// A multiprocessor runs kCtas programs of 384 threads: one where tiles are wide, two where they are narrow.
 template <bool kTransposed, int kMaxRows, int kStages, int kCtas>
 __global__ void __launch_bounds__(384, kCtas)
     scatter2scatter(const uint8* x, const uint8* qweight, const uint32* scales, const uint8* xa, const uint16* lora,
@@ -385,8 +396,8 @@ __global__ void __launch_bounds__(384, kCtas)
   const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      barrier_init(full + i * 8, 128);  // each producer thread
-      barrier_init(empty + i * 8, 8);   // each consumer warp
+      barrier_init(full + i * 8, 128);  // every thread of the producer arrives
+      barrier_init(empty + i * 8, 8);   // one thread of every consumer warp arrives
     }
     barrier_init_done();
   }
@@ -406,12 +417,12 @@ __global__ void __launch_bounds__(384, kCtas)
   }
   take_registers<kCtas == 1 ? 216 : 96>();
   Codebook codebook;
-  // From a lane that the compiler cannot know to be the same for all: it would keep half of them in uniform
-  // registers, of which prmt takes none, and copy them at each look-up.
+  // The planes come from a lane that the compiler cannot know to be the same for all threads. Otherwise it
+  // would keep half of them in uniform registers, which prmt cannot read, and copy them at each look-up.
   const uint32 own = codebook_planes[threadIdx.x & 7];
   for (int i = 0; i < 8; i++) codebook.planes[i] = __shfl_sync(0xffffffffu, own, i + (threadIdx.x & 96));
   const uint8* memory = raw + (shared - shared_address(raw));
-  if (kTurns<kMaxRows> && threadIdx.x >= 128) turn_give(0);  // the first
+  if (kTurns<kMaxRows> && threadIdx.x >= 128) turn_give(0);  // warpgroup 0 has the first turn
   Ring ring;
   int4 tile = load_tile(p, blockIdx.x, total, blocks);
   for (int t = blockIdx.x; t < total; t += gridDim.x) {
@@ -437,9 +448,9 @@ __global__ void __launch_bounds__(384, kCtas)
 
 // --- what a launch needs beside it -------------------------------------------------------------------
 
-// Scales as bf16 pairs (value and remainder) [E, blocks, N], times `factor`, from [E, N, blocks] in
-// fp32, or double-quantized: codebook[code] * outer[i / 256] + offset. A program has 128 rows by 32
-// blocks of one expert.
+// Writes scales times `factor` as pairs of bf16, value and remainder, in the shape [E, blocks, N]. They
+// come as [E, N, blocks] in fp32, or double-quantized as codebook[code] * outer[i / 256] + offset. A
+// program has 128 rows by 32 blocks of one expert.
 template <bool kNested>
 __global__ void __launch_bounds__(256)
     expand_scales(const void* absmax, const float* codebook, const float* outer, const float* offset,
@@ -455,7 +466,7 @@ __global__ void __launch_bounds__(256)
   float s[16], far[16];
   uint8 codes[16];
 #pragma unroll
-  for (int i = 0; i < 16; i++) {  // all loads before the first use
+  for (int i = 0; i < 16; i++) {  // all loads come before the first use of one
     const int64 at = (e * n + min(row0 + warp + 8 * i, n - 1)) * blocks + block;
     if (kNested) {
       codes[i] = static_cast<const uint8*>(absmax)[at];
