@@ -1,5 +1,6 @@
 """Three steps of training of whole QLoRA models in settings where compiling is known to fail:
-float16, DoRA, weights stored in several dtypes. Losses are eager's, and what breaks is told why."""
+float16, DoRA, weights stored in several dtypes. Gradients are as near to float64 as eager's, losses
+follow, and what breaks is told why."""
 
 from __future__ import annotations
 
@@ -29,27 +30,36 @@ STEPS = 3
 PROJECTIONS = len(testing.PROJECTIONS)
 
 
-def train(model: Any, run: Callable[..., Any]) -> list[float]:
-    """The losses before each step, and after the last."""
-    optimizer = torch.optim.SGD(testing.adapter_parameters(model), lr=0.3)
+@dataclass
+class Training:
+    """The losses before each step and after the last, and what the first step's gradients were."""
+
+    losses: list[float]
+    gradients: torch.Tensor
+
+
+def train(model: Any, run: Callable[..., Any]) -> Training:
+    parameters = testing.adapter_parameters(model)
+    optimizer = torch.optim.SGD(parameters, lr=0.3)
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(0, 256, (2, 24), generator=generator).to(model.device)
-    losses = []
+    losses, gradients = [], []
     for _ in range(STEPS + 1):
         loss = run(input_ids=batch, labels=batch).loss
         losses.append(loss.item())
         loss.backward()
+        gradients.append(torch.cat([p.grad.double().flatten() for p in parameters]))
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    return Training(losses, gradients[0])
 
 
 @dataclass
 class Run:
-    exact: list[float]
-    eager: list[float]
-    other: list[float]
-    compiled: list[float]
+    exact: Training
+    eager: Training
+    other: Training
+    compiled: Training
     trace: testing.CompileTrace
     seen: Explanation
     sites: list[dict[str, Any]]
@@ -59,15 +69,25 @@ class Run:
         return [reason for reason in counters["unimplemented"] if "recompile limit" in reason]
 
     def assert_learns_as_eager(self) -> None:
-        """As far from a training in float64 as eager mode is, which rounds at other places with
-        another attention kernel: twice the larger of its two errors."""
-        learned = self.exact[0] - self.exact[-1]
-        bound = 2 * max(self.error(self.eager), self.error(self.other))
-        assert bound < learned / 4, "else agreeing would be no feat"
-        assert self.error(self.compiled) <= bound, self
+        """The first step's gradients are held tightly, and the losses loosely.
 
-    def error(self, losses: list[float]) -> float:
-        return max(abs(a - b) for a, b in zip(losses, self.exact, strict=True))
+        At the first step all start from the same weights: the gradients are as near to float64 as
+        eager mode's, which rounds at other places with another attention kernel. From there on
+        rounding grows from step to step, at random: on a GPU the same training is 1 % off in eager
+        mode, 2 % with the other attention and 4 % here, of what is learned.
+        """
+        bound = 1.25 * max(self.error(self.eager), self.error(self.other))
+        assert bound < 0.1, "else agreeing would be no feat"
+        assert self.error(self.compiled) <= bound, self
+        assert self.drift(self.compiled, self.exact) < 0.1, self
+
+    def error(self, training: Training) -> float:
+        return testing.relative_error(training.gradients, self.exact.gradients)
+
+    def drift(self, one: Training, other: Training) -> float:
+        """The largest difference of losses, as a part of what float64 learns."""
+        learned = self.exact.losses[0] - self.exact.losses[-1]
+        return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)) / learned
 
 
 def compare(model: Any, folder: Path) -> Run:
@@ -87,10 +107,10 @@ def compare(model: Any, folder: Path) -> Run:
     options = {**SMALL, "qfuse.report": str(path)}
     compiled: Any = torch.compile(model, backend=qfuse, options=options)
     with testing.CompileTrace() as trace, observe() as observation:
-        losses = train(model, compiled)
+        training = train(model, compiled)
     compiles = json.loads(path.read_text())["compiles"]
     sites = [site for one in compiles for site in one["sites"]]
-    return Run(exact, eager, other, losses, trace, observation.explanation(), sites)
+    return Run(exact, eager, other, training, trace, observation.explanation(), sites)
 
 
 def applied(run: Run, name: str) -> int:
@@ -158,8 +178,9 @@ def test_weights_stored_in_two_dtypes(device: str, tmp_path: Path) -> None:
     assert run.limits == []
     assert applied(run, "canonicalize") == 2 * 2 * PROJECTIONS - 3
     plain = compare(mixed(device, (torch.uint8,)), tmp_path / "plain")
-    exact = 0 if device == "cpu" else 1e-3  # attention's gradients on a GPU add up in any order
-    assert run.compiled == pytest.approx(plain.compiled, rel=exact)
+    assert run.compiled.losses[0] == plain.compiled.losses[0]
+    # Attention's gradients on a GPU add up in any order.
+    assert run.drift(run.compiled, plain.compiled) <= (0 if device == "cpu" else 0.1)
 
 
 def test_layers_stored_in_two_dtypes_compiled_one_by_one(device: str) -> None:
