@@ -103,8 +103,9 @@ def _valid_first(query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Te
 
 
 def _inside_documents(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-    tables = attention.document_tables(positions, query.shape[0])
-    return attention.document_attention(query, key, value, tables, None)
+    batch, _, length, _ = query.shape
+    tables = attention.block_tables(positions, None, batch, length, None, query.device)
+    return attention.block_attention(query, key, value, tables, None, None)
 
 
 if __name__ == "__main__":

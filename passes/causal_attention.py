@@ -1,4 +1,4 @@
-"""Attention under a mask that the model computed from nothing, from padding, or from documents.
+"""Attention under a mask that is causal, and hides padding, other documents, or what is far behind.
 
 In eager, transformers leaves a mask out where it is the causal one. Under torch.compile it writes
 the mask out up to torch 2.13 (`masking_utils._ignore_causal_mask_sdpa`: Dynamo traces as if it
@@ -12,23 +12,27 @@ eager does for those before the first valid position; those after it see valid k
 Nothing valid sees them, so a loss that ignores them has the same gradients. Under strict numerics
 the mask is kept.
 
-A mask that keeps documents of packed `position_ids` apart becomes FlexAttention, which computes the
-blocks of scores that a document has. What both need is made once, before the first layer.
+A mask that keeps documents of packed `position_ids` apart, or has a sliding window, becomes
+FlexAttention, which computes the blocks of scores that such a mask leaves; padding is hidden there
+as the mask hides it. What layers need is made once, before the first. A window that is no shorter
+than the sequence hides nothing. Where only the lengths of other batches could pass it, one guard
+keeps them from this graph; where this one's does, FlexAttention serves every length.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
-from inductor_q.passes.causal_mask import CHECKPOINT, Kind, Meaning, Unproven, read, same_size
+from inductor_q.passes.causal_mask import CHECKPOINT, Meaning, Unproven, read, same_size
 from inductor_q.passes.grouped_keys import before_repeat
 from inductor_q.passes.runner import CAPTURED, Site
 
@@ -43,7 +47,7 @@ class CausalAttention:
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         module = graph.owning_module
         outside = {} if module is None else _checkpointed(module)
-        found: dict[fx.Node, Meaning | Unproven] = {}
+        found: dict[fx.Node, _Mask | Unproven] = {}
         graphs = [graph, *dict.fromkeys(n.graph for n in outside)]
         for node in (n for g in graphs for n in g.nodes if n.target is ATTENTION):
             arguments = _arguments(node)
@@ -52,30 +56,34 @@ class CausalAttention:
                 continue
             root = outside.get(mask, mask)
             if root not in found:
-                found[root] = read(root, outside, graphs)
-            meaning = found[root]
-            if isinstance(meaning, Unproven):
-                yield Site(node, rejected=meaning.reason, by_choice=True)
-            elif reason := _of_other_sizes(arguments, root) or _kept(meaning, node, root, context):
+                meaning = read(root, outside, graphs)
+                found[root] = meaning if isinstance(meaning, Unproven) else _Mask.of(root, meaning)
+            known = found[root]
+            if isinstance(known, Unproven):
+                yield Site(node, rejected=known.reason, by_choice=True)
+            elif reason := _of_other_sizes(arguments, root) or _kept(known, context):
                 yield Site(node, rejected=reason, by_choice=True)
-            elif meaning.kind is Kind.DOCUMENTS:
-                yield _documents(node, arguments, graphs, root, meaning)
+            elif known.in_blocks:
+                yield _blocks(node, arguments, graphs, known)
             else:
-                yield _causal(node, arguments, graphs, root, meaning)
+                yield _causal(node, arguments, graphs, known)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         plan: _Plan = site.plan
         arguments = dict(plan.arguments)
         query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
-        node, kind = site.node, plan.meaning.kind
-        if kind is Kind.CAUSAL:
+        node, mask = site.node, plan.mask
+        if mask.guarded:
+            within = bool(mask.length <= mask.guarded)  # asking is what adds the guard
+            assert within, f"{mask.length=} {mask.guarded=}"
+        if not mask.in_blocks and mask.meaning.valid is None:
             node.args, node.kwargs = (query, key, value), arguments
             return
-        made = _given_to(node.graph, graph, _shared(graph, plan))
+        made = _given_to(node.graph, graph, mask.shared(graph))
         with node.graph.inserting_before(node):
-            if kind is Kind.DOCUMENTS:
-                given = (query, key, value, made, arguments["scale"])
-                new = node.graph.call_function(QFUSE.document_attention.default, given)
+            if mask.in_blocks:
+                given = (query, key, value, made, mask.meaning.window, arguments["scale"])
+                new = node.graph.call_function(QFUSE.block_attention.default, given)
             else:
                 order, inverse, _ = made
                 moved = tuple(_move(x, order, inverse, node) for x in (query, key, value))
@@ -87,45 +95,57 @@ class CausalAttention:
         node.graph.erase_node(node)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How a call of attention is made without its mask, whose node in Dynamo's graph is `mask`."""
+@dataclass
+class _Mask:
+    """A mask whose meaning is known, and what stands for it.
 
+    Args:
+        node: in Dynamo's graph.
+        meaning: what of it counts; a window that hides nothing at these lengths does not.
+        guarded: the window that this takes to hide nothing, which is to be guarded; 0: none.
+        made: the tensors that all layers under it share, once they are made.
+    """
+
+    node: fx.Node
     meaning: Meaning
-    mask: fx.Node
-    arguments: dict[str, Any]
+    guarded: int
+    made: list[fx.Node] | None = None
 
+    @staticmethod
+    def of(node: fx.Node, meaning: Meaning) -> _Mask:
+        window, length = meaning.window, _value(node).shape[-1]
+        if window is None or hint(length) > window:
+            return _Mask(node, meaning, 0)
+        known = statically_known_true(length <= window)
+        if not known and _is_bounded(length):  # by the user, who wants one graph up to there
+            return _Mask(node, meaning, 0)
+        return _Mask(node, replace(meaning, window=None), 0 if known else window)
 
-def _kept(meaning: Meaning, node: fx.Node, mask: fx.Node, context: Context) -> str:
-    """Why a mask stays that is more than causal; empty if it goes."""
-    if meaning.kind is Kind.CAUSAL:
-        return ""
-    if meaning.kind is Kind.VALID_KEYS and context.numerics == "strict":
-        return "strict numerics keep what rows of padding see"
-    least = context.threshold("causal_attention.min_positions")
-    count = hint(mask.meta["example_value"].shape[-1])
-    if count >= least:
-        return ""
-    return f"{count} positions, fewer than causal_attention.min_positions={least}: the mask is kept"
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it leaves blocks of scores out; else valid keys come first, or all are seen."""
+        return self.meaning.positions is not None or self.meaning.window is not None
 
+    @property
+    def length(self) -> int | torch.SymInt:
+        """The number of positions."""
+        length: int | torch.SymInt = _value(self.node).shape[-1]
+        return length
 
-def _shared(graph: fx.Graph, plan: _Plan) -> list[fx.Node]:
-    """Make once, behind the mask in Dynamo's graph, the tensors that all layers under it share."""
-    source = plan.meaning.source
-    assert source is not None
-    make = getattr(QFUSE, _MADE[plan.meaning.kind]).default
-    for user in source.users:
-        if user.target is make:
-            return sorted(user.users, key=lambda item: cast("int", item.args[1]))
-    value = plan.mask.meta["example_value"]
-    with graph.inserting_before(plan.mask.next):
-        args: tuple[Any, ...] = (source,)
-        if plan.meaning.kind is Kind.DOCUMENTS:
-            batch = value.shape[0]
-            if not isinstance(batch, int):
-                batch = graph.call_method("size", (plan.mask, 0))
-                batch.meta["example_value"] = value.shape[0]
-            args = (source, batch)
+    def shared(self, graph: fx.Graph) -> list[fx.Node]:
+        """Make once, behind the mask, the tensors that all layers under it share."""
+        if self.made is None:
+            with graph.inserting_before(self.node.next):
+                self.made = self._make(graph)
+        return self.made
+
+    def _make(self, graph: fx.Graph) -> list[fx.Node]:
+        value, meaning = _value(self.node), self.meaning
+        make, args = QFUSE.valid_first.default, (meaning.valid,)
+        if self.in_blocks:
+            sizes = (self._size(graph, dim) for dim in (0, -1))
+            make = QFUSE.block_tables.default
+            args = (meaning.positions, meaning.valid, *sizes, meaning.window, value.device)
         call = graph.call_function(make, args)
         with value.fake_mode:  # Dynamo's own: the backend's is another by now
             made = make(*fx.node.map_arg(args, lambda given: given.meta["example_value"]))
@@ -133,13 +153,43 @@ def _shared(graph: fx.Graph, plan: _Plan) -> list[fx.Node]:
         for i, item in enumerate(made):
             items.append(graph.call_function(operator.getitem, (call, i)))
             items[-1].meta["example_value"] = item
-    return items
+        return items
+
+    def _size(self, graph: fx.Graph, dim: int) -> int | fx.Node:
+        size = _value(self.node).shape[dim]
+        if isinstance(size, int):
+            return size
+        node = graph.call_method("size", (self.node, dim))
+        node.meta["example_value"] = size
+        return node
 
 
-_MADE = {
-    Kind.VALID_KEYS: "valid_first",
-    Kind.DOCUMENTS: "document_tables",
-}
+def _is_bounded(length: torch.SymInt) -> bool:
+    """Whether a length is known to stay below some number."""
+    bounds = length.node.shape_env.bound_sympy(length.node.expr)
+    return bool(bounds.upper < 1 << 31)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a call of attention is made without its mask."""
+
+    mask: _Mask
+    arguments: dict[str, Any]
+
+
+def _kept(mask: _Mask, context: Context) -> str:
+    """Why a mask stays that is more than causal; empty if it goes."""
+    meaning = mask.meaning
+    if not mask.in_blocks and meaning.valid is None:
+        return ""
+    if not mask.in_blocks and context.numerics == "strict":
+        return "strict numerics keep what rows of padding see"
+    least = context.threshold("causal_attention.min_positions")
+    count = hint(mask.length)
+    if count >= least:
+        return ""
+    return f"{count} positions, fewer than causal_attention.min_positions={least}: the mask is kept"
 
 
 def _given_to(body: fx.Graph, graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -182,37 +232,32 @@ _PARAMETERS: dict[str, Any] = {
 }
 
 
-def _causal(
-    node: fx.Node,
-    arguments: dict[str, Any],
-    graphs: list[fx.Graph],
-    mask: fx.Node,
-    meaning: Meaning,
-) -> Site:
+def _causal(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], mask: _Mask) -> Site:
     without = {**arguments, "attn_mask": None, "is_causal": True}
-    padded = ", valid first" if meaning.kind is Kind.VALID_KEYS else ""
+    padded = "" if mask.meaning.valid is None else ", valid first"
     found = before_repeat(node, arguments, graphs)
     if isinstance(found, str):
         provider = f"sdpa{padded}, repeated keys: {found}" if found else f"sdpa{padded}"
-        return Site(node, plan=_Plan(meaning, mask, without), provider=provider)
+        return Site(node, plan=_Plan(mask, without), provider=provider)
     key, value = found
     without |= {"key": key, "value": value, "enable_gqa": True}
-    return Site(node, plan=_Plan(meaning, mask, without), provider=f"sdpa{padded}, grouped keys")
+    return Site(node, plan=_Plan(mask, without), provider=f"sdpa{padded}, grouped keys")
 
 
-def _documents(
-    node: fx.Node,
-    arguments: dict[str, Any],
-    graphs: list[fx.Graph],
-    mask: fx.Node,
-    meaning: Meaning,
-) -> Site:
+def _blocks(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], mask: _Mask) -> Site:
     if arguments["dropout_p"] != 0:
         return Site(node, rejected="FlexAttention drops no scores out", by_choice=True)
     found = before_repeat(node, arguments, graphs)
     if not isinstance(found, str):
         arguments |= dict(zip(("key", "value"), found, strict=True))
-    return Site(node, plan=_Plan(meaning, mask, arguments), provider="FlexAttention of documents")
+    meaning = mask.meaning
+    parts = {
+        "documents": meaning.positions,
+        "a window": meaning.window,
+        "valid keys": meaning.valid,
+    }
+    named = ", ".join(name for name, part in parts.items() if part is not None)
+    return Site(node, plan=_Plan(mask, arguments), provider=f"FlexAttention of {named}")
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

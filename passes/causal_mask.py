@@ -1,13 +1,14 @@
-"""Prove what an attention mask means: causal, over valid keys, or inside documents.
+"""Prove what an attention mask means: causal, over valid keys, inside documents, in a window.
 
 Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
 functions, be written to by no other node, and hold no number but -1, 0 and 1, and such as are
-replaced: the mask's own sizes, and a number of copies that `expand` makes. At three positions no
-number may be large, so every distance that these numbers can make is small. At 160 positions a
-window of such a small distance would show. So what holds at these sizes holds at every size.
+replaced: the mask's own sizes, a number of copies that `expand` makes, and the length of a window.
+At three positions no number may be large, so every distance that these numbers can make is small.
+At 160 positions a window of such a small distance would show. So what holds at these sizes holds at
+every size.
 
-A mask may read one input of the graph, with a row per sequence and a column per position. It is
-then run on chosen rows, and compared with what it would be if the input were an `attention_mask`,
+A mask may read two inputs of the graph, each with a row per sequence and a column per position. It
+is then run on chosen rows, and compared with what it would be if an input were an `attention_mask`,
 or `position_ids` that begin again with each document.
 """
 
@@ -15,9 +16,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,13 @@ SIZES = (3, 8, 160)
 #: The numbers taken for sequences, and for heads or copies: several pairs of them, since a
 #: distance in the mask may happen to be one of them. No sum of the two is the same three times.
 COUNTS = ((2, 4), (3, 2), (4, 3))
+
+#: The lengths taken for a window at each number of positions, shorter and longer ones. They leave
+#: room below LARGEST at the fewest.
+WINDOWS = {3: (2, 5), 8: (2, 5, 11), 160: (2, 70, 159, 161)}
+
+#: The pairs of rows that two inputs are given together.
+PAIRS = 36
 
 #: The largest number that a mask may be computed with at the fewest positions.
 LARGEST = 16
@@ -67,23 +74,32 @@ _INPLACE = {
 
 
 class _NotProven(Exception):
-    """Why a mask is not known to be causal."""
+    """Why a mask is not known to be causal.
 
+    Args:
+        reason: that.
+        number: what it is computed with and which a window may be long, if it is for this.
+    """
 
-class Kind(Enum):
-    """The keys that a mask lets a query see; no key may come after it in any kind."""
-
-    CAUSAL = "every key"
-    VALID_KEYS = "keys whose input is not zero"
-    DOCUMENTS = "keys of its own document"
+    def __init__(self, reason: str, number: int | None = None) -> None:
+        super().__init__(reason)
+        self.number = number
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """The proven kind of a mask, and the input [B, S] that it is made of, if it reads one."""
+    """The keys that a proven mask lets a query see: itself and those before it, and of these:
 
-    kind: Kind
-    source: fx.Node | None = None
+    Args:
+        valid: an input [B, S] of the graph, which is not zero for keys that are seen; None: any.
+        positions: an input [B, S] that rises by one inside of each document, of which the query's
+            is seen; None: any.
+        window: how many positions are seen, the query's among them; None: any number.
+    """
+
+    valid: fx.Node | None = None
+    positions: fx.Node | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,50 +126,66 @@ def read(
     if not same_size(value.shape[-2], value.shape[-1]):
         return Unproven("queries and keys differ in number")
     sources = _inputs(mask, outside)
-    source = sources[0] if len(sources) == 1 and _is_by_position(sources[0], value) else None
+    if not all(_is_by_position(source, value) for source in sources):
+        sources = []
     reasons = []
-    for kind in (Kind.CAUSAL,) if source is None else (Kind.VALID_KEYS, Kind.DOCUMENTS):
-        reason = _why_not(kind, mask, source, outside, graphs)
-        if not reason:
-            return Meaning(kind, source)
-        reasons.append(reason)
+    for meaning in _meanings(sources):
+        disproof = _disproof(mask, meaning, outside, graphs)
+        if disproof is not None and disproof.number is not None:
+            meaning = replace(meaning, window=disproof.number)
+            other = _disproof(mask, meaning, outside, graphs)
+            disproof = disproof if str(other) == _ANOTHER else other
+        if disproof is None:
+            return meaning
+        reasons.append(str(disproof))
     telling = [reason for reason in reasons if reason != _ANOTHER]
-    if source is not None and not telling:
-        name = _input_name(source)
-        return Unproven(f"the mask depends on the input {name} in a way that is not known")
+    if sources and not telling:
+        names = " and ".join(map(_input_name, sources))
+        inputs = f"input {names}" if len(sources) == 1 else f"inputs {names}"
+        return Unproven(f"the mask depends on the {inputs} in a way that is not known")
     return Unproven((telling or reasons)[0])
+
+
+def _meanings(sources: Sequence[fx.Node]) -> list[Meaning]:
+    """What a mask of these inputs may mean, without a window."""
+    if len(sources) == 1:
+        return [Meaning(valid=sources[0]), Meaning(positions=sources[0])]
+    if len(sources) == 2:
+        one, other = sources
+        return [Meaning(one, other), Meaning(other, one)]
+    return [Meaning()]  # of more than two, running it tells what it depends on
 
 
 _ANOTHER = "the mask is another than the causal one"
 
 
-def _why_not(
-    kind: Kind,
+def _disproof(
     mask: fx.Node,
-    source: fx.Node | None,
+    meaning: Meaning,
     outside: Mapping[fx.Node, fx.Node],
     graphs: Iterable[fx.Graph],
-) -> str:
-    """Empty if `mask` is of that kind; else the reason."""
+) -> _NotProven | None:
+    """None if `mask` means that; else the reason why it is not known to."""
     shape = mask.meta["example_value"].shape
     try:
         for size, (few, copies) in itertools.product(SIZES, COUNTS):
-            for rows in _rows(kind, source, few, size):
-                inputs = {} if source is None or rows is None else {source: rows}
-                evaluation = _Evaluation(shape, (few, copies, size), outside, inputs)
+            for inputs, window in _chosen(meaning, few, size):
+                numbers = few, copies, size
+                evaluation = _Evaluation(shape, numbers, (meaning.window, window), outside, inputs)
                 found = evaluation.of(mask)
-                expected = _EXPECTED[kind](rows, size)
+                expected = _expected(meaning, inputs, size, window)
                 if found.shape[-2:] != (size, size) or not _equal(found, expected):
-                    return _ANOTHER
+                    return _NotProven(_ANOTHER)
                 if size == SIZES[0] and evaluation.is_large():
-                    return "the mask is computed with sums or copies as large as a window may be"
+                    reason = "sums or copies as large as a window may be"
+                    return _NotProven(f"the mask is computed with {reason}")
         if written := _written(evaluation.nodes(), outside, graphs):
-            return f"the mask, or what it is made of, is written to by {written}"
+            return _NotProven(f"the mask, or what it is made of, is written to by {written}")
     except _NotProven as reason:
-        return str(reason)
+        return reason
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        return f"the mask could not be computed at other sizes: {error}"
-    return ""
+        return _NotProven(f"the mask could not be computed at other sizes: {error}")
+    return None
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -165,62 +197,85 @@ def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _causal(rows: torch.Tensor | None, size: int) -> torch.Tensor:
-    return torch.ones(1, 1, size, size, dtype=torch.bool).tril()
+def _expected(
+    meaning: Meaning, inputs: Mapping[fx.Node, torch.Tensor], size: int, window: int | None
+) -> torch.Tensor:
+    place = torch.arange(size)
+    behind = place[:, None] - place
+    mask = ((behind >= 0) & (behind < (window or size)))[None, None]
+    if meaning.valid is not None:
+        mask = mask & (inputs[meaning.valid] != 0)[:, None, None, :]
+    if meaning.positions is not None:
+        rows = inputs[meaning.positions]
+        begins = torch.ones_like(rows, dtype=torch.bool)
+        begins[:, 1:] = rows[:, 1:] != rows[:, :-1] + 1
+        document = begins.cumsum(-1)
+        mask = mask & (document[:, None, :, None] == document[:, None, None, :])
+    return mask
 
 
-def _valid_keys(rows: torch.Tensor | None, size: int) -> torch.Tensor:
-    assert rows is not None
-    return _causal(None, size) & (rows != 0)[:, None, None, :]
-
-
-def _documents(rows: torch.Tensor | None, size: int) -> torch.Tensor:
-    assert rows is not None
-    begins = torch.ones_like(rows, dtype=torch.bool)
-    begins[:, 1:] = rows[:, 1:] != rows[:, :-1] + 1
-    document = begins.cumsum(-1)
-    return _causal(None, size) & (document[:, None, :, None] == document[:, None, None, :])
-
-
-_EXPECTED: dict[Kind, Callable[[torch.Tensor | None, int], torch.Tensor]] = {
-    Kind.CAUSAL: _causal,
-    Kind.VALID_KEYS: _valid_keys,
-    Kind.DOCUMENTS: _documents,
-}
-
-
-def _rows(kind: Kind, source: fx.Node | None, few: int, size: int) -> Iterator[torch.Tensor | None]:
-    """The rows that a mask's input is given: at few positions every pattern, at more of them some.
-
-    Numbers other than 0 and 1 are among them, and documents of one position.
-    """
-    if source is None:
-        yield None
+def _chosen(
+    meaning: Meaning, few: int, size: int
+) -> Iterator[tuple[dict[fx.Node, torch.Tensor], int | None]]:
+    """What a mask's inputs and its window are, together: each with each at few positions."""
+    windows = (None,) if meaning.window is None else WINDOWS[size]
+    rows = list(_inputs_of(meaning, few, size))
+    if size < SIZES[-1]:
+        yield from itertools.product(rows, windows)
         return
-    value = source.meta["example_value"]
+    for i in range(max(len(rows), len(windows))):
+        yield rows[i % len(rows)], windows[i % len(windows)]
+
+
+def _inputs_of(meaning: Meaning, few: int, size: int) -> Iterator[dict[fx.Node, torch.Tensor]]:
+    """The rows that a mask's inputs are given: at few positions every pattern of validity, at more
+    of them some. Two inputs meet in many pairs."""
     generator = torch.Generator().manual_seed(size * few)
-    sequences = 1 if _expression(value.shape[0]) == 1 else few
+    given: dict[fx.Node, torch.Tensor] = {}
+    if meaning.valid is not None:
+        given[meaning.valid] = _validity(size, generator)
+    if meaning.positions is not None:
+        given[meaning.positions] = _positions(size, generator)
+    if not given:
+        yield {}
+        return
+    if len(given) == 2:
+        one, other = given.values()
+        pairs = torch.cartesian_prod(torch.arange(len(one)), torch.arange(len(other)))
+        pairs = pairs[torch.randperm(len(pairs), generator=generator)[:PAIRS]]
+        given = {n: x[at] for (n, x), at in zip(given.items(), pairs.T, strict=True)}
+    count = len(next(iter(given.values())))
+    sequences = {node: _few(node.meta["example_value"].shape[0], few) for node in given}
+    most = max(sequences.values())
+    for start in range(0, count - most + 1, most):
+        yield {
+            node: rows[start : start + sequences[node]].to(node.meta["example_value"].dtype)
+            for node, rows in given.items()
+        }
 
-    def drawn(high: int, count: int) -> torch.Tensor:
-        return torch.randint(high, (count, size), generator=generator)
 
-    if kind is Kind.VALID_KEYS:
-        few_valid, most_valid = drawn(4, 8) == 0, drawn(8, 8) != 0
-        padded = torch.arange(size) < torch.tensor([[0], [1], [size // 2], [size]])
-        patterns = torch.cat([few_valid, most_valid, padded, padded.flip(1)]).long()
-        if size == SIZES[0]:
-            patterns = torch.cartesian_prod(*[torch.arange(2)] * size)
-        patterns = torch.cat([patterns, patterns[:4] * 3])
-    else:
-        starts = drawn(3, 12) == 0
-        starts = torch.cat([starts, torch.zeros(1, size) != 0, torch.ones(1, size) != 0])
-        values = torch.where(starts, drawn(3, 14), 0)
-        for place in range(1, size):
-            values[:, place] += torch.where(starts[:, place], 0, values[:, place - 1] + 1)
-        patterns = values
-    patterns = patterns[: len(patterns) // sequences * sequences]
-    for rows in patterns.split(sequences):
-        yield rows.to(value.dtype)
+def _few(sequences: int | torch.SymInt, few: int) -> int:
+    return 1 if _expression(sequences) == 1 else few
+
+
+def _validity(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows of zeros where padding is; numbers other than 0 and 1 are among them."""
+    few_valid, most_valid = (torch.randint(n, (8, size), generator=generator) for n in (4, 8))
+    padded = torch.arange(size) < torch.tensor([[0], [1], [size // 2], [size]])
+    patterns = torch.cat([few_valid == 0, most_valid != 0, padded, padded.flip(1)]).long()
+    if size == SIZES[0]:
+        patterns = torch.cartesian_prod(*[torch.arange(2)] * size)
+    return torch.cat([patterns, patterns[:4] * 3])
+
+
+def _positions(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows that begin again with each document, from small numbers; some are of one position."""
+    starts = torch.randint(3, (12, size), generator=generator) == 0
+    starts = torch.cat([starts, torch.zeros(1, size) != 0, torch.ones(1, size) != 0])
+    rows = torch.where(starts, torch.randint(3, starts.shape, generator=generator), 0)
+    for place in range(1, size):
+        rows[:, place] += torch.where(starts[:, place], 0, rows[:, place - 1] + 1)
+    return rows
 
 
 def _inputs(mask: fx.Node, outside: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
@@ -313,6 +368,7 @@ class _Evaluation:
     Args:
         shape: the shape of the mask, [sequences, heads, S, S].
         numbers: what stands for sequences, for heads or copies, and for S.
+        window: the length of a window, and what stands for it; None: none.
         outside: as of `read`.
         inputs: what is taken for inputs of the graph.
     """
@@ -321,12 +377,14 @@ class _Evaluation:
         self,
         shape: Sequence[int | torch.SymInt],
         numbers: tuple[int, int, int],
+        window: tuple[int | None, int | None],
         outside: Mapping[fx.Node, fx.Node],
         inputs: Mapping[fx.Node, torch.Tensor],
     ) -> None:
         few, self._copies, size = numbers
         self._sizes = ((shape[-1], size), (shape[0], few), (shape[1], self._copies))
         self._copied = None if _expression(shape[1]) in _PLAIN else _expression(shape[1])
+        self._window = window
         self._outside = outside
         self._known: dict[fx.Node, Any] = dict(inputs)
 
@@ -389,7 +447,11 @@ class _Evaluation:
         for size, small in self._sizes:
             if same_size(value, size):
                 return small
+        length, taken = self._window
+        if taken is not None and number == length:
+            return taken
         if copies and self._copied in (None, number):  # two numbers could tell by their difference
             self._copied = number
             return self._copies
-        raise _NotProven(f"the mask is computed with the number {value}, as a window is")
+        window = number if isinstance(number, int) and number > 0 else None
+        raise _NotProven(f"the mask is computed with the number {value}, as a window is", window)

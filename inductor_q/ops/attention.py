@@ -1,4 +1,4 @@
-"""Attention under the masks that batches of text bring: padding, and documents packed in a row.
+"""Attention under the masks that texts and models bring: padding, packed documents, windows.
 
 Each op here is composed of torch's own and its gradient: AOTAutograd traces through it, so kernels
 and fusions are Inductor's. What a mask needs is made once from its input and shared by all layers.
@@ -7,8 +7,9 @@ and fusions are Inductor's. What a mask needs is made once from its input and sh
   keep their order. Under a causal mask a valid query then sees exactly the valid keys before it, so
   attention needs no mask; `reorder` takes queries, keys and values there, `restore` takes the
   result back.
-- Documents. `document_tables` says which blocks of 128 x 128 scores two documents can share;
-  `document_attention` is FlexAttention over these, on a CUDA device, and a mask elsewhere.
+- Documents packed in a row, and sliding windows, with padding or without. `block_tables` says which
+  blocks of 128 x 128 scores hold pairs that see each other; `block_attention` is FlexAttention over
+  these, on a CUDA device, and a mask elsewhere.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from inductor_q.ops.library import define_composite
 
 #: Queries and keys of one block of FlexAttention, its default.
 BLOCK = 128
+
+#: The tables of FlexAttention's BlockMask, which come last among those of `block_tables`.
+_TABLES = 8
 
 
 def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,78 +110,122 @@ def _reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     return result
 
 
-def document_tables(positions: Tensor, batch: int) -> list[Tensor]:
-    """The documents that positions count through, and which blocks of scores they can share.
+def block_tables(
+    positions: Tensor | None,
+    valid: Tensor | None,
+    batch: int,
+    length: int,
+    window: int | None,
+    device: torch.device,
+) -> list[Tensor]:
+    """Which blocks of scores causal attention computes, given what else hides keys from queries.
 
     Args:
-        positions: [B, S] or [1, S], any integer dtype; a document goes on as long as they rise by
-            one. So transformers reads `position_ids` where no attention_mask is given.
-        batch: B.
+        positions: [B, S] or [1, S], any integer dtype: keys of other documents are hidden. A
+            document goes on as long as its positions rise by one, as transformers reads
+            `position_ids` where no attention_mask is given. None: one document.
+        valid: [B, S] or [1, S], any dtype: keys where it is zero are hidden. None: no key is.
+        batch, length: B and S.
+        window: keys that are so many positions before the query, or more, are hidden.
+        device: where the tables are made.
 
     Returns:
-        The document of each position, [B, S] int64, ascending; then FlexAttention's eight tables,
-        int32, n = ceil(S / 128): for queries and again for keys, how many blocks of the other side
-        hold some pairs (by [B, 1, n]) and which these are ([B, 1, n, n]), and likewise the blocks
-        that hold nothing else.
+        The document of each position, [B, S] int64, ascending; where `valid` is given the same with
+        -1 for hidden keys; then FlexAttention's eight tables, int32, n = ceil(S / 128): for queries
+        and again for keys, how many blocks of the other side hold some pairs (by [B, 1, n]) and
+        which these are ([B, 1, n, n]), and likewise the blocks that hold nothing else.
     """
-    result: list[Tensor] = torch.ops.qfuse.document_tables(positions, batch)
+    result: list[Tensor] = torch.ops.qfuse.block_tables(
+        positions, valid, batch, length, window, device
+    )
     return result
 
 
-def _document_tables(positions: Tensor, batch: int) -> list[Tensor]:
-    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
-    documents = (steps != 1).cumsum(-1).expand(batch, -1)
-    length = documents.shape[-1]
+def _block_tables(
+    positions: Tensor | None,
+    valid: Tensor | None,
+    batch: int,
+    length: int,
+    window: int | None,
+    device: torch.device,
+) -> list[Tensor]:
+    if positions is None:
+        documents = torch.zeros(batch, length, dtype=torch.int64, device=device)
+    else:
+        steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+        documents = (steps != 1).cumsum(-1).expand(batch, -1).contiguous()
+    given = [documents]
     blocks = (length + BLOCK - 1) // BLOCK
-    # The last block is filled up with its last document, so that it meets no others for that.
-    index = torch.arange(blocks * BLOCK, device=documents.device).clamp(max=length - 1)
+    # The last block is filled up with its last position, so that it meets nothing else for that.
+    index = torch.arange(blocks * BLOCK, device=device).clamp(max=length - 1)
     in_blocks = documents[:, index].view(batch, blocks, BLOCK)
     low, high = in_blocks.amin(-1), in_blocks.amax(-1)
-    place = torch.arange(blocks, device=documents.device)
-    before = place[:, None] > place[None]
+    place = torch.arange(blocks, device=device)
+    behind = place[:, None] - place[None]
     # Documents ascend: two blocks share one where their ranges overlap, and the later block's first
     # is then the earlier one's last.
-    meet = (low[:, :, None] <= high[:, None, :]) & (before | (place[:, None] == place[None]))
+    meet = (low[:, :, None] <= high[:, None, :]) & (behind >= 0)
     one = (low == high) & (place < length // BLOCK)
-    whole = meet & before & one[:, :, None] & one[:, None, :]
+    whole = meet & (behind > 0) & one[:, :, None] & one[:, None, :]
+    if window is not None:
+        nearest = behind * BLOCK - (BLOCK - 1)
+        meet, whole = meet & (nearest < window), whole & (behind * BLOCK + (BLOCK - 1) < window)
+    if valid is not None:
+        given.append(torch.where(valid != 0, documents, -1))
+        keys = (given[-1] >= 0)[:, index].view(batch, 1, blocks, BLOCK)
+        meet, whole = meet & keys.any(-1), whole & keys.all(-1)
     some = meet & ~whole
     tables: list[Tensor] = []
     for blocks_of in (some, whole, some.transpose(1, 2), whole.transpose(1, 2)):
         order, _ = _partition(blocks_of)
         tables.append(blocks_of.sum(-1, dtype=torch.int32).unsqueeze(1).contiguous())
         tables.append(order.to(torch.int32).unsqueeze(1).contiguous())
-    return [documents.contiguous(), *tables]
+    return [*given, *tables]
 
 
-def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: Sequence[Tensor],
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
-    """Causal attention inside of each document.
+    """Causal attention to the keys of a query's document that are valid and in its window.
 
     Args:
         query: [B, H, S, D].
         key, value: [B, G, S, D], H a multiple of G.
-        tables: of `document_tables`.
+        tables: of `block_tables`.
+        window: as given to it.
         scale: of the scores; None: D ** -0.5.
 
     Returns:
-        [B, H, S, D]. A document's rows do not depend on its neighbours, to the bit.
+        [B, H, S, D], zero for queries that see no key. A document's rows do not depend on its
+        neighbours, to the bit.
     """
-    result: Tensor = torch.ops.qfuse.document_attention(query, key, value, list(tables), scale)
+    result: Tensor = torch.ops.qfuse.block_attention(query, key, value, list(tables), window, scale)
     return result
 
 
-def _document_attention(
-    query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], scale: float | None
+def _block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: Sequence[Tensor],
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
-    documents, *blocks = tables
+    given, blocks = tables[:-_TABLES], tables[-_TABLES:]
     if query.device.type == "cuda":
-        return _flex(query, key, value, documents, blocks, scale)
-    place = torch.arange(documents.shape[-1], device=documents.device)
-    mask = documents[:, :, None] == documents[:, None, :]
-    mask = (mask & (place[:, None] >= place[None])).unsqueeze(1)
+        return _flex(query, key, value, given, blocks, window, scale)
+    place = torch.arange(query.shape[-2], device=query.device)
+    behind = place[:, None] - place[None]
+    mask = (given[0][:, :, None] == given[-1][:, None, :]) & (behind >= 0)
+    if window is not None:
+        mask = mask & (behind < window)
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+        query, key, value, attn_mask=mask.unsqueeze(1), scale=scale, enable_gqa=True
     )
 
 
@@ -185,8 +233,9 @@ def _flex(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Tensor,
+    given: Sequence[Tensor],
     blocks: Sequence[Tensor],
+    window: int | None,
     scale: float | None,
 ) -> Tensor:
     """The operator behind `torch.nn.attention.flex_attention`, which Dynamo would trace for it."""
@@ -194,10 +243,13 @@ def _flex(
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     # Without annotations: as text they would keep Inductor from caching the graph.
-    unchanged = lambda score, b, h, q, k: score  # noqa: E731
-    same_document = lambda b, h, q, k, documents: (  # noqa: E731
-        (q >= k) & (documents[b, q] == documents[b, k])
+    unchanged: Any = lambda score, b, h, q, k: score  # noqa: E731
+    # The document of the query comes first, that of the key last.
+    causal: Any = lambda b, h, q, k, *of: (  # noqa: E731
+        (q >= k) & (of[0][b, q] == of[-1][b, k])
     )
+    near: Any = lambda b, h, q, k, *of: causal(b, h, q, k, *of) & (q - k < window)  # noqa: E731
+    sees = causal if window is None else near
     length = query.shape[-2]
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     options = {
@@ -224,7 +276,7 @@ def _flex(
     ).as_tuple()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     result: Tensor = flex_attention(
-        query, key, value, unchanged, (*block_mask, same_document), scale, options, (), (documents,)
+        query, key, value, unchanged, (*block_mask, sees), scale, options, (), tuple(given)
     )[0]
     return result
 
@@ -236,10 +288,12 @@ def define_attention() -> None:
         "restore(Tensor x, Tensor order, Tensor inverse, Tensor valid) -> Tensor", _restore
     )
     define_composite(
-        "document_tables(Tensor positions, SymInt batch) -> Tensor[]", _document_tables
+        "block_tables(Tensor? positions, Tensor? valid, SymInt batch, SymInt length, int? window, "
+        "Device device) -> Tensor[]",
+        _block_tables,
     )
     define_composite(
-        "document_attention(Tensor query, Tensor key, Tensor value, Tensor[] tables, "
+        "block_attention(Tensor query, Tensor key, Tensor value, Tensor[] tables, int? window, "
         "float? scale) -> Tensor",
-        _document_attention,
+        _block_attention,
     )

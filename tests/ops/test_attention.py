@@ -1,4 +1,4 @@
-"""The ops of attention under padding and packed documents, against torch's own with a mask."""
+"""The ops of attention under padding, documents and windows, against torch's own with a mask."""
 
 from __future__ import annotations
 
@@ -26,16 +26,28 @@ def packed(*lengths: int, first: int = 0) -> Tensor:
     return torch.cat([torch.arange(first, first + n) for n in lengths])[None]
 
 
-def same_document(positions: Tensor) -> Tensor:
-    """[B, S, S], written out pair by pair."""
-    batch, length = positions.shape
+def seen(positions: Tensor | None, valid: Tensor | None, length: int, window: int | None) -> Tensor:
+    """[B, S, S], written out query by query: the keys from the first that it sees to itself."""
+    batch = max(x.shape[0] for x in (positions, valid, torch.zeros(1)) if x is not None)
     mask = torch.zeros(batch, length, length, dtype=torch.bool)
-    for b, q in itertools.product(range(batch), range(length)):
-        for k in range(q, -1, -1):
-            mask[b, q, k] = True
-            if k and positions[b, k] != positions[b, k - 1] + 1:
-                break
+    for b in range(batch):
+        row = None if positions is None else positions[b % positions.shape[0]].tolist()
+        first = 0
+        for q in range(length):
+            if row is not None and q and row[q] != row[q - 1] + 1:
+                first = q
+            near = slice(first if window is None else max(first, q - window + 1), q + 1)
+            mask[b, q, near] = True if valid is None else valid[b, near] != 0
     return mask
+
+
+def padding(length: int) -> Tensor:
+    """[2, S]: much padding on the left; then padding in between, and on the right."""
+    valid = torch.ones(2, length, dtype=torch.int64)
+    valid[0, : length * 2 // 3] = 0
+    valid[1, length // 3 : length // 2] = 0
+    valid[1, -(length // 5) :] = 0
+    return valid
 
 
 def test_valid_positions_come_first_in_their_order() -> None:
@@ -62,63 +74,103 @@ def test_rows_go_there_and_back_with_their_gradients() -> None:
     assert torch.equal(got, weight * (valid != 0)[:, None, :, None])
 
 
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 130, 200, 5000])
 @pytest.mark.parametrize(
     "lengths",
     [(1,), (5,), (128,), (128, 128), (100, 28, 1, 255), (300, 1, 83), (1,) * 130, (40, 400)],
     ids=str,
 )
-def test_tables_name_the_blocks_that_documents_share(lengths: tuple[int, ...]) -> None:
-    positions = packed(*lengths, first=3)
-    documents, *tables = attention.document_tables(positions, 2)
-    length, blocks = sum(lengths), -(-sum(lengths) // BLOCK)
+def test_tables_name_the_blocks_that_hold_pairs(
+    lengths: tuple[int, ...], window: int | None
+) -> None:
+    length, positions = sum(lengths), packed(*lengths, first=3)
+    documents, *tables = attention.block_tables(positions, None, 2, length, window, CPU)
     number = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     assert torch.equal(documents, number.expand(2, length))
-    padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
-    padded[:length, :length] = same_document(positions)[0]
-    pairs = padded.view(blocks, BLOCK, blocks, BLOCK).sum((1, 3))
-    for side, (count, index) in enumerate(zip(tables[::2], tables[1::2], strict=True)):
-        assert count.shape == (2, 1, blocks) and index.shape == (2, 1, blocks, blocks)
+    mask = seen(positions, None, length, window)
+    some, whole = blocks_of(mask.expand(2, -1, -1))
+    assert_tables(tables, some & ~whole, whole)
+
+
+def blocks_of(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Which blocks of [B, S, S] hold some pairs, and which hold all."""
+    batch, length, _ = mask.shape
+    blocks = -(-length // BLOCK)
+    padded = torch.zeros(batch, blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
+    padded[:, :length, :length] = mask
+    pairs = padded.view(batch, blocks, BLOCK, blocks, BLOCK).sum((2, 4))
+    return pairs > 0, pairs == BLOCK * BLOCK
+
+
+def assert_tables(tables: list[Tensor], some: Tensor, whole: Tensor) -> None:
+    expected = (some, whole, some.transpose(1, 2), whole.transpose(1, 2))
+    for pairs, count, index in zip(expected, tables[::2], tables[1::2], strict=True):
+        batch, blocks, _ = pairs.shape
+        assert count.shape == (batch, 1, blocks) and index.shape == (batch, 1, blocks, blocks)
         assert count.is_contiguous() and index.is_contiguous()
         assert count.dtype == index.dtype == torch.int32
-        whole = pairs == BLOCK * BLOCK
-        expected = whole if side % 2 else (pairs > 0) & ~whole
-        expected = expected.t() if side > 1 else expected
-        for q in range(blocks):
-            assert index[1, 0, q, : count[1, 0, q]].tolist() == expected[q].nonzero()[:, 0].tolist()
+        for b, q in itertools.product(range(batch), range(blocks)):
+            assert index[b, 0, q, : count[b, 0, q]].tolist() == pairs[b, q].nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize("lengths", [None, (200, 1, 399)], ids=str)
+def test_tables_of_valid_keys(lengths: tuple[int, ...] | None, window: int | None) -> None:
+    """What they call whole is whole, and what they leave out is empty; a block of which only hidden
+    keys are near enough, or of its document, may be computed for nothing."""
+    length = 600
+    valid, positions = padding(length), packed(*lengths) if lengths else None
+    documents, keys, *tables = attention.block_tables(positions, valid, 2, length, window, CPU)
+    assert torch.equal(keys, documents.masked_fill(valid == 0, -1))
+    some, whole = blocks_of(seen(positions, valid, length, window))
+    possible, _ = blocks_of(seen(positions, None, length, window).expand(2, -1, -1))
+    filled = torch.nn.functional.pad(valid, (0, -length % BLOCK)).view(2, 1, -1, BLOCK).any(-1)
+    assert bool((some <= (possible & filled)).all())
+    assert_tables(tables, possible & filled & ~whole, whole)
 
 
 @pytest.mark.parametrize("form", ["mask", "flex"])
-@pytest.mark.parametrize("lengths", [(40, 1, 23), (100, 60)], ids=str)
-def test_attention_stays_in_its_document(form: str, lengths: tuple[int, ...]) -> None:
-    """As torch's own attention under the mask written out; "flex" is what a GPU compiles, run here
-    by the operator's eager definition."""
-    positions = packed(*lengths)
-    length = sum(lengths)
-    query, key, value = rows(2, 4, length, 16), rows(2, 2, length, 16), rows(2, 2, length, 16)
-    tables = attention.document_tables(positions, 2)
+@pytest.mark.parametrize("window", [None, 1, 30, 64], ids=str)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("lengths", [None, (40, 1, 23), (100, 60)], ids=str)
+def test_attention_sees_what_a_mask_lets_through(
+    form: str, lengths: tuple[int, ...] | None, padded: bool, window: int | None
+) -> None:
+    """Against the mask written out, in float64; "flex" is what a GPU compiles, run here by the
+    operator's eager definition. Queries that see nothing give zero, and take no gradient."""
+    length = sum(lengths or (150,))
+    positions = packed(*lengths) if lengths else None
+    valid = padding(length) if padded else None
+    leaves = [rows(2, h, length, 16) for h in (4, 2, 2)]
+    tables = attention.block_tables(positions, valid, 2, length, window, CPU)
     if form == "mask":
-        got = attention.document_attention(query, key, value, tables, None)
+        got = attention.block_attention(*leaves, tables, window, None)
     else:
-        got = attention._flex(query, key, value, tables[0], tables[1:], None)
-    mask = same_document(positions)[:, None]
-    expected = attend(query, key, value, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(got, expected)
+        got = attention._flex(*leaves, tables[:-8], tables[-8:], window, None)
+    mask = seen(positions, valid, length, window)[:, None]
+    query, key, value = (x.detach().double().requires_grad_() for x in leaves)
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 4
+    weights = scores.masked_fill(~mask, -1e9).softmax(-1) * mask
+    expected = weights @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
     weight = rows(2, 4, length, 16).detach() + 1
-    leaves = (query, key, value)
     for one, other in zip(
         torch.autograd.grad((got * weight).sum(), leaves),
-        torch.autograd.grad((expected * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), (query, key, value)),
         strict=True,
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
 def test_attention_is_scaled_as_asked() -> None:
     query, key, value = (rows(1, 2, 12, 8) for _ in range(3))
-    tables = attention.document_tables(packed(12), 1)
+    tables = attention.block_tables(packed(12), None, 1, 12, None, CPU)
     for form in (
-        attention.document_attention(query, key, value, tables, 0.5),
-        attention._flex(query, key, value, tables[0], tables[1:], 0.5),
+        attention.block_attention(query, key, value, tables, None, 0.5),
+        attention._flex(query, key, value, tables[:1], tables[1:], None, 0.5),
     ):
         expected = attend(query, key, value, is_causal=True, scale=0.5)
         torch.testing.assert_close(form, expected)
@@ -129,13 +181,17 @@ def test_opcheck(length: int) -> None:
     x, valid = rows(2, 2, length, 8), torch.arange(length).expand(2, length) % 3
     qfuse = torch.ops.qfuse
     made = attention.valid_first(valid)
-    tables = attention.document_tables(packed(2, length - 2), 2)
+    positions = packed(2, length - 2)
+    of_documents = (positions, None, 2, length, None, CPU)
+    of_a_window = (None, valid, 2, length, 3, CPU)
     for op, args in (
         (qfuse.valid_first.default, (valid,)),
         (qfuse.reorder.default, (x, *made[:2])),
         (qfuse.restore.default, (x, *made)),
-        (qfuse.document_tables.default, (packed(2, length - 2), 2)),
-        (qfuse.document_attention.default, (x, x, x, tables, None)),
+        (qfuse.block_tables.default, of_documents),
+        (qfuse.block_tables.default, of_a_window),
+        (qfuse.block_attention.default, (x, x, x, qfuse.block_tables(*of_documents), None, None)),
+        (qfuse.block_attention.default, (x, x, x, qfuse.block_tables(*of_a_window), 3, 0.5)),
     ):
         # A composite op has no fake and no gradient of its own to check, only what it traces to.
         tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -144,18 +200,23 @@ def test_opcheck(length: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [130, 1000, 1024, 3000])
-def test_gpu_documents_against_float64(length: int) -> None:
+@pytest.mark.parametrize("case", ["documents", "window", "padded window", "all"])
+def test_gpu_blocks_against_float64(case: str, length: int) -> None:
     """Error no larger than 1.25 times that of torch's attention with the mask; a document's rows do
     not move a bit when another document changes."""
     first = length // 3
-    positions = packed(first, 1, length - first - 1).cuda()
+    lengths = (first, 1, length - first - 1)
+    positions = packed(*lengths) if case in ("documents", "all") else None
+    valid = padding(length) if case in ("padded window", "all") else None
+    window = None if case == "documents" else length // 4
     leaves = [rows(2, h, length, 128, dtype=torch.bfloat16, device="cuda") for h in (8, 2, 2)]
+    given = [None if x is None else x.cuda() for x in (positions, valid)]
 
     def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        tables = attention.document_tables(positions, query.shape[0])
-        return attention.document_attention(query, key, value, tables, None)
+        made = attention.block_tables(given[0], given[1], 2, length, window, query.device)
+        return attention.block_attention(query, key, value, made, window, None)
 
-    mask = same_document(positions.cpu())[:, None].cuda()
+    mask = seen(positions, valid, length, window)[:, None].cuda()
     query, key, value = leaves
     doubles = query.double(), key.double(), value.double()
     exact = attend(doubles[0], doubles[1], doubles[2], attn_mask=mask, enable_gqa=True)
@@ -173,6 +234,8 @@ def test_gpu_documents_against_float64(length: int) -> None:
     ours = errors(compiled(*leaves))
     eager = errors(attend(query, key, value, attn_mask=mask, enable_gqa=True))
     assert all(one <= 1.25 * other for one, other in zip(ours, eager, strict=True)), (ours, eager)
+    if positions is None:
+        return
     with torch.no_grad():
         before = compiled(*leaves)
         for x in leaves[:2]:

@@ -155,6 +155,7 @@ class CapturedStage:
     def __init__(self, **options: Any) -> None:
         self.options = {"qfuse.passes": [PASS], **options}
         self.sites: list[SiteRecord] = []
+        self.graphs: list[torch.fx.Graph] = []
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         device = torch.device("cpu")
@@ -165,6 +166,7 @@ class CapturedStage:
             if isinstance(module, torch.fx.GraphModule):
                 module.recompile()
         self.sites += [site for site in report.sites if site.pass_name == PASS]
+        self.graphs.append(gm.graph)
         return gm.forward
 
 
@@ -196,6 +198,93 @@ def assert_steps_agree(model: Any, compiled: Any, inputs: dict[str, Tensor]) -> 
     assert len(got[1]) == len(expected[1])
     for one, other in zip(got[1], expected[1], strict=True):
         assert testing.relative_error(one, other.double()) < 1e-4
+
+
+WINDOW = 16
+
+
+def plain(**sizes: Any) -> Any:
+    """A model of one layer with a sliding window, without quantized weights."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"num_hidden_layers": 1, "sliding_window": WINDOW, **heads, **sizes}
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=48, vocab_size=200, **sizes
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def batch(case: str, length: int) -> dict[str, Tensor]:
+    """Inputs of two rows; a case is what of `padded` and `documents` it names."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, 200, (2, length), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids}
+    if "padded" in case:
+        mask = torch.ones_like(ids)
+        mask[0, -5:], mask[1, :7], mask[1, 9:11] = 0, 0, 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[1, 11] = -100  # as above: padding comes before it
+        inputs |= {"attention_mask": mask, "labels": labels}
+    if "documents" in case:
+        places = torch.arange(length)
+        rows = [torch.where(places < n, places, places - n) for n in (length // 3, length // 2)]
+        inputs["position_ids"] = torch.stack(rows)
+    return inputs
+
+
+def plain_step(call: Any, model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The loss, and all gradients."""
+    model.zero_grad()
+    loss = call(use_cache=False, **inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("case", "short", "long"),
+    [
+        ("", GROUPED, "FlexAttention of a window"),
+        ("padded", VALID_FIRST, "FlexAttention of a window, valid keys"),
+        ("documents", DOCUMENTS, "FlexAttention of documents, a window"),
+        # transformers reads documents from positions only where there is no attention_mask
+        ("padded documents", VALID_FIRST, "FlexAttention of a window, valid keys"),
+    ],
+)
+def test_windows(case: str, short: str, long: str) -> None:
+    """Two lengths within the window and two beyond: one graph for the first length, one for the
+    others within, one for every length. The loss and every gradient are eager's."""
+    torch.compiler.reset()
+    model = plain()
+    backend = CapturedStage(**ALWAYS)
+    compiled = torch.compile(model, backend=backend)
+    for length in (14, 15, 16, 24, 31, 13):
+        inputs = batch(case, length)
+        expected = plain_step(model, model, inputs)
+        torch.testing.assert_close(plain_step(compiled, model, inputs), expected)
+    assert [(s.rejected, s.provider) for s in backend.sites] == [("", short)] * 2 + [("", long)]
+
+
+def test_two_masks_of_one_model() -> None:
+    """Layers with a window and without, as of Gemma 3: what each kind needs is made once."""
+    torch.compiler.reset()
+    sizes = testing.tiny_llama_config().to_dict()
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma3TextConfig(
+        **{n: sizes[n] for n in ("hidden_size", "intermediate_size", "vocab_size")},
+        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 16, "sliding_window": WINDOW, "layer_types": kinds},
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    backend = CapturedStage(**ALWAYS)
+    inputs = batch("padded", 24)
+    expected = plain_step(model, model, inputs)
+    got = plain_step(torch.compile(model, backend=backend), model, inputs)
+    torch.testing.assert_close(got, expected)
+    providers = [site.provider for site in backend.sites]
+    assert providers == ["FlexAttention of a window, valid keys", VALID_FIRST] * 2
+    (graph,) = backend.graphs
+    for op in (torch.ops.qfuse.block_tables, torch.ops.qfuse.valid_first):
+        assert len(graph.find_nodes(op="call_function", target=op.default)) == 1
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from inductor_q.passes.causal_attention import CausalAttention
-from inductor_q.passes.causal_mask import CHECKPOINT, Kind, Meaning, Unproven, read
+from inductor_q.passes.causal_mask import CHECKPOINT, Meaning, Unproven, read
 from tests.support.attention import captured, causal, positions
 
 LARGE = "the mask is computed with sums or copies as large as a window may be"
@@ -25,13 +25,7 @@ def result(graph: fx.Graph) -> fx.Node:
 def why_not(graph: fx.Graph) -> str:
     """Why what a graph returns is not known to be the causal mask; empty if it is."""
     found = read(result(graph), {}, [graph])
-    return (
-        found.reason
-        if isinstance(found, Unproven)
-        else ""
-        if found == Meaning(Kind.CAUSAL)
-        else str(found)
-    )
+    return found.reason if isinstance(found, Unproven) else "" if found == Meaning() else str(found)
 
 
 def reason(mask: Callable[..., Tensor], *args: Any, dynamic: bool = False) -> str:
@@ -99,11 +93,6 @@ def anti_causal(x: Tensor) -> Tensor:
 def everything(x: Tensor) -> Tensor:
     q, k = positions(x)
     return (k <= q) | (k > q)
-
-
-def window(x: Tensor) -> Tensor:
-    q, k = positions(x)
-    return (k <= q) & (k > q - 4000)
 
 
 def prefix(x: Tensor) -> Tensor:
@@ -288,7 +277,6 @@ def another_copy(x: Tensor) -> Tensor:
         (strictly_causal, "the mask is another than the causal one"),
         (anti_causal, "the mask is another than the causal one"),
         (everything, "the mask is another than the causal one"),
-        (window, "the mask is computed with the number 4000, as a window is"),
         (prefix, "the mask is computed with the number 64, as a window is"),
         (halves, "the mask is computed with the number"),
         (longer, "queries and keys differ in number"),
@@ -326,14 +314,18 @@ def test_other_masks_are_not(
     assert reason(mask, torch.ones(2, 48), dynamic=dynamic).startswith(expected)
 
 
-def meaning(mask: Callable[[Tensor], Tensor], x: Tensor, *, dynamic: bool) -> str:
-    """The kind of a mask's meaning, of the input `x`; or why it is not known."""
-    graph = captured(mask, x, dynamic=dynamic).graph
+def meaning(mask: Callable[..., Tensor], *inputs: Tensor, dynamic: bool) -> str:
+    """What a mask of inputs is proven to mean; or why it is not known."""
+    graph = captured(mask, *inputs, dynamic=dynamic).graph
     found = read(result(graph), {}, [graph])
     if isinstance(found, Unproven):
         return found.reason
-    assert found.source is not None and found.source.op == "placeholder"
-    return found.kind.name
+    parts = []
+    for part, source in (("valid", found.valid), ("positions", found.positions)):
+        if source is not None:
+            assert source.op == "placeholder"
+            parts.append(f"{part} {str(source.target)[2:3]}")
+    return ", ".join(parts + ([] if found.window is None else [f"window {found.window}"]))
 
 
 def valid_keys(x: Tensor) -> Tensor:
@@ -392,9 +384,9 @@ OTHERWISE = "the mask depends on the input x in a way that is not known"
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [
-        (valid_keys, "VALID_KEYS"),
-        (documents, "DOCUMENTS"),
-        (documents_by_place, "DOCUMENTS"),
+        (valid_keys, "valid x"),
+        (documents, "positions x"),
+        (documents_by_place, "positions x"),
         (valid_queries, OTHERWISE),
         (hidden_keys, OTHERWISE),
         (keys_of_one, OTHERWISE),
@@ -417,14 +409,141 @@ def test_masks_of_an_input_that_is_written_to() -> None:
     assert found == "the mask, or what it is made of, is written to by setitem"
 
 
-def test_masks_of_two_inputs_are_not_known() -> None:
-    def both(x: Tensor, y: Tensor) -> Tensor:
-        return valid_keys(x) & documents(y)
+def in_window(x: Tensor) -> Tensor:
+    """As transformers writes it."""
+    q, k = positions(x)
+    return ((k > q - 4000) & (k <= q)).expand(x.shape[0], 1, -1, -1)
 
-    ones = torch.ones(2, 48, dtype=torch.int64)
-    graph = captured(both, ones, ones + 1).graph
-    found = read(result(graph), {}, [graph])
-    assert isinstance(found, Unproven) and found.reason.startswith("the mask depends on the input")
+
+def in_window_of_one(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return causal(x) & (k > q - 1)
+
+
+def in_window_of_three(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return causal(x) & (q - k < 3)
+
+
+def in_window_of_sixteen(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return causal(x) & (k > q - 16)
+
+
+def valid_in_window(x: Tensor) -> Tensor:
+    return valid_keys(x) & in_window_of_sixteen(x)
+
+
+def documents_in_window(x: Tensor) -> Tensor:
+    """As transformers 5 writes it: the distance is one of `position_ids`."""
+    return documents(x) & (x[:, None, None, :] > x[:, None, :, None] - 48)
+
+
+def documents_in_window_by_place(x: Tensor) -> Tensor:
+    return documents_by_place(x) & in_window_of_sixteen(x)
+
+
+def one_further(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q) & (k >= q - 16)
+
+
+def twice_as_far(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k <= q) & (k > q - 16 - 16)
+
+
+def of_two_windows(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return in_window_of_sixteen(x) & (k > q - 17)
+
+
+def first_and_near(x: Tensor) -> Tensor:
+    """The first positions stay in sight, as attention sinks do."""
+    q, k = positions(x)
+    return in_window_of_sixteen(x) | ((k < 16) & (k <= q))
+
+
+def ahead(x: Tensor) -> Tensor:
+    q, k = positions(x)
+    return (k > q - 16) & (k < q + 16)
+
+
+def positions_in_window(x: Tensor) -> Tensor:
+    """Documents see each other where their positions are near."""
+    return causal(x) & (x[:, None, None, :] > x[:, None, :, None] - 16)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (in_window, "window 4000"),
+        (in_window_of_one, "the mask is another than the causal one"),
+        (in_window_of_three, "window 3"),
+        (valid_in_window, "valid x, window 16"),
+        (documents_in_window, "positions x, window 48"),
+        (documents_in_window_by_place, "positions x, window 16"),
+        (one_further, "the mask is computed with the number 16, as a window is"),
+        (twice_as_far, "the mask is computed with the number 16, as a window is"),
+        (of_two_windows, "the mask is computed with the number 17, as a window is"),
+        (first_and_near, "the mask is computed with the number 16, as a window is"),
+        (ahead, "the mask is computed with the number 16, as a window is"),
+        (positions_in_window, "the mask is computed with the number 16, as a window is"),
+    ],
+)
+def test_masks_of_a_window(mask: Callable[[Tensor], Tensor], expected: str, dynamic: bool) -> None:
+    assert meaning(mask, torch.ones(2, 49, dtype=torch.int64), dynamic=dynamic) == expected
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_window_as_long_as_the_sequence(dynamic: bool) -> None:
+    """Of that one length it is the causal mask; of any length it is a window."""
+    found = meaning(in_window, torch.ones(2, 4000, dtype=torch.int64), dynamic=dynamic)
+    assert found == ("window 4000" if dynamic else "")
+
+
+def of_both(x: Tensor, y: Tensor) -> Tensor:
+    return valid_keys(x) & documents(y)
+
+
+def of_both_in_window(x: Tensor, y: Tensor) -> Tensor:
+    return documents(x) & valid_keys(y) & in_window_of_sixteen(x)
+
+
+def of_valid_queries(x: Tensor, y: Tensor) -> Tensor:
+    return of_both(x, y) & (x != 0)[:, None, :, None]
+
+
+def of_either(x: Tensor, y: Tensor) -> Tensor:
+    return causal(x) & ((y != 0) | (x != 0))[:, None, None, :]
+
+
+def of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return of_both(x, y) & valid_keys(z)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (of_both, "valid x, positions y"),
+        (of_both_in_window, "valid y, positions x, window 16"),
+        (of_valid_queries, "the mask depends on the inputs x and y in a way that is not known"),
+        (of_either, "the mask depends on the inputs x and y in a way that is not known"),
+        (of_three, "the mask depends on the input"),
+    ],
+)
+def test_masks_of_more_inputs(mask: Callable[..., Tensor], expected: str, dynamic: bool) -> None:
+    count = mask.__code__.co_argcount
+    inputs = [torch.ones(2, 49, dtype=torch.int64) + i for i in range(count)]
+    assert meaning(mask, *inputs, dynamic=dynamic).startswith(expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_positions_of_one_row(dynamic: bool) -> None:
+    x, y = torch.ones(2, 49, dtype=torch.int64), torch.ones(1, 49, dtype=torch.int64)
+    assert meaning(of_both, x, y, dynamic=dynamic) == "valid x, positions y"
 
 
 def test_a_function_that_is_not_listed_proves_nothing() -> None:
