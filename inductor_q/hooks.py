@@ -101,7 +101,8 @@ class JointPasses(_Passes, CustomGraphPass):
 
 
 class Partitioner(_Passes, CustomPartitionerFn):
-    """Run the partition stage: tag what must not be saved, then partition as functorch does."""
+    """Run the partition stage: tag what must not be saved, then partition as functorch does; then
+    the backward stage, on the graph that backward got."""
 
     def __call__(
         self,
@@ -114,7 +115,10 @@ class Partitioner(_Passes, CustomPartitionerFn):
         self.context.static_inputs = frozenset(static_lifetime_input_indices or ())
         run_stage("partition", gm.graph, self.context)
         kwargs["static_lifetime_input_indices"] = static_lifetime_input_indices
-        return self.partition(gm, joint_inputs, **kwargs)
+        forward, backward = self.partition(gm, joint_inputs, **kwargs)
+        run_stage("backward", backward.graph, self.context)
+        backward.recompile()
+        return forward, backward
 
 
 __all__ = ["Hook", "JointPasses", "Partitioner", "passes_off", "run_stage"]

@@ -28,6 +28,9 @@ UNREWRITTEN = "its dequantized weight is not saved; its product is left as it wa
 #: The pass over Dynamo's graph, which is about attention.
 ATTENTION_PASSES = frozenset({"causal_attention"})
 
+# Passes whose sites say nothing about a layer's product.
+_OTHER_PASSES = ATTENTION_PASSES | {"keep_checkpointed", "decode_again"}
+
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
 
 
@@ -89,8 +92,8 @@ def unmatched(off: Iterable[str], ran: Iterable[str]) -> str:
     """Return the reason for a weight without a site, from the passes switched off and those that
     ran.
     """
-    off = [name for name in off if name not in ATTENTION_PASSES]
-    if off and ATTENTION_PASSES.issuperset(ran):
+    off = [name for name in off if name not in _OTHER_PASSES]
+    if off and _OTHER_PASSES.issuperset(ran):
         return ALL_OFF
     return SOME_OFF.format(", ".join(off)) if off else UNKNOWN
 
@@ -116,7 +119,7 @@ def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
     sites = [
         replace(site, module=module)
         for site in sites
-        if site.pass_name not in ATTENTION_PASSES
+        if site.pass_name not in _OTHER_PASSES
         for module in (site.module, *site.also)
     ]
     own = [s.module for s in sites if s.module and not _ADAPTER.search(f".{s.module}")]

@@ -5,7 +5,8 @@ kernels. canonicalize precedes the rest, which then know one form. fuse_scatter2
 that no other pass sees a dequantized stack of experts. fold_lora precedes the stacking, since a
 scale or a cast between two products hides that they share an input. stack_adapters precedes
 extend_k, so that one projection serves all of a group's products. stack_gradients follows when
-extend_k has laid the gradients side by side. keep_packed runs in the partitioner, on what is left.
+extend_k has laid the gradients side by side. keep_checkpointed and keep_packed run in the
+partitioner, on what is left, and decode_again on the backward graph that it makes.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
@@ -13,9 +14,11 @@ assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {_
 
 from inductor_q.passes.canonicalize import Canonicalize
 from inductor_q.passes.causal_attention import CausalAttention
+from inductor_q.passes.decode_again import DecodeAgain
 from inductor_q.passes.extend_k import ExtendK
 from inductor_q.passes.fold_lora import FoldLora
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
+from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
@@ -29,7 +32,9 @@ PIPELINE: tuple[Pass, ...] = (
     StackAdapters(),  # adapters that share an input: one projection
     ExtendK(),  # the adapter rides in the main product
     StackGradients(),  # gradients of A that share an input: one product
+    KeepCheckpointed(),  # small parts of checkpointed segments are saved, not recomputed
     KeepPacked(),  # dequantized weights are recomputed, not saved
+    DecodeAgain(),  # a decode for each wide product of backward
 )
 
 __all__ = ["PIPELINE", "Pass", "Site"]

@@ -91,5 +91,19 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: attention under a mask computes the "
             "masked half too; measured where a preset says otherwise",
         ),
+        # How many times as large as an adapter's projection its input is, for the projection to be
+        # kept under checkpointing.
+        "keep_checkpointed.min_ratio": Entry(
+            value=64,
+            evidence="a start value, which bounds memory: the seven adapters of a decoder layer "
+            "add at most a 64th of their inputs to what checkpointing keeps",
+        ),
+        # Positions from which attention is not computed again under checkpointing.
+        "keep_checkpointed.min_positions": Entry(
+            value=1 << 20,
+            evidence="a start value, which is never: attention's result is as large as the layer's "
+            "input, so keeping it doubles what checkpointing keeps, which was asked for to save "
+            "memory",
+        ),
     }
 )

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import InternalTorchDynamoError
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -83,9 +86,7 @@ class Compiled:
     @property
     def ops(self) -> Counter[str]:
         """Count the ops of the joint graph after the passes."""
-        return Counter(
-            op_name(node) for graph in self.joint for node in graph.nodes if op_name(node)
-        )
+        return sum(map(count_ops, self.joint), Counter())
 
 
 def op_name(node: fx.Node) -> str:
@@ -153,3 +154,35 @@ def compile_step(
     report = inductor_q.last_report()
     assert report is not None
     return Compiled(output, grads, report, joint.graphs, partitioned.graphs)
+
+
+def partition(
+    run: Callable[[Any], None], model: nn.Module, options: Mapping[str, Any] | None = None
+) -> list[fx.Graph]:
+    """Run `run` on `model` compiled without code generation; return forward's and backward's graph
+    as the partitioner left them."""
+    graphs: list[fx.Graph] = []
+    whole = compile_fx.compile_fx
+
+    def compile_inner(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        graphs.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    def compile_without_code(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        if "config_patches" in kwargs:  # else it is a call of its own
+            kwargs["inner_compile"] = compile_inner
+        return whole(gm, example_inputs, **kwargs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=qfuse, options={**SMALL, **(options or {})})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        patch.setattr(compile_fx, "compile_fx", compile_without_code)
+        run(compiled)
+    return graphs
+
+
+def count_ops(graph: fx.Graph) -> Counter[str]:
+    return Counter(name for node in graph.nodes if (name := op_name(node)))

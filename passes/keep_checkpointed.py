@@ -1,0 +1,123 @@
+"""Keep of a checkpointed segment what is small beside the input that it is computed from again.
+
+Checkpointing computes a segment again in backward, and all of it, in a graph: torch marks every
+node of a segment. Three values are cheap to keep, and save more than their share:
+
+- an adapter's projection `x A'` that extend_k has not taken: r columns beside the input's
+  thousands, where computing it again reads the whole input;
+- what the rest of the model reads of the last segment, as eager mode keeps it: else the segment's
+  last product, which no gradient needs, is computed again;
+- the result of attention and its logsumexp, which are as large as the segment's input: from so many
+  positions on as `keep_checkpointed.min_positions` says. One without the other spares nothing.
+
+What the user's own policy (`context_fn`) says of a value is left as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from inductor_q.capture.example import hint
+from inductor_q.context import Context
+from inductor_q.passes.graph import VIEWS, arg, backward_nodes, tensor
+from inductor_q.passes.products import as_product, is_projection
+from inductor_q.passes.runner import Site
+
+EXTEND = torch.ops.qfuse.extend.default
+RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+_ATTENTION = "_scaled_dot_product_"
+
+
+class KeepCheckpointed:
+    name: ClassVar[str] = "keep_checkpointed"
+    stage: ClassVar[str] = "partition"
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        tagged = [n for n in graph.nodes if is_checkpointed(n)]
+        backward = backward_nodes(graph) if tagged else set()
+        inside = [n for n in tagged if n not in backward]
+        outside = _outside(graph, set(inside), backward)
+        for node in inside:
+            if not outside.isdisjoint(node.users):
+                yield Site(node, plan=_below_views(node))
+            elif (source := _projected(node)) is not None:
+                yield Site(node, _too_wide(node, source, context), plan=node, by_choice=True)
+            elif _is_attention(node):
+                yield Site(node, _too_short(node, context), plan=node, by_choice=True)
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        parts = [n for n in site.plan.users if n.target is operator.getitem]
+        for node in (site.plan, *parts):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether checkpointing alone wants a value to be computed again: nobody asked for this one."""
+    return node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _outside(graph: fx.Graph, inside: set[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
+    """Find what forward computes from its last segment for its outputs. (That a node has no tag
+    says less: nodes that Inductor's own passes make inside of a segment have none.)"""
+    found: set[fx.Node] = set()
+    leads_inside = set(inside)
+    for node in reversed(graph.nodes):
+        if node in backward:
+            continue
+        if node in leads_inside or not leads_inside.isdisjoint(node.users):
+            leads_inside.add(node)
+        elif any(user.op == "output" or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _below_views(node: fx.Node) -> fx.Node:
+    """Return what a view looks at: the partitioner computes views again whatever it is told."""
+    while node.target in VIEWS and is_checkpointed(arg(node, 0)):
+        node = arg(node, 0)
+    return node
+
+
+def _projected(node: fx.Node) -> fx.Node | None:
+    """Return x where the node is an adapter's `x A'`. (A product of a wide buffer is none, and what
+    extend_k projects into one comes with the buffer, which is filled again anyway.)"""
+    product = as_product(node)
+    if product is None or product.x.target is EXTEND or not is_projection(product):
+        return None
+    return product.x
+
+
+def _too_wide(node: fx.Node, source: fx.Node, context: Context) -> str:
+    least = context.threshold("keep_checkpointed.min_ratio")
+    ratio = _size(source) // max(1, _size(node))
+    if ratio >= least:
+        return ""
+    return f"its input is {ratio} times as large, less than keep_checkpointed.min_ratio={least}"
+
+
+def _size(node: fx.Node) -> int:
+    return hint(tensor(node).numel()) * tensor(node).element_size()
+
+
+def _is_attention(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return node.target is torch.ops.higher_order.flex_attention or (
+        name.startswith(_ATTENTION) and "backward" not in name
+    )
+
+
+def _too_short(node: fx.Node, context: Context) -> str:
+    least = context.threshold("keep_checkpointed.min_positions")
+    count = hint(tensor(arg(node, 0)).shape[-2])
+    if count >= least:
+        return ""
+    return (
+        f"attention of {count} positions is computed again, fewer than "
+        f"keep_checkpointed.min_positions={least}"
+    )
