@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from inductor_q import kbit, testing
 from inductor_q.backend import qfuse
-from tests.support.compiling import SMALL, Between, Compiled, compile_step, step
+from tests.support.compiling import SMALL, Between, Compiled, compile_step, no_codegen, step
 
 peft = pytest.importorskip("peft")
 
@@ -226,7 +226,7 @@ def test_a_model_of_mixed_bits() -> None:
         return value
 
     expected, grads = step(loss, ids, module=model)
-    result = compile_step(loss, ids, module=model)
+    result = compile_step(loss, ids, module=model, context=no_codegen())
     assert result.applied["canonicalize"] == len(layers) == 7
     assert result.ops["qfuse.linear"] == 0
     assert testing.relative_error(result.output, expected) < 1e-2

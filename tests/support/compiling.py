@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +64,25 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(torch.tanh(x)))
+
+
+@contextlib.contextmanager
+def no_codegen() -> Iterator[None]:
+    """Let Inductor stop behind the passes and the partitioning: its last graphs run op by op.
+
+    Writing and compiling code takes most of the time of a whole model's compile. This is for tests
+    of what the passes make of a model; lowerings and kernels are tested on layers.
+    """
+
+    def run(gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    stopped = functools.partial(compile_fx.compile_fx, inner_compile=run)
+    with (
+        mock.patch.object(compile_fx, "compile_fx", stopped),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 @dataclass
