@@ -31,8 +31,10 @@ from inductor_q.files import write_whole
 from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.log import log
+from inductor_q.logits import with_logits
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
+from inductor_q.passes.chunk_loss import would_chunk
 from inductor_q.passes.runner import CAPTURED
 from inductor_q.report import SCHEMA_VERSION, PassRecord, Report
 from inductor_q.resolved import Resolved
@@ -86,13 +88,14 @@ def qfuse(
         _write(resolved.report)  # before time goes into compiling
     sources = input_sources(gm)
     weights = packed_weights(gm, sources, example_inputs)
-    if not is_quantized(gm, weights):
+    context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
+    quantized = is_quantized(gm, weights)
+    if not quantized and not would_chunk(gm.graph, context):
         # Nothing of ours applies: this is Inductor, at no cost.
         _last = report
         compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
         _tell(report, resolved)
         return compiled
-    context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
     if packing := capture.packs_anew(gm.graph):
         # The graph runs once, as traced: the next call finds packed weights, and Inductor would
         # take these inputs for what they are afterwards and refuse them as they are.
@@ -109,7 +112,7 @@ def qfuse(
     captured = len(report.passes)
     provider = context.dequantizer(device)
     patches = {
-        **(FUSION_LIMITS if provider == POINTWISE else {}),
+        **(FUSION_LIMITS if quantized and provider == POINTWISE else {}),
         **resolved.inductor,
     }
     for name, hook in (
@@ -126,6 +129,8 @@ def qfuse(
         or functorch_config.autograd_cache_allow_custom_autograd_functions
     ):
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
+    if context.recipes:
+        compiled = with_logits(compiled, gm, context.recipes)
     behind = any(s.stage != CAPTURED and s.name in resolved.passes for s in PIPELINE)
     if len(report.passes) > captured or not behind:
         store_report(key, report)

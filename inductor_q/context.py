@@ -19,6 +19,7 @@ from inductor_q.frames import user_frame
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
+from inductor_q.logits import Recipe
 from inductor_q.report import Report, SiteRecord
 from inductor_q.resolved import Resolved
 
@@ -33,7 +34,8 @@ class Context:
     `static_inputs` are those of them that live across steps, known once partitioning starts;
     `counterparts` are the layers that share the graph of a nested compile region. `tag` makes
     torch's caches keep the graph of a compile apart from that of others: under `qfuse.strict` a
-    graph is found only together with its report.
+    graph is found only together with its report. `recipes` are for outputs of the graph that the
+    backend makes of others.
     """
 
     resolved: Resolved
@@ -42,6 +44,7 @@ class Context:
     static_inputs: frozenset[int] = frozenset()
     counterparts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tag: str = ""
+    recipes: list[Recipe] = field(default_factory=list)
 
     @property
     def numerics(self) -> str:

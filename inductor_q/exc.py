@@ -375,6 +375,16 @@ class WrongCheckpoint(QfuseError, ValueError):
         return "\n".join(f"  {line}" for line in _first(self.problems))
 
 
+class UnreadableLogits(QfuseError, RuntimeError):
+    """The logits of a chunked loss can be read, but not be part of what was computed before."""
+
+    name: str
+    message = (
+        "{name} cannot see the logits of this model, whose loss is computed in chunks without "
+        "them: compile it with options={{'qfuse.loss': 'whole'}}"
+    )
+
+
 # --- the machine --------------------------------------------------------------------------------
 
 

@@ -79,6 +79,7 @@ def resolve(
         preset=preset,
         passes=_passes(layers["qfuse.passes"], sources),
         numerics=numerics,
+        loss=chosen("qfuse.loss", "auto"),
         kernels=_kernels(layers["qfuse.kernels"], sources),
         report=chosen("qfuse.report", None),
         strict=chosen("qfuse.strict", False),

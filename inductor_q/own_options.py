@@ -20,7 +20,7 @@ from inductor_q.exc import (
     UnknownProvider,
 )
 from inductor_q.presets import FrozenMap
-from inductor_q.resolved import Numerics
+from inductor_q.resolved import Loss, Numerics
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -49,11 +49,14 @@ def _parse_text(expected: str) -> Callable[[str, Any, str], str]:
     return parse
 
 
-def _parse_numerics(name: str, value: Any, source: str) -> Any:
-    if value in get_args(Numerics):
-        return value
-    expected = f"one of {', '.join(map(repr, get_args(Numerics)))}"
-    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+def _parse_one_of(*choices: str) -> Callable[[str, Any, str], Any]:
+    def parse(name: str, value: Any, source: str) -> Any:
+        if value in choices:
+            return value
+        expected = f"one of {', '.join(map(repr, choices))}"
+        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+    return parse
 
 
 def _parse_report(name: str, value: Any, source: str) -> str:
@@ -163,8 +166,14 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
         "qfuse.numerics": Option(
             '"strict" keeps the dtype of every GEMM as written, "default" may reorder and '
             'accumulate in fp32, "relaxed" may run fp32 adapters in the compute dtype',
-            _parse_numerics,
+            _parse_one_of(*get_args(Numerics)),
             "QFUSE_NUMERICS",
+        ),
+        "qfuse.loss": Option(
+            'how a language model\'s loss is computed: "chunked" without having all logits at a '
+            'time, "whole" as written, "auto" in chunks where there would be several',
+            _parse_one_of(*get_args(Loss)),
+            "QFUSE_LOSS",
         ),
         "qfuse.kernels": Option(
             'the provider to prefer for an op: {"dequantize": "triton"}; "auto" by default',

@@ -13,6 +13,7 @@ import torch
 from inductor_q.presets import Preset
 
 Numerics = Literal["strict", "default", "relaxed"]
+Loss = Literal["auto", "chunked", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Resolved:
     preset: Preset
     passes: tuple[str, ...]  # enabled, in pipeline order
     numerics: Numerics
+    loss: Loss
     kernels: Mapping[str, str]  # op -> provider; "auto" where absent
     report: str | None
     strict: bool
@@ -38,6 +40,7 @@ class Resolved:
             "thresholds": {name: entry.value for name, entry in self.preset.thresholds.items()},
             "passes": self.passes,
             "numerics": self.numerics,
+            "loss": self.loss,
             "kernels": self.kernels,
             "strict": self.strict,
         }

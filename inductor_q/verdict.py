@@ -25,11 +25,11 @@ LOST = (
 )
 UNREWRITTEN = "its dequantized weight is not saved; its product is left as it was"
 
-#: The pass over Dynamo's graph, which is about attention.
-ATTENTION_PASSES = frozenset({"causal_attention"})
+#: The passes over Dynamo's graph, which are about attention and the loss.
+CAPTURED_PASSES = frozenset({"causal_attention", "chunk_loss"})
 
 # Passes whose sites say nothing about a layer's product.
-_OTHER_PASSES = ATTENTION_PASSES | {"keep_checkpointed", "decode_again"}
+_OTHER_PASSES = CAPTURED_PASSES | {"keep_checkpointed", "decode_again"}
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
 

@@ -1,12 +1,13 @@
 """Passes rewrite an FX graph in terms of qfuse:: ops. Their order has these reasons:
 
-causal_attention reads the graph as Dynamo captured it, before AOTAutograd chooses attention's
-kernels. canonicalize precedes the rest, which then know one form. fuse_scatter2scatter is next, so
-that no other pass sees a dequantized stack of experts. fold_lora precedes the stacking, since a
-scale or a cast between two products hides that they share an input. stack_adapters precedes
-extend_k, so that one projection serves all of a group's products. stack_gradients follows when
-extend_k has laid the gradients side by side. keep_checkpointed and keep_packed run in the
-partitioner, on what is left, and decode_again on the backward graph that it makes.
+causal_attention and chunk_loss read the graph as Dynamo captured it, before AOTAutograd chooses
+attention's kernels and splits the loss into parts. canonicalize precedes the rest, which then know
+one form. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
+fold_lora precedes the stacking, since a scale or a cast between two products hides that they share
+an input. stack_adapters precedes extend_k, so that one projection serves all of a group's products.
+stack_gradients follows when extend_k has laid the gradients side by side. keep_checkpointed and
+keep_packed run in the partitioner, on what is left, and decode_again on the backward graph that it
+makes.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
@@ -14,6 +15,7 @@ assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {_
 
 from inductor_q.passes.canonicalize import Canonicalize
 from inductor_q.passes.causal_attention import CausalAttention
+from inductor_q.passes.chunk_loss import ChunkLoss
 from inductor_q.passes.decode_again import DecodeAgain
 from inductor_q.passes.extend_k import ExtendK
 from inductor_q.passes.fold_lora import FoldLora
@@ -26,6 +28,7 @@ from inductor_q.passes.stack_gradients import StackGradients
 
 PIPELINE: tuple[Pass, ...] = (
     CausalAttention(),  # a causal mask written out -> is_causal, of keys that are not repeated
+    ChunkLoss(),  # the loss of a product with the head, without having all logits at a time
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
     FuseScatter2Scatter(),  # products with packed experts: one op that reads them packed
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour

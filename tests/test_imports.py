@@ -26,7 +26,7 @@ ROOMS = (
     ("context",),
     ("resolved", "report", "frames"),
     ("verdict",),
-    ("records",),
+    ("records", "logits"),
     ("presets",),
     ("experts",),
     ("kbit",),

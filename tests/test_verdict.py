@@ -19,7 +19,7 @@ from inductor_q.passes.runner import CAPTURED
 from inductor_q.report import PassRecord, Report, SiteRecord
 from inductor_q.verdict import (
     ALL_OFF,
-    ATTENTION_PASSES,
+    CAPTURED_PASSES,
     LOST,
     SOME_OFF,
     UNKNOWN,
@@ -158,7 +158,7 @@ def test_a_lost_report_judges_nothing() -> None:
 
 def test_a_pass_over_attention_counts_for_no_layer() -> None:
     captured = {step.name for step in PIPELINE if step.stage == CAPTURED}
-    assert captured == ATTENTION_PASSES
+    assert captured == CAPTURED_PASSES
     site = SiteRecord("causal_attention", "sdpa", module="a")
     ran = [PassRecord("causal_attention", 1, 0.0)]
     off = [step.name for step in PIPELINE if step.stage != CAPTURED]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from inductor_q.diagnostics.explanation import ATTENTION, STATUSES, Layer, LayerStatus, Step
 from inductor_q.diagnostics.live import Quantized
 from inductor_q.report import Report, SiteRecord
-from inductor_q.verdict import ATTENTION_PASSES, Verdict, match
+from inductor_q.verdict import Verdict, match
 
 UNSEEN = "its forward ran uncompiled, or did not run"
 FAILED = "its compile failed: {}"
@@ -62,7 +62,7 @@ def attention(reports: Iterable[tuple[Report, bool]]) -> tuple[Layer, ...]:
     """Return one record per layer that calls attention under a mask; see `layers` for `reports`."""
     covered: dict[str, Layer] = {}
     for report, would in reports:
-        for site in (s for s in report.sites if s.pass_name in ATTENTION_PASSES):
+        for site in (s for s in report.sites if s.pass_name == "causal_attention"):
             one = Layer(
                 module=site.module or site.source,
                 kind=ATTENTION,

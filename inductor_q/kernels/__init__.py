@@ -18,6 +18,8 @@ from inductor_q.kernels import (
     scatter2scatter_grouped_mm,
     scatter2scatter_reference,
     scatter2scatter_triton,
+    softmax_loss_reference,
+    softmax_loss_triton,
     tile_map_reference,
     tile_map_triton,
 )
@@ -56,6 +58,10 @@ PROVIDERS: dict[str, Table] = {
             scatter2scatter_grouped_mm.GRAM,
             scatter2scatter_reference.GRAM,
         ),
+    },
+    "softmax_loss": {
+        "cpu": (softmax_loss_reference.KERNEL,),
+        "cuda": (softmax_loss_triton.KERNEL, softmax_loss_reference.KERNEL),
     },
     "tile_map": {
         "cpu": (tile_map_reference.KERNEL,),

@@ -274,6 +274,26 @@ class GroupedGram(Call):
                 raise WrongShape(what=what, expected=(rows, "..."), got=tuple(side.shape))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxLoss(Call):
+    """Rows of logits, whose losses a kernel writes; then gradients take the place of the logits.
+
+    The loss of a row is `logsumexp(row) - row[label]` in float32: 0 where the label is
+    `ignore_index`, and NaN where it is no column. Its gradient is written where a `scale` is given,
+    multiplied by it.
+    """
+
+    logits: Tensor  # [R, V], overwritten by the gradients
+    labels: Tensor  # [R] int64
+    losses: Tensor  # [R] float32, written
+    scale: Tensor | None  # float32, one number
+    ignore_index: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+
 def check_device(what: str, tensors: Sequence[Tensor], x: Tensor) -> None:
     """Raise unless `tensors` lie beside `x`: with one on "meta", torch would call the fake."""
     for tensor in tensors:

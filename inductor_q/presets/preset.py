@@ -85,6 +85,12 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value: for one row gemm_4bit, which reads packed weights, was the "
             "faster on the one GPU that was measured (sm_90)",
         ),
+        # Logits that are computed at a time, where the loss is computed in chunks.
+        "chunk_loss.elements": Entry(
+            value=160 << 20,
+            evidence="a start value: 1,024 rows of a vocabulary of 151,936, whose product with the "
+            "head is large enough for full speed; 0.3 GB in 16 bits",
+        ),
         # Positions from which a mask of padding or of documents is replaced by what it means.
         "causal_attention.min_positions": Entry(
             value=512,

@@ -16,6 +16,7 @@ from inductor_q.kernels import (
     expert_rows_triton,
     grouped_gram_triton,
     quantize_kbit_triton,
+    softmax_loss_triton,
 )
 from tests.kbit.test_kbit import CASES
 from tests.support.compile_triton import compiled
@@ -52,6 +53,14 @@ def test_dequantize_kbit(k: int, absmax: str) -> None:
     kernel = dequantize_triton._kernel(FORMATS[f"kbit{k}_{absmax}"], 8)
     constants = {"BLOCK": 128, "FLAT": False, "WHOLE": True, "WIDE": True}
     ptx(kernel.function, constants, {"absmax": "*u8" if absmax == "e4m4" else "*fp16"})
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_softmax_loss(gradient: bool) -> None:
+    constants = {"GRADIENT": gradient, "BLOCK": softmax_loss_triton.BLOCK}
+    pointers = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "scale": "*fp32"}
+    text = ptx(softmax_loss_triton._kernel(), constants, pointers)
+    assert ("st.global.v4" in text) == gradient
 
 
 @pytest.mark.parametrize("codes", [2, 8])

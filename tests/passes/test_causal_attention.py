@@ -17,13 +17,8 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
-from inductor_q.capture.dynamo import input_sources  # noqa: E402
-from inductor_q.context import Context, new_report  # noqa: E402
-from inductor_q.hooks import run_stage  # noqa: E402
-from inductor_q.options import resolve  # noqa: E402
-from inductor_q.passes.runner import CAPTURED  # noqa: E402
-from inductor_q.records import SiteRecord  # noqa: E402
 from tests.support.attention import GROUPED, positions  # noqa: E402
+from tests.support.captured import CapturedStage  # noqa: E402
 from tests.support.compiling import no_codegen  # noqa: E402
 
 LAYERS = 2
@@ -151,27 +146,6 @@ def masked_step(call: Any, model: Any, inputs: dict[str, Tensor]) -> tuple[Tenso
     return loss.detach(), gradients
 
 
-class CapturedStage:
-    """A backend that runs our passes on Dynamo's graph, and then the graph as it is."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = {"qfuse.passes": [PASS], **options}
-        self.sites: list[SiteRecord] = []
-        self.graphs: list[torch.fx.Graph] = []
-
-    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        device = torch.device("cpu")
-        resolved = resolve(None, self.options, device=device, dynamic=False)
-        report = new_report(resolved, device)
-        run_stage(CAPTURED, gm.graph, Context(resolved, report, input_sources(gm)))
-        for module in gm.modules():
-            if isinstance(module, torch.fx.GraphModule):
-                module.recompile()
-        self.sites += [site for site in report.sites if site.pass_name == PASS]
-        self.graphs.append(gm.graph)
-        return gm.forward
-
-
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize(
     ("case", "provider"),
@@ -185,7 +159,7 @@ def test_masks_of_batches_are_replaced_by_what_they_mean(
     model = qlora()
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    backend = CapturedStage(**ALWAYS)
+    backend = CapturedStage(PASS, **ALWAYS)
     compiled = torch.compile(model, backend=backend)
     lengths = (24,) if checkpointed else (24, 31)
     for length in lengths:
@@ -257,7 +231,7 @@ def test_windows(case: str, short: str, long: str) -> None:
     others within, one for every length. The loss and every gradient are eager's."""
     torch.compiler.reset()
     model = plain()
-    backend = CapturedStage(**ALWAYS)
+    backend = CapturedStage(PASS, **ALWAYS)
     compiled = torch.compile(model, backend=backend)
     for length in (14, 15, 16, 24, 31, 13):
         inputs = batch(case, length)
@@ -277,7 +251,7 @@ def test_two_masks_of_one_model() -> None:
         **{"head_dim": 16, "sliding_window": WINDOW, "layer_types": kinds},
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    backend = CapturedStage(**ALWAYS)
+    backend = CapturedStage(PASS, **ALWAYS)
     inputs = batch("padded", 24)
     expected = plain_step(model, model, inputs)
     got = plain_step(torch.compile(model, backend=backend), model, inputs)
@@ -314,7 +288,7 @@ def test_replaced_masks_by_inductor(case: str) -> None:
 def test_a_mask_of_padding_is_kept(options: dict[str, Any], reason: str) -> None:
     torch.compiler.reset()
     model = qlora()
-    backend = CapturedStage(**options)
+    backend = CapturedStage(PASS, **options)
     assert_steps_agree(model, torch.compile(model, backend=backend), inputs_of("padded", 24))
     assert [site.rejected for site in backend.sites] == [reason] * LAYERS
     # Nothing that "qfuse.strict" should refuse.

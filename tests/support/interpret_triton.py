@@ -1,8 +1,8 @@
 """Run the Triton kernels on CPU tensors under Triton's interpreter, with TRITON_INTERPRET=1.
 
 This is a program of its own, because Triton decides at import whether it interprets. It prints how
-many cases of dequantize and of quantize_kbit were equal to the reference bit for bit; the first
-case that is not raises.
+many cases of dequantize and of quantize_kbit were equal to the reference bit for bit, and how many
+of softmax_loss up to the rounding of float32 sums; the first case that is not raises.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ import itertools
 import torch
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import dequantize_reference, dequantize_triton, quantize_kbit_triton
-from inductor_q.kernels.calls import Dequantize, QuantizeKbit
+from inductor_q.kernels import (
+    dequantize_reference,
+    dequantize_triton,
+    quantize_kbit_triton,
+    softmax_loss_reference,
+    softmax_loss_triton,
+)
+from inductor_q.kernels.calls import Dequantize, QuantizeKbit, SoftmaxLoss
 from inductor_q.kernels.quantize_kbit_reference import reference
 from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
 from tests.support.quantized import assert_same_bits, sample
@@ -72,5 +78,30 @@ def quantize() -> int:
     return cases
 
 
+def softmax_loss() -> int:
+    cases = 0
+    for columns, gradient in itertools.product((5, softmax_loss_triton.BLOCK + 3), (False, True)):
+        generator = torch.Generator().manual_seed(columns)
+        logits = torch.randn(7, columns + 2, generator=generator) * 4
+        labels = torch.tensor([0, columns - 1, -100, 3, columns, -1, 2])
+        results = []
+        for kernel in (softmax_loss_triton.KERNEL, softmax_loss_reference.KERNEL):
+            call = SoftmaxLoss(
+                logits=logits.clone()[:, :columns],
+                labels=labels,
+                losses=torch.full((7,), 9.0),
+                scale=torch.tensor(512.0) if gradient else None,
+                ignore_index=-100,
+            )
+            assert not kernel.refuses(call)
+            kernel.run(call)
+            results.append((call.losses, call.logits[[0, 1, 2, 3, 6]]))
+        for mine, right in zip(*results, strict=True):
+            torch.testing.assert_close(mine, right, equal_nan=True, rtol=1e-5, atol=1e-5)
+        assert gradient != bool((results[0][1][0] == logits[0, :columns]).all())
+        cases += 1
+    return cases
+
+
 if __name__ == "__main__":
-    print(dequantize(), quantize())
+    print(dequantize(), quantize(), softmax_loss())

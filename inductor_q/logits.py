@@ -1,0 +1,152 @@
+"""Logits that are computed when they are read.
+
+A model returns its logits beside its loss, and a trainer drops them. A compiled graph that computes
+the loss in chunks returns what they are made of, and this module makes a tensor of that: it has
+their shape, dtype and device, and whatever else is asked of it is asked of their product, which is
+computed at the first such question, gradients included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+from inductor_q.exc import UnreadableLogits
+from inductor_q.log import warn_once
+
+_READ = (
+    "logits were read that the loss did not keep, and computed a second time: where they are read "
+    "in every step, options={'qfuse.loss': 'whole'} keeps them"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the output at `place` is made of, by the outputs and nodes of Dynamo's graph."""
+
+    place: int
+    inputs: tuple[int, ...]  # of the outputs
+    weights: tuple[fx.Node, ...]  # inputs of the graph, or its attributes
+    scales: tuple[float, ...]
+    bias: fx.Node | None
+    computed: torch.dtype  # of the product
+    dtype: torch.dtype  # of the output
+
+
+class Logits(Tensor):
+    """`sum_i scales[i] * inputs[i] @ weights[i].T + bias`, computed when it is read."""
+
+    _product: Callable[[], Tensor]
+    _trains: bool
+    _read: dict[bool, Tensor]
+
+    @staticmethod
+    def make(product: Callable[[], Tensor], like: Tensor, columns: int, dtype: torch.dtype) -> Any:
+        """Make one in the place of `product()`, whose rows and device are those of `like`."""
+        shape = (*like.shape[:-1], columns)
+        found: Any = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=like.device)
+        trains = like._trains if isinstance(like, Logits) else like.requires_grad
+        found._product, found._trains, found._read = product, trains, {}
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _TRAINING:
+            return args[0]._trains
+        if func in _HOOKS:
+            raise UnreadableLogits(name=getattr(func, "__name__", str(func)))
+        if func is Tensor.float and len(args) == 1 and not kwargs:
+            return args[0]._cast(torch.float32)
+        args, kwargs = tree_map_only(Logits, _computed, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        raise UnreadableLogits(name=str(func))
+
+    def _cast(self, dtype: torch.dtype) -> Any:
+        """Return the same in another dtype, computed when that is read."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.dtype == dtype:
+                return self
+            return Logits.make(lambda: _computed(self).to(dtype), self, self.shape[-1], dtype)
+
+
+def _computed(logits: Logits) -> Tensor:
+    trains = logits._trains and torch.is_grad_enabled()
+    if trains not in logits._read:
+        if not torch.compiler.is_compiling():
+            warn_once(_READ)
+        logits._read[trains] = logits._product()
+    return logits._read[trains]
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+_METADATA = {
+    *_getters("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse"),
+    *_getters("is_meta", "is_quantized", "is_nested", "is_mps", "is_xpu"),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.element_size),
+    *(Tensor.stride, Tensor.is_contiguous, Tensor.__hash__),
+}
+_TRAINING = _getters("requires_grad")
+_HOOKS = {Tensor.register_hook, Tensor.retain_grad, *_getters("grad")}
+
+
+def with_logits(compiled: Any, gm: fx.GraphModule, recipes: Sequence[Recipe]) -> Callable[..., Any]:
+    """Return `compiled` with the outputs that Dynamo knows, logits among them."""
+    count = min(recipe.inputs[0] for recipe in recipes)
+    places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+
+    def run(*args: Any) -> Any:
+        outputs = list(compiled(*args))
+        for recipe in recipes:
+            outputs[recipe.place] = _make(recipe, outputs, lambda n: _given(gm, places, args, n))
+        return tuple(outputs[:count])
+
+    return run
+
+
+def _given(
+    gm: fx.GraphModule, places: Mapping[fx.Node, int], args: Sequence[Any], node: fx.Node
+) -> Any:
+    return args[places[node]] if node in places else gm.get_parameter(str(node.target))
+
+
+def _make(recipe: Recipe, outputs: Sequence[Any], given: Callable[[fx.Node], Any]) -> Any:
+    inputs = [outputs[i] for i in recipe.inputs]
+    weights = [given(node) for node in recipe.weights]
+    bias = None if recipe.bias is None else given(recipe.bias)
+    dtype = recipe.computed
+
+    def product() -> Tensor:
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            parts = [
+                torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
+                for x, weight in zip(inputs, weights, strict=True)
+            ]
+            parts = [p if s == 1 else p * s for p, s in zip(parts, recipe.scales, strict=True)]
+            total = sum(parts[1:], parts[0])
+            return (total if bias is None else total + bias.to(dtype)).to(recipe.dtype)
+
+    return Logits.make(product, inputs[0], weights[0].shape[0], recipe.dtype)

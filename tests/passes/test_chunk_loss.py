@@ -1,0 +1,339 @@
+"""chunk_loss: losses as libraries write them, in chunks; logits are read as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from inductor_q import testing
+from inductor_q.exc import UnreadableLogits
+from inductor_q.logits import Logits
+from tests.support.captured import CapturedStage
+from tests.support.compiling import compile_step
+
+PASS = "chunk_loss"
+HIDDEN, VOCABULARY = 64, 50
+CHUNKS: dict[str, Any] = {"qfuse.thresholds": {"chunk_loss.elements": VOCABULARY * 8}}
+ALONE = "chunks of the logits"
+RETURNED = f"{ALONE}, computed again when they are read"
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """As `transformers.loss.loss_utils.ForCausalLMLoss` has it."""
+    items = options.pop("items", None)
+    logits = logits.float()
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    logits, labels = logits.view(-1, logits.shape[-1]), labels.view(-1)
+    reduction = "mean" if items is None else "sum"
+    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction=reduction, **options)
+    return loss if items is None else loss / items
+
+
+def shifted_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """As loss functions wrote it before: the last position of each sequence is cut off."""
+    logits = logits[..., :-1, :].contiguous()
+    labels = labels.clamp(min=options.get("ignore_index", -100))
+    return nn.CrossEntropyLoss(**options)(
+        logits.view(-1, logits.size(-1)), labels[:, 1:].reshape(-1)
+    )
+
+
+class Model(nn.Module):
+    """A language model that is a projection and a head."""
+
+    def __init__(self, loss: Callable[..., Tensor] = causal_lm_loss, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=options.pop("bias", False))
+        self.head.requires_grad_(options.pop("trains", False))
+        self.loss, self.options = loss, options
+
+    def logits(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.body(x)))
+        return found
+
+    def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+        logits = self.logits(x)
+        return self.loss(logits, labels, **self.options, **given), logits
+
+
+class LossOnly(Model):
+    def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+        return super().forward(x, labels, **given)[0]
+
+
+class Adapted(Model):
+    """LoRA beside the head, as PEFT computes it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.a = nn.Linear(HIDDEN, 4, bias=False, dtype=dtype)
+        self.b = nn.Linear(4, VOCABULARY, bias=False, dtype=dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.body(x))
+        result = self.head(x)
+        result = result + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0
+        return result.to(x.dtype)
+
+
+class Tied(Model):
+    """The head is the table of embeddings, which trains by both."""
+
+    def __init__(self) -> None:
+        super().__init__(trains=True)
+
+    def logits(self, x: Tensor) -> Tensor:
+        table = self.head.weight
+        return self.head(torch.tanh(self.body(x)) + F.embedding(x[..., 0].long() % 7, table))
+
+
+def batch(length: int = 13) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    labels = torch.randint(0, VOCABULARY, (3, length), generator=generator)
+    labels[0, :5] = -100
+    return torch.randn(3, length, HIDDEN, generator=generator), labels
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+def compiled(model: Any, **options: Any) -> tuple[Any, CapturedStage]:
+    torch.compiler.reset()
+    backend = CapturedStage(PASS, **CHUNKS, **options)
+    return torch.compile(model, backend=backend, fullgraph=True), backend
+
+
+def assert_same(model: nn.Module, got: Any, expected: Any) -> None:
+    """The loss of two calls, and the gradients of all that trains."""
+    got, expected = (x[0] if isinstance(x, tuple) else x for x in (got, expected))
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    ours, eagers = gradients(model, got), gradients(model, expected)
+    for name, exact in eagers.items():
+        torch.testing.assert_close(ours[name], exact, rtol=1e-4, atol=1e-5)
+
+
+def found(backend: CapturedStage) -> list[tuple[str, str]]:
+    return [(site.rejected, site.provider) for site in backend.sites]
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "provider"),
+    [
+        (Model(), {}, RETURNED),
+        (LossOnly(), {}, ALONE),
+        (Model(), {"items": torch.tensor(20)}, RETURNED),
+        (Model(), {"items": 20}, RETURNED),
+        (Model(shifted_loss), {}, RETURNED),
+        (LossOnly(shifted_loss, ignore_index=3), {}, ALONE),
+        (Model(trains=True, bias=True), {}, RETURNED),
+        (Tied(), {}, RETURNED),
+        (Adapted(), {}, RETURNED),
+    ],
+    ids=["model", "alone", "items", "int", "shift", "ignore", "trained", "tied", "lora"],
+)
+def test_losses_are_chunked(model: Any, given: Mapping[str, Any], provider: str) -> None:
+    call, backend = compiled(model)
+    x, labels = batch()
+    assert_same(model, call(x, labels, **given), model(x, labels, **given))
+    assert found(backend) == [("", provider)]
+    assert backend.sites[0].bytes_saved >= 3 * 12 * VOCABULARY * 4
+    for graph in backend.graphs:
+        assert not graph.find_nodes(op="call_function", target=F.cross_entropy)
+
+
+def test_a_division_by_a_tensor_is_part_of_the_op() -> None:
+    call, backend = compiled(LossOnly())
+    call(*batch(), items=torch.tensor(20))
+    (graph,) = backend.graphs
+    output = graph.output_node().args[0]
+    assert [n.target for n in output] == [torch.ops.qfuse.linear_cross_entropy.default]  # type: ignore[union-attr]
+
+
+class ReadsItsLogits(Model):
+    def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+        loss, logits = super().forward(x, labels)
+        return loss + logits.logsumexp(-1).mean()
+
+
+class NoProduct(Model):
+    def logits(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().logits(x))
+
+
+class RoundsItsLogits(Model):
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x).bfloat16()
+
+
+class ReturnsSome(Model):
+    def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+        flat = self.logits(x).view(-1, VOCABULARY)
+        return F.cross_entropy(flat, labels.view(-1)), flat
+
+
+class ComputesItsHead(Model):
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.body(x)), self.head.weight * 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (Model(label_smoothing=0.1), {}, "label smoothing"),
+        (Model(weight=torch.ones(VOCABULARY)), {}, "weights of classes"),
+        (LossOnly(shifted_loss, reduction="none"), {}, "not reduced"),
+        (ReadsItsLogits(), {}, "the graph reads its logits: logsumexp"),
+        (NoProduct(), {}, "come from tanh, not from a product"),
+        (RoundsItsLogits(), {}, "are torch.float32, and rounded to torch.bfloat16"),
+        (ReturnsSome(), {}, "in another shape"),
+        (ComputesItsHead(), {}, "the graph computes the head's weight"),
+        (Adapted(torch.float64), {}, "the head's adapter computes in torch.float64"),
+        (Model(), {"qfuse.loss": "whole"}, "qfuse.loss='whole'"),
+        (
+            Model(),
+            {"qfuse.thresholds": {"chunk_loss.elements": 39 * VOCABULARY}},
+            "39 rows of logits are one chunk: chunk_loss.elements=1950",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_losses_are_left_and_say_why(
+    model: Any, options: dict[str, Any], reason: str
+) -> None:
+    torch.compiler.reset()
+    backend = CapturedStage(PASS, **{**CHUNKS, **options})
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    x, labels = batch()
+    got, expected = call(x, labels), model(x, labels)
+    for one, other in zip(got, expected, strict=True) if isinstance(got, tuple) else ():
+        assert type(one) is Tensor
+        torch.testing.assert_close(one, other)
+    ((rejected, _),) = found(backend)
+    assert reason in rejected
+    assert backend.sites[0].by_choice  # nothing that "qfuse.strict" should refuse
+
+
+def test_asked_for_chunks_are_made_of_any_number_of_rows() -> None:
+    few = {"qfuse.thresholds": {"chunk_loss.elements": 1 << 30}}
+    torch.compiler.reset()
+    backend = CapturedStage(PASS, **few, **{"qfuse.loss": "chunked"})
+    model = Model()
+    assert_same(model, torch.compile(model, backend=backend)(*batch()), model(*batch()))
+    assert found(backend) == [("", RETURNED)]
+
+
+def test_without_gradients_logits_are_kept() -> None:
+    call, backend = compiled(Model())
+    with torch.no_grad():
+        _, logits = call(*batch())
+    assert type(logits) is Tensor
+    assert found(backend) == [("nothing trains here: the logits are kept", "")]
+
+
+def test_logits_are_computed_when_they_are_read() -> None:
+    model = Model(trains=True, bias=True)
+    call, _ = compiled(model)
+    (loss, logits), (_, expected) = call(*batch()), model(*batch())
+    assert isinstance(logits, Logits) and isinstance(logits.float(), Logits)
+    assert not logits._read
+    assert logits.shape == expected.shape and logits.dtype == expected.dtype
+    assert logits.requires_grad and logits.device == expected.device and len(logits) == 3
+    assert not logits._read
+    torch.testing.assert_close(logits.detach(), expected.detach())
+    torch.testing.assert_close(torch.argmax(logits, -1), expected.argmax(-1))
+    torch.testing.assert_close(copy.deepcopy(logits.detach()), expected.detach())
+    assert torch.equal(logits[..., :-1, :], logits[:, :-1])
+    # Gradients go through what is read, beside those of the loss.
+    regularized = loss + logits.float().square().mean()
+    eager_loss, eager_logits = model(*batch())
+    assert_same(model, regularized, eager_loss + eager_logits.square().mean())
+
+
+def test_what_was_computed_without_logits_cannot_be_asked_of_them() -> None:
+    call, _ = compiled(Model())
+    _, logits = call(*batch())
+    for ask in (lambda: logits.register_hook(print), logits.retain_grad, lambda: logits.grad):
+        with pytest.raises(UnreadableLogits, match=r"'qfuse\.loss': 'whole'"):
+            ask()
+
+
+def test_a_graph_behind_a_break_reads_logits_too() -> None:
+    class Breaks(Model):
+        def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+            loss, logits = super().forward(x, labels)
+            torch._dynamo.graph_break()
+            return loss + logits.square().mean()
+
+    torch.compiler.reset()
+    model, backend = Breaks(), CapturedStage(PASS, **CHUNKS)
+    assert_same(model, torch.compile(model, backend=backend)(*batch()), model(*batch()))
+    assert ("", RETURNED) in found(backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
+    """Products are in the dtype of autocast; logits are float32, as accelerate returns them."""
+
+    class Wrapped(Model):
+        def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+            with torch.autocast("cpu", dtype):
+                loss, logits = super().forward(x, labels)
+            return loss, logits.float()
+
+    model = Wrapped()
+    call, backend = compiled(model)
+    x, labels = batch()
+    (loss, logits), (expected, exact) = call(x, labels), model(x, labels)
+    assert found(backend) == [("", RETURNED)]
+    assert isinstance(logits, Logits) and logits.dtype == torch.float32
+    assert not logits._read
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits.detach(), exact.detach(), rtol=1e-2, atol=1e-2)
+    ours, eagers = gradients(model, loss), gradients(model, expected)
+    for name, one in ours.items():
+        assert testing.relative_error(one, eagers[name].double()) < 2e-2
+
+
+def test_no_graph_holds_the_logits() -> None:
+    """Neither forward nor backward has a tensor of all rows and columns."""
+
+    class Quantized(LossOnly):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = testing.quantized_linear(
+                torch.randn(HIDDEN, HIDDEN) * 0.1, compute_dtype=torch.float32
+            )
+            self.first = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+            return super().forward(self.first(x), labels)
+
+    pytest.importorskip("bitsandbytes")
+    model = Quantized()
+    x, labels = batch()
+    result = compile_step(model, x, labels, options=CHUNKS)
+    exact = model(x, labels)
+    # Kernels for packed weights round otherwise than eager's; the other tests compare exactly.
+    torch.testing.assert_close(result.output, exact.detach(), rtol=1e-3, atol=1e-3)
+    assert result.applied[PASS] == 1
+    expected = gradients(model, exact)["first.weight"]
+    expected *= torch.randn((), generator=torch.Generator().manual_seed(7))  # its cotangent
+    assert testing.relative_error(result.gradients["first.weight"], expected.double()) < 1e-2
+    wide = [
+        tuple(value.shape)
+        for graph in (*result.joint, *result.partitioned)
+        for node in graph.nodes
+        if isinstance(value := node.meta.get("val"), Tensor) and VOCABULARY in value.shape
+    ]
+    assert len(result.partitioned) == 2 and set(wide) == {(VOCABULARY, HIDDEN)}
