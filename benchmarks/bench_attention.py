@@ -3,8 +3,9 @@
 One call runs forward and backward on the shapes of Qwen3-8B. ``mask`` is what stock Inductor gets
 up to torch 2.13; ``causal`` is what the pass causal_attention makes of it; ``grouped`` is causal
 with keys and values that are not repeated for the groups of queries, as eager calls it. ``meant``
-is what the pass makes of a mask of padding (valid positions first, then grouped), and, in the
-second case, of packed documents (FlexAttention on a GPU). Its time includes what layers share.
+is what the pass makes of a mask of padding that hides nothing (valid positions first, then
+grouped); in the other cases of packed documents and of a window (FlexAttention on a GPU). Its time
+includes what layers share.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ SHAPES = {"cuda": (2, 32, 8, 2048, 128), "cpu": (1, 4, 2, 256, 64)}
 #: The second case: as many tokens or more in one sequence of eight documents.
 PACKED = {"cuda": (1, 32, 8, 8192, 128), "cpu": (1, 4, 2, 512, 64)}
 DOCUMENTS = 8
+#: The third case: the share of positions that a sliding window shows.
+WINDOW = 1 / 8
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     arguments = harness.parser(__doc__, peers=PEERS).parse_args(argv)
     suite = harness.start("bench_attention", arguments)
     device = suite.device.type
-    _measure(suite, arguments, SHAPES[device], documents=1)
+    _measure(suite, arguments, SHAPES[device])
     packed = [peer for peer in arguments.backends if peer in ("mask", "meant")]
     if packed:
         arguments.backends = packed
         _measure(suite, arguments, PACKED[device], documents=DOCUMENTS)
+        _measure(suite, arguments, PACKED[device], window=int(PACKED[device][3] * WINDOW))
     harness.finish(suite, arguments, extras=("error",))
     return suite
 
@@ -45,7 +49,8 @@ def _measure(
     arguments: argparse.Namespace,
     shape: tuple[int, int, int, int, int],
     *,
-    documents: int,
+    documents: int = 1,
+    window: int | None = None,
 ) -> None:
     batch, heads, groups, length, features = shape
 
@@ -58,7 +63,8 @@ def _measure(
     place = torch.arange(length, device=suite.device)
     positions = place % (length // documents)
     same = (place // (length // documents))[:, None] == place // (length // documents)
-    mask = (same & (place[:, None] >= place)).expand(batch, 1, -1, -1)
+    behind = place[:, None] - place
+    mask = (same & (behind >= 0) & (behind < (window or length))).expand(batch, 1, -1, -1)
     valid = torch.ones(batch, length, dtype=torch.int64, device=suite.device)
 
     def repeated(x: Tensor) -> Tensor:
@@ -70,10 +76,11 @@ def _measure(
         "causal": lambda: attend(query, repeated(key), repeated(value), is_causal=True),
         "grouped": lambda: attend(query, key, value, is_causal=True, enable_gqa=True),
     }
-    meant: Callable[..., Tensor] = _inside_documents if documents > 1 else _valid_first
+    in_blocks = documents > 1 or window is not None
+    meant: Callable[..., Tensor] = _in_blocks if in_blocks else _valid_first
     compiled = torch.compile(meant, dynamic=False)
-    given = positions[None] if documents > 1 else valid
-    calls["meant"] = lambda: compiled(query, key, value, given)
+    given = (positions[None] if documents > 1 else None, window) if in_blocks else (valid,)
+    calls["meant"] = lambda: compiled(query, key, value, *given)
 
     def both(call: Callable[[], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(), (query, key, value), grad)
@@ -88,10 +95,9 @@ def _measure(
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     timings = harness.time_kernels(candidates, suite.device, rounds=rounds)
     moved = 4 * (query.nbytes + key.nbytes)  # read and written once per direction, at least
-    roof = suite.ceilings.roof(
-        flops=7.0 * batch * heads * length * length / documents * features, bytes=float(moved)
-    )
-    case = {"shape": "x".join(map(str, shape)), "documents": documents}
+    pairs = float(mask.sum()) * heads  # two products forward, and five backward
+    roof = suite.ceilings.roof(flops=14.0 * pairs * features, bytes=float(moved))
+    case = {"shape": "x".join(map(str, shape)), "documents": documents, "window": window}
     suite.add(case, timings, roof=roof, extra=extra)
 
 
@@ -102,10 +108,12 @@ def _valid_first(query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Te
     return attention.restore(out, order, inverse, is_valid)
 
 
-def _inside_documents(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None, window: int | None
+) -> Tensor:
     batch, _, length, _ = query.shape
-    tables = attention.block_tables(positions, None, batch, length, None, query.device)
-    return attention.block_attention(query, key, value, tables, None, None)
+    tables = attention.block_tables(positions, None, batch, length, window, query.device)
+    return attention.block_attention(query, key, value, tables, window, None)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ from inductor_q.passes.runner import CAPTURED, Site
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 QFUSE = torch.ops.qfuse
 
+#: What torch._inductor.kernel.flex.flex_attention asks for.
+LEAST_FEATURES = 16
+
 
 class CausalAttention:
     name: ClassVar[str] = "causal_attention"
@@ -189,6 +192,9 @@ def _kept(mask: _Mask, context: Context) -> str:
     count = hint(mask.length)
     if count >= least:
         return ""
+    if not isinstance(mask.length, int) and not _is_bounded(mask.length):
+        below = bool(mask.length < least)  # a guard: longer batches get a graph without the mask
+        assert below, f"{mask.length=} {least=}"
     return f"{count} positions, fewer than causal_attention.min_positions={least}: the mask is kept"
 
 
@@ -247,9 +253,16 @@ def _causal(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], ma
 def _blocks(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], mask: _Mask) -> Site:
     if arguments["dropout_p"] != 0:
         return Site(node, rejected="FlexAttention drops no scores out", by_choice=True)
+    result = node.meta["example_value"]
+    if result.device.type == "cuda" and result.shape[-1] < LEAST_FEATURES:
+        reason = f"FlexAttention takes no heads of fewer than {LEAST_FEATURES} features"
+        return Site(node, rejected=reason, by_choice=True)
     found = before_repeat(node, arguments, graphs)
+    repeated = ""
     if not isinstance(found, str):
         arguments |= dict(zip(("key", "value"), found, strict=True))
+    elif found:
+        repeated = f", repeated keys: {found}"
     meaning = mask.meaning
     parts = {
         "documents": meaning.positions,
@@ -257,7 +270,7 @@ def _blocks(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], ma
         "valid keys": meaning.valid,
     }
     named = ", ".join(name for name, part in parts.items() if part is not None)
-    return Site(node, plan=_Plan(mask, arguments), provider=f"FlexAttention of {named}")
+    return Site(node, plan=_Plan(mask, arguments), provider=f"FlexAttention of {named}{repeated}")
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def batch(case: str, length: int) -> dict[str, Tensor]:
     """Inputs of two rows; a case is what of `padded` and `documents` it names."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(1, 200, (2, length), generator=generator)
-    inputs = {"input_ids": ids, "labels": ids}
+    inputs = {"input_ids": ids, "labels": ids.clone()}
     if "padded" in case:
         mask = torch.ones_like(ids)
         mask[0, -5:], mask[1, :7], mask[1, 9:11] = 0, 0, 0
@@ -238,6 +238,77 @@ def test_windows(case: str, short: str, long: str) -> None:
         expected = plain_step(model, model, inputs)
         torch.testing.assert_close(plain_step(compiled, model, inputs), expected)
     assert [(s.rejected, s.provider) for s in backend.sites] == [("", short)] * 2 + [("", long)]
+
+
+def collated(case: str, longest: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A batch as a collator makes it: rows padded on the right, on the left and in between, or one
+    row of documents."""
+
+    def drawn(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    length = drawn(5, longest + 1)
+    ids = torch.randint(1, 200, (1 if case == "packed" else 3, length), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if case == "packed":
+        starts = torch.rand(length, generator=generator) < torch.rand((), generator=generator) / 2
+        starts[0] = True
+        places = torch.arange(length)
+        inputs["position_ids"] = (places - torch.where(starts, places, 0).cummax(0).values)[None]
+    else:
+        mask = torch.ones_like(ids)
+        mask[0, drawn(1, length) :], mask[1, : drawn(0, length - 1)] = 0, 0
+        mask[2, torch.rand(length, generator=generator) < 0.2] = 0
+        # Tokens behind padding have other logits than in eager where that is a real token's row.
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, 1:].masked_fill_(mask[:, :-1] == 0, -100)
+        inputs |= {"attention_mask": mask, "labels": labels}
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("case", "window", "checkpointed"),
+    [
+        ("padded", None, True),
+        ("packed", 20, False),
+        pytest.param("padded", 20, False, marks=pytest.mark.slow),
+        pytest.param("packed", None, True, marks=pytest.mark.slow),
+    ],
+)
+def test_graphs_of_200_batches(case: str, window: int | None, checkpointed: bool) -> None:
+    """Neither lengths nor where padding and documents lie make a graph; passing the window does."""
+    torch.compiler.reset()
+    model = plain(sliding_window=window)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = CapturedStage(**ALWAYS)
+    compiled = torch.compile(model, backend=backend)
+    generator = torch.Generator().manual_seed(2)
+    for i in range(200):
+        inputs = collated(case, 20 if i < 5 else 50, generator)
+        if i % 25:
+            compiled(use_cache=False, **inputs)
+        else:
+            expected = plain_step(model, model, inputs)
+            torch.testing.assert_close(plain_step(compiled, model, inputs), expected)
+    assert len(backend.graphs) == (2 if window is None else 3)
+    assert all(site.rejected == "" and "repeated" not in site.provider for site in backend.sites)
+
+
+def test_a_mask_is_kept_for_few_positions_only() -> None:
+    """The second graph would serve every length; a longer batch gets one without the mask."""
+    torch.compiler.reset()
+    model = plain(sliding_window=None)
+    backend = CapturedStage(**{"qfuse.thresholds": {"causal_attention.min_positions": 20}})
+    compiled = torch.compile(model, backend=backend)
+    for length in (14, 15, 19, 20, 31, 16):
+        inputs = batch("padded", length)
+        torch.testing.assert_close(
+            plain_step(compiled, model, inputs), plain_step(model, model, inputs)
+        )
+    kept = "positions, fewer than causal_attention.min_positions=20: the mask is kept"
+    found = [site.rejected or site.provider for site in backend.sites]
+    assert found == [f"14 {kept}", f"15 {kept}", VALID_FIRST]
 
 
 def test_two_masks_of_one_model() -> None:
