@@ -18,32 +18,48 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 SCRIPT = """
-import json, sys
+import json, shutil, sys
+from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
 
-options = json.loads(sys.argv[1])
 train = sys.argv[2] == "train"
 module = testing.lora_linear(128, 64, adapter_dtype=torch.bfloat16).train(train)
 x = torch.ones(2, 48, 64, dtype=torch.bfloat16, requires_grad=train)
-with torch.set_grad_enabled(train):
-    y = torch.compile(module, backend=qfuse, options=options)(x)
-    if train:
-        y.sum().backward()
-aot, fx = counters["aot_autograd"], counters["inductor"]
-report = inductor_q.last_report()
-assert report is not None
-print(json.dumps({
-    "aot": [aot["autograd_cache_hit"], aot["autograd_cache_miss"], aot["autograd_cache_bypass"]],
-    "fx": [fx["fxgraph_cache_hit"], fx["fxgraph_cache_miss"], fx["fxgraph_cache_bypass"]],
-    "cached": report.cached,
-    "sites": [(s.pass_name, s.module, s.rejected) for s in report.sites],
-    "summary": report.summary(),
-    "sum": float(y.float().sum()),
-}))
+
+def compile(options):
+    torch.compiler.reset()
+    counters.clear()
+    with torch.set_grad_enabled(train):
+        y = torch.compile(module, backend=qfuse, options=options)(x)
+        if train:
+            y.sum().backward()
+    aot, fx = counters["aot_autograd"], counters["inductor"]
+    report = inductor_q.last_report()
+    assert report is not None
+    found = {
+        name: [cache[f"{prefix}_cache_{kind}"] for kind in ("hit", "miss", "bypass")]
+        for name, prefix, cache in (("aot", "autograd", aot), ("fx", "fxgraph", fx))
+    }
+    return {
+        **found,
+        "cached": report.cached,
+        "sites": [(s.pass_name, s.module, s.rejected) for s in report.sites],
+        "summary": report.summary(),
+        "sum": float(y.float().sum()),
+    }
+
+results = []
+for step in json.loads(sys.argv[1]):
+    if step == "lose the reports":
+        shutil.rmtree(Path(cache_dir()) / "qfuse")
+    else:
+        results.append(compile(step))
+print(json.dumps(results))
 """
 
 SMALL = {"qfuse.thresholds": {"extend_k.min_rows": 1}}
@@ -59,25 +75,24 @@ def copy_of(source: Path, package: Path) -> Path:
     return package
 
 
-def run(
-    cache: Path,
-    options: dict[str, Any] | None = None,
-    *,
-    package: Path,
-    train: bool = True,
-) -> Any:
-    """One process: counters as [hit, miss, bypass] and its report."""
+LOSE = "lose the reports"
+
+
+def run(cache: Path, *steps: dict[str, Any] | str, package: Path, train: bool = True) -> list[Any]:
+    """One process that compiles under each of some options: counters as [hit, miss, bypass], and
+    the report."""
     env = environment(package, TORCHINDUCTOR_CACHE_DIR=str(cache))
-    arguments = [json.dumps({**SMALL, **(options or {})}), "train" if train else "infer"]
+    merged = [step if isinstance(step, str) else {**SMALL, **step} for step in steps]
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
+        [sys.executable, "-c", SCRIPT, json.dumps(merged), "train" if train else "infer"],
         env=env,
         cwd=package,
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    found: list[Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +104,16 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def filled(tmp_path_factory: pytest.TempPathFactory, package: Path) -> tuple[Path, Any]:
     """A cache that one training process has filled, and what that process told."""
     cache = tmp_path_factory.mktemp("inductor")
-    return cache, run(cache, package=package)
+    [first] = run(cache, {}, package=package)
+    return cache, first
+
+
+@pytest.fixture(scope="module")
+def second(filled: tuple[Path, Any], package: Path) -> Any:
+    """What a second process tells: as it is, with a report file, and when the kept one is gone."""
+    path = filled[0] / "written.json"
+    results = run(filled[0], {}, {"qfuse.report": str(path)}, LOSE, {}, package=package)
+    return *results, path
 
 
 def test_the_first_process_misses_and_stores(filled: tuple[Path, Any]) -> None:
@@ -101,95 +125,86 @@ def test_the_first_process_misses_and_stores(filled: tuple[Path, Any]) -> None:
 
 
 def test_a_second_process_hits_and_tells_the_first_ones_report(
-    filled: tuple[Path, Any], package: Path
+    filled: tuple[Path, Any], second: Any
 ) -> None:
     """Also with bitsandbytes' autograd.Function in the graph, which torch bypasses by default."""
-    cache, first = filled
-    second = run(cache, package=package)
-    assert second["aot"] == HIT
-    assert second["fx"][1:] == [0, 0]
-    assert second["cached"]
-    assert second["sites"] == first["sites"]
-    assert second["summary"] == first["summary"] + "; from the cache"
-    assert second["sum"] == first["sum"]
+    (_, first), (same, *_) = filled, second
+    assert same["aot"] == HIT
+    assert same["fx"][1:] == [0, 0]
+    assert same["cached"]
+    assert same["sites"] == first["sites"]
+    assert same["summary"] == first["summary"] + "; from the cache"
+    assert same["sum"] == first["sum"]
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"qfuse.kernels": {"dequantize": "inductor"}},
+    {"qfuse.thresholds": {"extend_k.min_rows": 2}},
+]
+MORE_CHANGES: list[dict[str, Any]] = [
+    {"qfuse.numerics": "strict"},
+    {"qfuse.preset": "none"},
+    {"qfuse.passes": {"stack_gradients": False}},
+]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"qfuse.numerics": "strict"}, marks=pytest.mark.slow),
-        pytest.param({"qfuse.preset": "none"}, marks=pytest.mark.slow),
-        pytest.param({"qfuse.passes": {"stack_gradients": False}}, marks=pytest.mark.slow),
-        {"qfuse.kernels": {"dequantize": "inductor"}},
-        {"qfuse.thresholds": {"extend_k.min_rows": 2}},
-    ],
-    ids=lambda options: next(iter(options)),
+    "changes", [CHANGES, pytest.param(MORE_CHANGES, marks=pytest.mark.slow)], ids=["", "more"]
 )
 def test_a_changed_option_misses(
-    filled: tuple[Path, Any], package: Path, options: dict[str, Any]
+    filled: tuple[Path, Any], package: Path, changes: list[dict[str, Any]]
 ) -> None:
-    other = run(filled[0], options, package=package)
-    assert other["aot"] == MISS
-    assert not other["cached"]
+    for options, other in zip(changes, run(filled[0], *changes, package=package), strict=True):
+        assert other["aot"] == MISS, options
+        assert not other["cached"], options
 
 
-def test_where_the_report_goes_changes_no_code(
-    filled: tuple[Path, Any], package: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "report.json"
-    again = run(filled[0], {"qfuse.report": str(path)}, package=package)
+def test_where_the_report_goes_changes_no_code(second: Any) -> None:
+    _, again, _, path = second
     assert again["aot"] == HIT
     (written,) = json.loads(path.read_text())["compiles"]
     assert written["cached"]
     assert [s["pass_name"] for s in written["sites"]] == [name for name, _, _ in again["sites"]]
 
 
-def test_a_lost_report_is_told(filled: tuple[Path, Any], package: Path) -> None:
-    cache, first = filled
-    shutil.rmtree(cache / "qfuse")
-    second = run(cache, package=package)
-    assert second["aot"] == HIT and second["cached"] and second["sites"] == []
-    assert "what became of 1 quantized layer is not known" in second["summary"]
-    assert second["sum"] == first["sum"]
+def test_a_lost_report_is_told(filled: tuple[Path, Any], second: Any) -> None:
+    (_, first), (_, _, lost, _) = filled, second
+    assert lost["aot"] == HIT and lost["cached"] and lost["sites"] == []
+    assert "what became of 1 quantized layer is not known" in lost["summary"]
+    assert lost["sum"] == first["sum"]
 
 
-def test_under_strict_a_graph_is_cached_together_with_its_report(
-    tmp_path: Path, package: Path
-) -> None:
-    """Without the report nobody knows what was fused: it is compiled, and judged, again."""
-    first, second = (
-        run(tmp_path, {"qfuse.strict": True}, train=False, package=package) for _ in range(2)
-    )
-    assert (first["aot"], second["aot"]) == (MISS, HIT)
-    assert second["sites"] == first["sites"] != []
-    shutil.rmtree(tmp_path / "qfuse")
-    third = run(tmp_path, {"qfuse.strict": True}, train=False, package=package)
-    assert third["aot"] == MISS
-    assert third["sites"] == first["sites"]
+STRICT = {"qfuse.strict": True}
 
 
 @pytest.fixture(scope="module")
-def inferred(tmp_path_factory: pytest.TempPathFactory, package: Path) -> tuple[Path, Any]:
+def inferred(tmp_path_factory: pytest.TempPathFactory, package: Path) -> tuple[Path, list[Any]]:
     """The same of a process that only infers: a graph, and a compile, of half the size."""
     cache = tmp_path_factory.mktemp("inference")
-    return cache, run(cache, train=False, package=package)
+    return cache, run(cache, STRICT, STRICT, LOSE, STRICT, {}, train=False, package=package)
 
 
-def test_inference_is_cached_as_well(inferred: tuple[Path, Any], package: Path) -> None:
-    cache, first = inferred
-    second = run(cache, train=False, package=package)
-    assert first["aot"] == MISS and second["aot"] == HIT
-    assert second["sites"] == first["sites"] and second["cached"]
+def test_under_strict_a_graph_is_cached_together_with_its_report(
+    inferred: tuple[Path, list[Any]],
+) -> None:
+    """Without the report nobody knows what was fused: it is compiled, and judged, again."""
+    first, second, third, _ = inferred[1]
+    assert (first["aot"], second["aot"], third["aot"]) == (MISS, HIT, MISS)
+    assert third["sites"] == second["sites"] == first["sites"] != []
 
 
-def test_a_changed_source_misses(inferred: tuple[Path, Any], package: Path, tmp_path: Path) -> None:
+def test_inference_is_cached_and_a_changed_source_misses(
+    inferred: tuple[Path, list[Any]], package: Path, tmp_path: Path
+) -> None:
     """Any file of the package counts: torch has lowerings and kernels in no key of its own."""
+    cache, (*_, first) = inferred
     other = copy_of(package, tmp_path / "package")
-    unchanged = run(inferred[0], train=False, package=other)
-    assert unchanged["aot"] == HIT
+    [unchanged] = run(cache, {}, train=False, package=other)
+    assert (first["aot"], unchanged["aot"]) == (MISS, HIT)
+    assert unchanged["sites"] == first["sites"] and unchanged["cached"]
     with open(other / "lowerings" / "dequantize.py", "a") as file:
         file.write("\n# changed\n")
-    changed = run(inferred[0], train=False, package=other)
+    [changed] = run(cache, {}, train=False, package=other)
     assert changed["aot"] == MISS
     assert changed["sum"] == unchanged["sum"]
 
