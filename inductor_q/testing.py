@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from inductor_q.backend import qfuse_backend
+from inductor_q.diagnostics.events import TRACE, TraceHandler, listening
 from inductor_q.exc import MissingExtra
 
 __all__ = [
@@ -233,12 +233,10 @@ def qlora_model(
     nested: bool = True,
     blocksize: int = 64,
     compute_dtype: torch.dtype = torch.bfloat16,
-    quant_storage: torch.dtype = torch.uint8,
     adapter_dtype: torch.dtype | None = None,
     r: int = 16,
     alpha: int | None = None,
     dropout: float = 0.0,
-    rslora: bool = False,
     dora: bool = False,
     targets: Sequence[str] = PROJECTIONS,
     target_parameters: Sequence[str] = (),
@@ -246,8 +244,6 @@ def qlora_model(
     randomize_adapters: bool = False,
     device: str | torch.device = "cpu",
     seed: int = 0,
-    attention: str = "sdpa",
-    cpu_packing: bool = False,
     base: nn.Module | None = None,
 ) -> Any:
     """Return the model of ``config`` as a QLoRA user has it, in training mode.
@@ -266,7 +262,7 @@ def qlora_model(
     if base is None:
         with torch.device(device):
             from_config: Any = transformers.AutoModelForCausalLM.from_config
-            base = from_config(config, dtype=compute_dtype, attn_implementation=attention)
+            base = from_config(config, dtype=compute_dtype, attn_implementation="sdpa")
     model: Any = base.to(device=device, dtype=compute_dtype).requires_grad_(False)
     _quantize_projections(
         model,
@@ -275,8 +271,6 @@ def qlora_model(
         nested=nested,
         blocksize=blocksize,
         compute_dtype=compute_dtype,
-        quant_storage=quant_storage,
-        cpu_packing=cpu_packing,
     )
     torch.manual_seed(seed + 1)
     lora = peft.LoraConfig(
@@ -286,7 +280,6 @@ def qlora_model(
         lora_dropout=dropout,
         target_modules=list(targets),
         target_parameters=list(target_parameters) or None,
-        use_rslora=rslora,
         use_dora=dora,
     )
     peft_model: Any = peft.get_peft_model(model, lora)
@@ -482,43 +475,34 @@ class CompileTrace:
     loops, data-dependent branches). It slows compilation down: never time a compile under it.
     """
 
-    breaks: list[str] = field(default_factory=list)
-    recompiles: list[str] = field(default_factory=list)
+    _WANTED: ClassVar = frozenset({"dynamo_graph_break_reason", "recompile_reasons"})
+
     graphs: int = 0
+    handler: TraceHandler = field(default_factory=lambda: TraceHandler(CompileTrace._WANTED))
+
+    @property
+    def breaks(self) -> list[str]:
+        return [event.payload for event in self.handler.named("dynamo_graph_break_reason")]
+
+    @property
+    def recompiles(self) -> list[str]:
+        return [event.payload for event in self.handler.named("recompile_reasons")]
 
     def __enter__(self) -> CompileTrace:
-        from torch._dynamo.utils import counters
-        from torch._logging._internal import trace_log
-
-        self._before = counters["stats"]["unique_graphs"]
-        self._level = trace_log.level
-        self._handler = _TraceHandler(self)
-        trace_log.addHandler(self._handler)
-        trace_log.setLevel(logging.DEBUG)
+        self._listening = listening(TRACE, self.handler)
+        self._before = self._unique_graphs()
+        self._listening.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._listening.__exit__(None, None, None)
+        self.graphs = self._unique_graphs() - self._before
+
+    @staticmethod
+    def _unique_graphs() -> int:
         from torch._dynamo.utils import counters
-        from torch._logging._internal import trace_log
 
-        trace_log.removeHandler(self._handler)
-        trace_log.setLevel(self._level)
-        self.graphs = counters["stats"]["unique_graphs"] - self._before
-
-
-class _TraceHandler(logging.Handler):
-    def __init__(self, trace: CompileTrace) -> None:
-        super().__init__(logging.DEBUG)
-        self.trace = trace
-
-    def emit(self, record: logging.LogRecord) -> None:
-        metadata = getattr(record, "metadata", None) or {}
-        name = (metadata.get("artifact") or {}).get("name")
-        payload = str(getattr(record, "payload", ""))
-        if name == "dynamo_graph_break_reason":
-            self.trace.breaks.append(payload)
-        elif name == "recompile_reasons":
-            self.trace.recompiles.append(payload)
+        return counters["stats"]["unique_graphs"]
 
 
 # --- text -----------------------------------------------------------------------------

@@ -8,10 +8,14 @@ is over.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+#: The logger that torch gives its structured trace to.
+TRACE = "torch.__trace"
 
 #: The events that a report is made of; the others (graphs, guards, bytecode) are dropped at once.
 WANTED = frozenset(
@@ -44,6 +48,17 @@ _CONTEXT = frozenset(
         "subgraph_name",
     }
 )
+
+
+@contextlib.contextmanager
+def listening(name: str, handler: logging.Handler) -> Iterator[None]:
+    """Attach a handler to a logger, which need not have been made yet."""
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @dataclass(frozen=True)

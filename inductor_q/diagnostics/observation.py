@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inductor_q.diagnostics.dynamo_hook import observed_backends
-from inductor_q.diagnostics.events import OUTPUT_CODE, WANTED, TraceHandler
+from inductor_q.diagnostics.events import OUTPUT_CODE, TRACE, WANTED, TraceHandler, listening
 from inductor_q.diagnostics.explanation import CudagraphSkip, Exit, Explanation
 from inductor_q.diagnostics.recompiles import value_now
 from inductor_q.exc import UnknownBackend
@@ -32,7 +32,6 @@ from inductor_q.exc import UnknownBackend
 if TYPE_CHECKING:
     from inductor_q.diagnostics.compiles import Compiles
 
-_TRACE = "torch.__trace"
 _CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
 _LIBRARIES = ("torch", "triton", "bitsandbytes", "peft", "transformers", "torchao", "accelerate")
 
@@ -145,8 +144,8 @@ def observe(
     handler = observation.handler
     handler.notes["recompile_reasons"] = value_now
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_listening(_TRACE, handler))
-        stack.enter_context(_listening(_CUDAGRAPHS, observation.skips))
+        stack.enter_context(listening(TRACE, handler))
+        stack.enter_context(listening(_CUDAGRAPHS, observation.skips))
         stack.enter_context(observed_backends(lambda: observation.compiles))
         if dump is not None:
             from inductor_q.diagnostics.dump import dumping
@@ -159,17 +158,6 @@ def observe(
             yield observation
         finally:
             observation.close()
-
-
-@contextlib.contextmanager
-def _listening(name: str, handler: logging.Handler) -> Iterator[None]:
-    """Attach a handler to a logger, which need not have been made yet."""
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ def check_codebook(codebook: Tensor, k: int) -> None:
         raise WrongCodebook(k=k, problem=problem)
 
 
-def check_values(tensor: Tensor, absmax: str, what: str = "tensor to quantize") -> None:
+def check_values(tensor: Tensor, absmax: str, what: str) -> None:
     """Raise unless every block of `tensor` has a scale. Reads the values: synchronizes."""
     low, high = _extremes(tensor.detach(), what)
     largest = max(-low, high)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inductor_q.formats import QuantFormat
@@ -18,7 +19,7 @@ from inductor_q.kernels import (
     dequantize_reference,
     dequantize_triton,
 )
-from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.calls import Dequantize, check_operands
 from inductor_q.kernels.provider import (
     REFERENCE,
     Launch,
@@ -51,6 +52,18 @@ class Prepared:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.launches: dict[tuple[Any, ...], Launch] = {}
+        self.checked: set[tuple[Any, ...]] = set()
+
+    def check(
+        self, operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """Check the operands of real tensors, but not again where operands like these passed."""
+        key = (fmt, tuple(shape), dtype, *[(t.dtype, t.numel(), t.device) for t in operands])
+        if key not in self.checked:
+            check_operands(operands, fmt, shape, dtype)
+            if len(self.checked) >= KEPT:
+                self.checked.clear()
+            self.checked.add(key)
 
     def write(
         self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, wanted: str = "auto"

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from inductor_q.exc import WrongDtype, WrongShape
-from inductor_q.formats import QuantFormat, get_format
+from inductor_q.formats import get_format
 from inductor_q.kernels.calls import check_operands
-from inductor_q.kernels.dequantize import KEPT, write
+from inductor_q.kernels.dequantize import PREPARED, write
 from inductor_q.ops.library import define, define_autograd
 
 SCHEMA = "(Tensor[] operands, str format, SymInt[] shape, ScalarType dtype"
@@ -63,27 +63,11 @@ def _is_traced(operands: Sequence[Tensor]) -> bool:
     return any(isinstance(t, (FakeTensor, FunctionalTensor)) for t in operands)
 
 
-def _check_once(
-    operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
-) -> None:
-    """Check the operands of real tensors, but not again where operands like these have passed."""
-    found = [(t.dtype, t.numel(), t.device) for t in operands]
-    key = (fmt, tuple(shape), dtype, *found)
-    if key not in _checked:
-        check_operands(operands, fmt, shape, dtype)
-        if len(_checked) >= KEPT:
-            _checked.clear()
-        _checked.add(key)
-
-
-_checked: set[tuple[Any, ...]] = set()
-
-
 def _dequantize(
     operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     fmt = get_format(format)
-    _check_once(operands, fmt, shape, dtype)
+    PREPARED.check(operands, fmt, shape, dtype)
     out = torch.empty(tuple(shape), dtype=dtype, device=operands[0].device)
     if numel := out.numel():
         cols = out.shape[-1] if shape else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,6 +229,5 @@ def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     launches: dict[Any, Any] = {}
     warn_once.cache_clear()
     monkeypatch.setattr(PREPARED, "launches", launches)
-    op = sys.modules["inductor_q.ops.dequantize"]  # a function hides it in the package
-    monkeypatch.setattr(op, "_checked", set())
+    monkeypatch.setattr(PREPARED, "checked", set())
     return launches

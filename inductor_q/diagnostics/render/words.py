@@ -27,9 +27,9 @@ UNSUPPRESS = (
 _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
-def plural(count: int, noun: str, nouns: str = "") -> str:
+def plural(count: int, noun: str) -> str:
     """Count things in words: 1 break, 2 breaks, no breaks."""
-    return f"{count or 'no'} {noun if count == 1 else nouns or noun + 's'}"
+    return f"{count or 'no'} {noun if count == 1 else noun + 's'}"
 
 
 def size(count: float) -> str:
