@@ -34,6 +34,7 @@ import torch
 
 from benchmarks import harness
 from inductor_q import testing
+from inductor_q.integrations import prepare_checkpointing
 
 SMALL = {
     "vocab_size": 4096,
@@ -194,6 +195,7 @@ def _model(
     )
     if recipe.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        prepare_checkpointing(model)  # one graph for every peer
     return model
 
 

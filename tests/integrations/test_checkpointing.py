@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from inductor_q import testing
+from inductor_q.diagnostics import observe
 from inductor_q.integrations import prepare_checkpointing
 from tests.support.compiling import gradients
 
@@ -84,10 +85,13 @@ def test_one_graph_however_it_is_enabled(way: str) -> None:
 
 
 def test_without_it_the_graph_breaks() -> None:
-    """Else this function is no longer needed."""
+    """Else this function is no longer needed. What explains the break names it."""
     model = qlora()
     trl(model)
-    assert compiled_step(model)[1].breaks
+    torch._dynamo.reset()
+    with observe() as observation:
+        step(model, torch.compile(model, backend="eager"))
+    assert any("prepare_checkpointing(model)" in b.fix for b in observation.explanation().breaks)
 
 
 def test_eager_mode_keeps_its_gradients() -> None:
