@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 4150,
+    "benchmarks": 4240,
     "csrc": 1975,
     "docs": 850,
     "examples": 650,
@@ -31,7 +31,7 @@ BUDGET = {
     "inductor_q/kbit": 1200,
     "inductor_q/kernels": 4000,
     "inductor_q/ops": 1700,
-    "inductor_q/presets": 300,
+    "inductor_q/presets": 330,
     "lowerings": 400,
     "passes": 3550,
     "tests": 23900,

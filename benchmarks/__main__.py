@@ -23,6 +23,7 @@ NAMES = (
     "bench_kbit",
     "bench_launch",
     "bench_linear",
+    "bench_loss",
     "bench_moe",
     "bench_moe_model",
     "bench_recipe",

@@ -171,7 +171,7 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
         ),
         "qfuse.loss": Option(
             'how a language model\'s loss is computed: "chunked" without having all logits at a '
-            'time, "whole" as written, "auto" in chunks where there would be several',
+            'time, "whole" as written, "auto" in chunks on a GPU, where there would be several',
             _parse_one_of(*get_args(Loss)),
             "QFUSE_LOSS",
         ),

@@ -37,6 +37,9 @@ _CASTS = {"float", "to", "bfloat16", "half", "type"}
 _VIEWS = {"view", "reshape", "flatten", "contiguous", "clone"}
 _SIZES = {"size", "dim", "numel", "ndimension"}
 
+#: The rows that a graph of any length is taken to have.
+MANY = 1 << 20
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -279,11 +282,12 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _check_size(node: fx.Node, context: Context) -> None:
     rows, columns = _value(node.args[0] if node.args else node.kwargs["input"]).shape
-    elements = context.threshold("chunk_loss.elements")
-    if context.resolved.loss == "chunked" or not isinstance(rows, int):
-        return  # another batch may have any number of rows
-    if rows * hint(columns) <= elements:
-        raise _Refused(f"{rows} rows of logits are one chunk: chunk_loss.elements={elements}")
+    least = context.threshold("chunk_loss.min_logits")
+    if not isinstance(rows, int):
+        rows = MANY  # another batch may have any number
+    count = rows * hint(columns)
+    if count < least and context.resolved.loss != "chunked":
+        raise _Refused(f"{count} logits, fewer than chunk_loss.min_logits={least}")
 
 
 def _divisor(node: fx.Node, reduction: str) -> tuple[fx.Node | None, fx.Node]:

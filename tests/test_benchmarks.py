@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     bench_kbit_quality,
     bench_launch,
     bench_linear,
+    bench_loss,
     bench_moe,
     bench_moe_model,
     bench_recipe,
@@ -330,6 +331,13 @@ def test_bench_attention(tmp_path: Path) -> None:
     out = tmp_path / "attention.json"
     bench_attention.main(["--device", "cpu", "--quick", "--out", str(out)])
     rows = check_file(out, "bench_attention", set(bench_attention.PEERS))
+    assert all(row["extra"]["error"] < 0.01 for row in rows)
+
+
+def test_bench_loss(tmp_path: Path) -> None:
+    out = tmp_path / "loss.json"
+    bench_loss.main(["--device", "cpu", "--quick", "--out", str(out)])
+    rows = check_file(out, "bench_loss", set(bench_loss.PEERS))
     assert all(row["extra"]["error"] < 0.01 for row in rows)
 
 

@@ -85,7 +85,12 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value: for one row gemm_4bit, which reads packed weights, was the "
             "faster on the one GPU that was measured (sm_90)",
         ),
-        # Logits that are computed at a time, where the loss is computed in chunks.
+        # Logits from which the loss is computed in chunks.
+        "chunk_loss.min_logits": Entry(
+            value=160 << 20,
+            evidence="a start value, not a measured crossover: fewer are one chunk",
+        ),
+        # Logits that are computed at a time there.
         "chunk_loss.elements": Entry(
             value=160 << 20,
             evidence="a start value: 1,024 rows of a vocabulary of 151,936, whose product with the "

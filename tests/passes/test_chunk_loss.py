@@ -19,7 +19,9 @@ from tests.support.compiling import compile_step
 
 PASS = "chunk_loss"
 HIDDEN, VOCABULARY = 64, 50
-CHUNKS: dict[str, Any] = {"qfuse.thresholds": {"chunk_loss.elements": VOCABULARY * 8}}
+CHUNKS: dict[str, Any] = {
+    "qfuse.thresholds": {"chunk_loss.min_logits": 0, "chunk_loss.elements": VOCABULARY * 8}
+}
 ALONE = "chunks of the logits"
 RETURNED = f"{ALONE}, computed again when they are read"
 
@@ -202,8 +204,8 @@ class ComputesItsHead(Model):
         (Model(), {"qfuse.loss": "whole"}, "qfuse.loss='whole'"),
         (
             Model(),
-            {"qfuse.thresholds": {"chunk_loss.elements": 39 * VOCABULARY}},
-            "39 rows of logits are one chunk: chunk_loss.elements=1950",
+            {"qfuse.thresholds": {"chunk_loss.min_logits": 39 * VOCABULARY + 1}},
+            "1950 logits, fewer than chunk_loss.min_logits=1951",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -225,12 +227,21 @@ def test_other_losses_are_left_and_say_why(
 
 
 def test_asked_for_chunks_are_made_of_any_number_of_rows() -> None:
-    few = {"qfuse.thresholds": {"chunk_loss.elements": 1 << 30}}
     torch.compiler.reset()
-    backend = CapturedStage(PASS, **few, **{"qfuse.loss": "chunked"})
+    backend = CapturedStage(PASS, **{"qfuse.loss": "chunked"})  # a CPU's preset would refuse
     model = Model()
     assert_same(model, torch.compile(model, backend=backend)(*batch()), model(*batch()))
     assert found(backend) == [("", RETURNED)]
+
+
+@pytest.mark.parametrize("least", [50 << 20, 1 << 40])
+def test_a_graph_of_any_length_is_taken_for_a_long_one(least: int) -> None:
+    """One graph serves the lengths to come, which may be longer; a CPU's preset is above all."""
+    torch.compiler.reset()
+    options: Any = {"qfuse.thresholds": {"chunk_loss.min_logits": least}}
+    backend = CapturedStage(PASS, **options)
+    torch.compile(Model(), backend=backend, dynamic=True)(*batch())
+    assert [provider for _, provider in found(backend)] == [RETURNED if least == 50 << 20 else ""]
 
 
 def test_without_gradients_logits_are_kept() -> None:

@@ -1,0 +1,84 @@
+"""Time the loss of a language model with a frozen head, whole and in chunks of so many rows.
+
+One call runs forward and backward to the hidden states: 4,096 tokens of Qwen3-8B on a GPU, 1,024 of
+a small model on a CPU. ``whole`` is what stock Inductor makes of transformers' loss; the others are
+`qfuse::linear_cross_entropy`, which the pass chunk_loss calls, with that many rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks import harness
+from inductor_q.ops.linear_cross_entropy import linear_cross_entropy
+
+ROWS = (128, 512, 1024, 2048)
+PEERS = ("whole", *map(str, ROWS))
+#: Tokens, hidden features, vocabulary.
+SHAPES = {"cuda": (4096, 4096, 151_936), "cpu": (1024, 512, 32_000)}
+QUICK = (40, 16, 300)
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    arguments = harness.parser(__doc__, peers=PEERS).parse_args(argv)
+    suite = harness.start("bench_loss", arguments)
+    shape = QUICK if arguments.quick else SHAPES[suite.device.type]
+    for dtype in (
+        (torch.bfloat16,) if suite.device.type == "cuda" else (torch.bfloat16, torch.float)
+    ):
+        _measure(suite, arguments.backends, arguments.rounds or 5, shape, dtype)
+    harness.finish(suite, arguments, extras=("peak_bytes", "error"))
+    return suite
+
+
+def _measure(
+    suite: harness.Suite,
+    peers: Sequence[str],
+    rounds: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    tokens, features, vocabulary = shape
+    place = {"device": suite.device, "dtype": dtype}
+    hidden = torch.randn(tokens, features, **place).requires_grad_()  # type: ignore[call-overload]
+    head = torch.randn(vocabulary, features, **place) * 0.02  # type: ignore[call-overload]
+    labels = torch.randint(0, vocabulary, (tokens,), device=suite.device)
+    whole = torch.compile(_whole, dynamic=False)
+
+    def gradient(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return lambda: torch.autograd.grad(loss(), hidden)[0]
+
+    def chunked(rows: int) -> Tensor:
+        options = {"mean": True, "ignore_index": -100, "elements": rows * vocabulary}
+        return linear_cross_entropy([hidden], [head], None, labels, None, **options)  # type: ignore[arg-type]
+
+    calls = {
+        peer: gradient(
+            (lambda: whole(hidden, head, labels))
+            if peer == "whole"
+            else (lambda rows=int(peer): chunked(rows))  # type: ignore[misc]
+        )
+        for peer in peers
+    }
+    exact = gradient(lambda: _whole(hidden, head, labels))().double()
+    extra = {}
+    for peer, call in calls.items():
+        error = float((call().double() - exact).norm() / exact.norm())
+        extra[peer] = {"error": error, "peak_bytes": harness.peak_bytes(call, suite.device)}
+    timings = harness.time_kernels(calls, suite.device, rounds=rounds)
+    products = 2 * 2.0 * tokens * features * vocabulary
+    roof = suite.ceilings.roof(flops=products, bytes=float(2 * head.nbytes))
+    case = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
+    suite.add(case, timings, roof=roof, extra=extra)
+
+
+def _whole(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, head).float(), labels)
+
+
+if __name__ == "__main__":
+    main()
