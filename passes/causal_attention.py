@@ -57,7 +57,7 @@ class CausalAttention:
             mask = arguments["attn_mask"]
             if not isinstance(mask, fx.Node) or arguments["is_causal"]:
                 continue
-            root = outside.get(mask, mask)
+            root = _root(mask, outside)
             if root not in found:
                 meaning = read(root, outside, graphs)
                 found[root] = meaning if isinstance(meaning, Unproven) else _Mask.of(root, meaning)
@@ -65,6 +65,9 @@ class CausalAttention:
             if isinstance(known, Unproven):
                 yield Site(node, rejected=known.reason, by_choice=True)
             elif reason := _of_other_sizes(arguments, root) or _kept(known, context):
+                yield Site(node, rejected=reason, by_choice=True)
+            elif root.graph is not graph and known.shares:
+                reason = "the mask is made inside of a checkpoint"
                 yield Site(node, rejected=reason, by_choice=True)
             elif known.in_blocks:
                 yield _blocks(node, arguments, graphs, known)
@@ -76,10 +79,8 @@ class CausalAttention:
         arguments = dict(plan.arguments)
         query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
         node, mask = site.node, plan.mask
-        if mask.guarded:
-            within = bool(mask.length <= mask.guarded)  # asking is what adds the guard
-            assert within, f"{mask.length=} {mask.guarded=}"
-        if not mask.in_blocks and mask.meaning.valid is None:
+        mask.guard()
+        if not mask.shares:
             node.args, node.kwargs = (query, key, value), arguments
             return
         made = _given_to(node.graph, graph, mask.shared(graph))
@@ -130,15 +131,34 @@ class _Mask:
         return self.meaning.positions is not None or self.meaning.window is not None
 
     @property
+    def shares(self) -> bool:
+        """Whether layers under it share something that is made for them."""
+        return self.in_blocks or self.meaning.valid is not None
+
+    @property
     def length(self) -> int | torch.SymInt:
         """The number of positions."""
         length: int | torch.SymInt = _value(self.node).shape[-1]
         return length
 
+    def guard(self) -> None:
+        """Keep batches of which this does not hold from the graph: to ask is to add a guard."""
+        batch = _value(self.node).shape[0]
+        holds = [not self.guarded or self.length <= self.guarded]
+        for source in (self.meaning.valid, self.meaning.positions):
+            if source is not None:
+                rows, columns = _value(source).shape
+                holds += [columns == self.length, rows == 1 or rows == batch]
+        held = all(holds)
+        assert held, f"{self.length=} {self.guarded=} {batch=}"
+
     def shared(self, graph: fx.Graph) -> list[fx.Node]:
         """Make once, behind the mask, the tensors that all layers under it share."""
         if self.made is None:
-            with graph.inserting_before(self.node.next):
+            place = self.node.next
+            while getattr(place.target, "__name__", "") == "_vmap_decrement_nesting":
+                place = place.next
+            with graph.inserting_before(place):
                 self.made = self._make(graph)
         return self.made
 
@@ -183,8 +203,7 @@ class _Plan:
 
 def _kept(mask: _Mask, context: Context) -> str:
     """Why a mask stays that is more than causal; empty if it goes."""
-    meaning = mask.meaning
-    if not mask.in_blocks and meaning.valid is None:
+    if not mask.shares:
         return ""
     if not mask.in_blocks and context.numerics == "strict":
         return "strict numerics keep what rows of padding see"
@@ -301,6 +320,23 @@ def _checkpointed(module: torch.nn.Module) -> dict[fx.Node, fx.Node]:
                 same = found.setdefault(placeholder, root) is root
                 found[placeholder] = root if same else placeholder
     return found
+
+
+def _root(mask: fx.Node, outside: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node in Dynamo's graph that a mask is, or is a slice of which leaves nothing out: layers
+    of transformers 4 take the first keys of it, as many as there are."""
+    while True:
+        mask = outside.get(mask, mask)
+        index = mask.args[1] if mask.target is operator.getitem else None
+        if not isinstance(index, tuple) or not all(isinstance(i, slice) for i in index):
+            return mask
+        whole, value = mask.args[0], _value(mask)
+        starts = all(i.start is None and i.step is None for i in index)
+        if not starts or not isinstance(whole, fx.Node) or _value(whole) is None:
+            return mask
+        if not all(map(same_size, _value(whole).shape, value.shape)):
+            return mask
+        mask = whole
 
 
 def _value(node: Any) -> Any:

@@ -7,6 +7,9 @@ At three positions no number may be large, so every distance that these numbers 
 At 160 positions a window of such a small distance would show. So what holds at these sizes holds at
 every size.
 
+transformers 4 builds a mask by `torch.vmap` of a function of four numbers, which Dynamo writes down
+as calls inside of it. These are run on tensors whose four dimensions are what was mapped over.
+
 A mask may read two inputs of the graph, each with a row per sequence and a column per position. It
 is then run on chosen rows, and compared with what it would be if an input were an `attention_mask`,
 or `position_ids` that begin again with each document.
@@ -53,10 +56,29 @@ _FUNCTIONS = {
 }
 _METHODS = {
     *("expand", "unsqueeze", "squeeze", "view", "reshape", "to", "bool", "contiguous", "clone"),
-    *("cumsum", "diff", "new_ones", "new_zeros", "new_full", "logical_and", "logical_not"),
+    *(
+        "add",
+        "sub",
+        "cumsum",
+        "diff",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "logical_and",
+        "logical_not",
+    ),
     *("eq", "ne", "le", "lt", "ge", "gt", "tril", "triu"),
     *(f"__{name}__" for name in ("eq", "ne", "le", "lt", "ge", "gt", "and", "or", "invert")),
 }
+#: Those of a number per place, which mean inside of `vmap` what they mean outside.
+_BY_PLACE = {
+    *(operator.add, operator.sub, operator.and_, operator.or_, operator.invert),
+    *(operator.eq, operator.ne, operator.le, operator.lt, operator.ge, operator.gt),
+    *("add", "sub", "to", "bool", "eq", "ne", "le", "lt", "ge", "gt"),
+    *(f"__{name}__" for name in ("eq", "ne", "le", "lt", "ge", "gt", "and", "or", "invert")),
+}
+#: How a tensor is read by indices that are mapped over.
+_INDEX = (torch.ops.aten.index, torch.ops.aten.index.Tensor)
 #: Functions whose result is never a view of what they are given.
 _NEW = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul)
 _PLAIN = (-1, 0, 1)
@@ -93,7 +115,8 @@ class Meaning:
     Args:
         valid: an input [B, S] of the graph, which is not zero for keys that are seen; None: any.
         positions: an input [B, S] that rises by one inside of each document, of which the query's
-            is seen; None: any.
+            is seen; None: any. Both are as large as the mask in this batch, but for one row
+            that may stand for all: to rely on that in others, guard it.
         window: how many positions are seen, the query's among them; None: any number.
     """
 
@@ -297,8 +320,17 @@ def _is_by_position(node: fx.Node, mask: torch.Tensor) -> bool:
     value = node.meta["example_value"]
     if value.dtype not in _EXACT or value.dim() != 2:
         return False
-    sequences = same_size(value.shape[0], mask.shape[0]) or _expression(value.shape[0]) == 1
-    return sequences and same_size(value.shape[1], mask.shape[-1])
+    sequences = _alike(value.shape[0], mask.shape[0]) or _expression(value.shape[0]) == 1
+    return sequences and _alike(value.shape[1], mask.shape[-1])
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two sizes are one, or two symbols for one number, which whoever uses it must guard.
+
+    Dynamo gives each input symbols of its own, where nothing in the program makes them equal.
+    """
+    hints = [size.node.hint for size in (one, other) if isinstance(size, torch.SymInt)]
+    return same_size(one, other) or (len(hints) == 2 and None not in hints and hints[0] == hints[1])
 
 
 def _input_name(node: fx.Node) -> str:
@@ -309,7 +341,7 @@ def _written(
     nodes: set[fx.Node], outside: Mapping[fx.Node, fx.Node], graphs: Iterable[fx.Graph]
 ) -> str:
     """Name the node that writes in place to one of `nodes` or to a view of one; "" if none does."""
-    for node in (n for graph in graphs for n in graph.nodes):
+    for node in (n for graph in graphs for n in graph.nodes if not _adds_nothing(n)):
         for written in written_by(node):
             base: Any = written
             while isinstance(base, fx.Node):
@@ -323,8 +355,17 @@ def _written(
     return ""
 
 
+def _called(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _adds_nothing(node: fx.Node) -> bool:
+    """Whether a node is `x += 0`, as transformers 4 writes an offset."""
+    return node.target is operator.iadd and type(node.args[1]) is int and node.args[1] == 0
+
+
 def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    return _called(node).partition(".")[0]
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -337,7 +378,9 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(target, HigherOrderOperator):
         return [] if called == CHECKPOINT else list(node.all_input_nodes)
     if isinstance(target, (OpOverload, OpOverloadPacket)):
-        return list(node.all_input_nodes) if any(s.is_mutable for s in _schemas(target)) else []
+        given = (a for schema in _schemas(target) for a in schema.arguments if _is_given(a, node))
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in given)
+        return list(node.all_input_nodes) if writes else []
     out = node.kwargs.get("out")
     found = [*out] if isinstance(out, (tuple, list)) else [out]
     ends = called.endswith("_") and not called.endswith("__")
@@ -345,6 +388,11 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         first = node.args[0] if node.args else list(node.all_input_nodes)
         found += [*first] if isinstance(first, (tuple, list)) else [first]
     return [node for node in found if isinstance(node, fx.Node)]
+
+
+def _is_given(argument: Any, node: fx.Node) -> bool:
+    """Whether a call may have this argument of a schema: one without `out` writes to none."""
+    return not argument.kwarg_only or argument.name in node.kwargs
 
 
 def _schemas(target: OpOverload | OpOverloadPacket) -> list[Any]:
@@ -387,6 +435,7 @@ class _Evaluation:
         self._window = window
         self._outside = outside
         self._known: dict[fx.Node, Any] = dict(inputs)
+        self._mapped: set[fx.Node] = set()  # inside of vmap
 
     def nodes(self) -> set[fx.Node]:
         """The tensors among what was run: a size is given to operators that write, and is not
@@ -412,9 +461,21 @@ class _Evaluation:
             return self._size(value)
         if node.op == "placeholder":
             raise _NotProven(f"the mask depends on the input {_input_name(node)}")
-        called, functions = node.target, node.op == "call_function"
-        if not (called in _FUNCTIONS if functions else called in _METHODS):
-            raise _NotProven(f"the mask is computed with {getattr(called, '__name__', called)}")
+        if _adds_nothing(node):
+            return self.of(node.all_input_nodes[0]).clone()
+        if _name(node) in ("_add_batch_dim", "_remove_batch_dim"):
+            return self._run_mapping(node)
+        listed = node.target in (_FUNCTIONS if node.op == "call_function" else _METHODS)
+        if not listed and node.target not in _INDEX:
+            raise _NotProven(f"the mask is computed with {_called(node)}")
+        if any(self._is_mapped(given) for given in node.all_input_nodes):
+            return self._run_mapped(node)
+        if not listed:
+            raise _NotProven(f"the mask is computed with {_called(node)} outside of vmap")
+        return self._call(node)
+
+    def _call(self, node: fx.Node) -> Any:
+        called = node.target
         copies = called == "expand"
         args = self._arguments(node.args, copies=copies)
         kwargs = {n: self._arguments(value, copies=copies) for n, value in node.kwargs.items()}
@@ -422,6 +483,42 @@ class _Evaluation:
             if callable(called):
                 return called(*args, **kwargs)
             return getattr(args[0], called)(*args[1:], **kwargs)
+
+    def _is_mapped(self, node: fx.Node) -> bool:
+        self.of(node)
+        return self._outside.get(node, node) in self._mapped
+
+    def _run_mapping(self, node: fx.Node) -> torch.Tensor:
+        """Enter or leave `vmap`: its n-th level is the n-th of four dimensions."""
+        numbers: list[Any]
+        given, *numbers = node.args
+        level = numbers[1] if _name(node) == "_add_batch_dim" else numbers[0]
+        assert isinstance(given, fx.Node), f"{given=}"
+        rows: torch.Tensor = self.of(given)
+        mapped = self._is_mapped(given)
+        if isinstance(level, int) and level in range(1, 5):
+            if _name(node) == "_add_batch_dim" and rows.dim() == 1 and not mapped:
+                self._mapped.add(node)
+                return rows.view([-1 if n == level else 1 for n in range(1, 5)])
+            inner: Any = given.args[1] if mapped and _name(given) == "_remove_batch_dim" else 5
+            if mapped and rows.dim() == 4 and numbers[2] == 0 and inner == level + 1:
+                if level > 1:
+                    self._mapped.add(node)
+                size = self._arguments(numbers[1])
+                return rows.expand([size if n == level else -1 for n in range(1, 5)])
+        raise _NotProven("the mask is computed with a vmap other than that of four numbers")
+
+    def _run_mapped(self, node: fx.Node) -> Any:
+        self._mapped.add(node)
+        if node.target in _BY_PLACE:
+            return self._call(node)
+        if node.target == "new_ones" and node.args[1] == () and "dtype" in node.kwargs:
+            return self._call(node)
+        if node.target in _INDEX:
+            rows, index = node.args
+            if isinstance(rows, fx.Node) and not self._is_mapped(rows):
+                return self.of(rows)[self._arguments(index)]
+        raise _NotProven(f"the mask is computed with {_name(node)} inside of vmap")
 
     def _arguments(self, value: Any, *, copies: bool = False) -> Any:
         if isinstance(value, fx.Node):

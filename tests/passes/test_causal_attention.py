@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
-from tests.support.attention import GROUPED, positions  # noqa: E402
+from tests.support.attention import GROUPED, causal, positions  # noqa: E402
 from tests.support.captured import CapturedStage  # noqa: E402
 from tests.support.compiling import no_codegen  # noqa: E402
 
@@ -281,7 +281,7 @@ def test_graphs_of_200_batches(case: str, window: int | None, checkpointed: bool
     model = plain(sliding_window=window)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    backend = CapturedStage(**ALWAYS)
+    backend = CapturedStage(PASS, **ALWAYS)
     compiled = torch.compile(model, backend=backend)
     generator = torch.Generator().manual_seed(2)
     for i in range(200):
@@ -299,7 +299,7 @@ def test_a_mask_is_kept_for_few_positions_only() -> None:
     """The second graph would serve every length; a longer batch gets one without the mask."""
     torch.compiler.reset()
     model = plain(sliding_window=None)
-    backend = CapturedStage(**{"qfuse.thresholds": {"causal_attention.min_positions": 20}})
+    backend = CapturedStage(PASS, **{"qfuse.thresholds": {"causal_attention.min_positions": 20}})
     compiled = torch.compile(model, backend=backend)
     for length in (14, 15, 19, 20, 31, 16):
         inputs = batch("padded", length)
@@ -309,6 +309,48 @@ def test_a_mask_is_kept_for_few_positions_only() -> None:
     kept = "positions, fewer than causal_attention.min_positions=20: the mask is kept"
     found = [site.rejected or site.provider for site in backend.sites]
     assert found == [f"14 {kept}", f"15 {kept}", VALID_FIRST]
+
+
+def sliced(x: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
+    """As layers of transformers 4 do."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(x, x, x, attn_mask=mask[:, :, :, : x.shape[2]])
+
+
+def made_inside(x: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
+    return sliced(x, valid, padding_mask(x, valid))
+
+
+def padding_mask(x: Tensor, valid: Tensor) -> Tensor:
+    return causal(x[:, 0]) & (valid != 0)[:, None, None, :]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("layer", "provider", "tables"),
+    [(sliced, "sdpa, valid first", 1), (made_inside, "the mask is made inside of a checkpoint", 0)],
+)
+def test_masks_in_checkpoints(
+    layer: Callable[..., Tensor], provider: str, tables: int, dynamic: bool
+) -> None:
+    """A slice that leaves nothing out is the mask, and all layers share what is made of it."""
+
+    def two(x: Tensor, valid: Tensor) -> Tensor:
+        mask = padding_mask(x, valid)
+        for _ in range(LAYERS):
+            x = torch.utils.checkpoint.checkpoint(layer, x, valid, mask, use_reentrant=False)
+        return x
+
+    torch.compiler.reset()
+    backend = CapturedStage(PASS, **ALWAYS)
+    x, valid = torch.randn(2, 2, 24, 8, requires_grad=True), torch.ones(2, 24, dtype=torch.int64)
+    got = torch.compile(two, backend=backend, dynamic=dynamic)(x, valid)
+    torch.testing.assert_close(got, two(x, valid))
+    found = [site.rejected or site.provider for site in backend.sites]
+    assert found == [provider] * LAYERS
+    (graph,) = backend.graphs
+    made = graph.find_nodes(op="call_function", target=torch.ops.qfuse.valid_first.default)
+    assert len(made) == tables
 
 
 def test_two_masks_of_one_model() -> None:

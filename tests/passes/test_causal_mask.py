@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from inductor_q.passes.causal_attention import CausalAttention
 from inductor_q.passes.causal_mask import CHECKPOINT, Meaning, Unproven, read
@@ -501,6 +502,65 @@ def test_a_window_as_long_as_the_sequence(dynamic: bool) -> None:
     """Of that one length it is the causal mask; of any length it is a window."""
     found = meaning(in_window, torch.ones(2, 4000, dtype=torch.int64), dynamic=dynamic)
     assert found == ("window 4000" if dynamic else "")
+
+
+def mapped(x: Tensor, sees: Callable[..., Tensor]) -> Tensor:
+    """As transformers 4 writes it: a function of four numbers, mapped over all of them."""
+    for dims in (
+        (None, None, None, 0),
+        (None, None, 0, None),
+        (None, 0, None, None),
+        (0,) + (None,) * 3,
+    ):
+        sees = torch.vmap(sees, in_dims=dims, out_dims=0)
+    at, keys = torch.arange(0, x.shape[1]), torch.arange(x.shape[1])
+    keys += 0
+    with TransformGetItemToIndex():
+        return sees(torch.arange(x.shape[0]), torch.arange(1), at, keys)
+
+
+def mapped_valid(x: Tensor) -> Tensor:
+    valid = x.to(torch.bool)
+    return mapped(x, lambda b, h, q, k: q.new_ones((), dtype=torch.bool) & (k <= q) & valid[b, k])
+
+
+def mapped_window(x: Tensor) -> Tensor:
+    return mapped(x, lambda b, h, q, k: (k > q - 16) & (k <= q))
+
+
+def mapped_documents(x: Tensor) -> Tensor:
+    number = (torch.diff(x, prepend=x[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    return mapped(x, lambda b, h, q, k: (k <= q) & (number[b, q] == number[b, k]))
+
+
+def mapped_queries(x: Tensor) -> Tensor:
+    return mapped(x, lambda b, h, q, k: (k <= q) & (x[b, q] != 0))
+
+
+def mapped_shapes(x: Tensor) -> Tensor:
+    """Dimensions are counted otherwise inside of vmap."""
+    return mapped(x, lambda b, h, q, k: (k <= q) & (x[b, k].unsqueeze(0).squeeze(0) != 0))
+
+
+def mapped_to_others(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: causal(row[None])[0], out_dims=0)(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (mapped_valid, "valid x"),
+        (mapped_window, "window 16"),
+        (mapped_documents, "positions x"),
+        (mapped_queries, OTHERWISE),
+        (mapped_shapes, "the mask is computed with unsqueeze inside of vmap"),
+        (mapped_to_others, "the mask "),
+    ],
+)
+def test_masks_by_vmap(mask: Callable[[Tensor], Tensor], expected: str, dynamic: bool) -> None:
+    found = meaning(mask, torch.ones(2, 49, dtype=torch.int64), dynamic=dynamic)
+    assert found.startswith(expected), found
 
 
 def of_both(x: Tensor, y: Tensor) -> Tensor:
