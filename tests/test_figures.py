@@ -106,6 +106,15 @@ def _masks_cpu() -> str:
     return f"{pairs[0]} ms under padding and {pairs[1]} in documents"
 
 
+def _loss_cpu() -> str:
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        peers = ("whole", "512", "128")
+        times = [1e3 * figures.seconds("loss-cpu", peer, dtype=dtype) for peer in peers]
+        found.append(f"{' / '.join(f'{ms:.0f}' for ms in times)} ms in {dtype}")
+    return ", ".join(found)
+
+
 def _few_rows() -> str:
     name = "moe_providers-h200"
     few = [_us(name, peer, T=512) for peer in ("triton", "dequantize")]
@@ -116,7 +125,7 @@ def _few_rows() -> str:
 #: Figures of code that a result file has: the words as they have to stand there.
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (_gemm_4bit, _extend_k_h200),
-    "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu),
+    "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu, _loss_cpu),
     "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
 }
 

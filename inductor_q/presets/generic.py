@@ -29,15 +29,15 @@ CPU = replace(
         ),
         "chunk_loss.min_logits": Entry(
             value=1 << 40,
-            evidence="no number of logits from which on it pays in time: 1,024 rows of 512 times a "
-            "vocabulary of 32,000, forward and backward, whole and in chunks of 512, 239 / 443 ms "
-            "in bfloat16, 639 / 856 in float32 (two cores of a busy Intel Xeon, torch 2.13.0, "
-            "2026-11-22, benchmarks/results/loss-cpu.json)",
+            evidence="no number of logits from which on it pays in time: 1,024 rows of a "
+            "vocabulary of 32,000, forward and backward, whole, in chunks of 512 and of 128: "
+            "239 / 443 / 948 ms in bfloat16, 638 / 856 / 1243 ms in float32 (two cores of a busy "
+            "Intel Xeon, torch 2.13.0, 2026-11-22, benchmarks/results/loss-cpu.json)",
         ),
         "chunk_loss.elements": Entry(
             value=1 << 24,
-            evidence="512 rows of that vocabulary: with 128 at a time 948 ms in bfloat16, with "
-            "1,024 no less than with 512 (the same run, benchmarks/results/loss-cpu.json)",
+            evidence="512 rows of that vocabulary: with more the loss was as fast, with 128 slower "
+            "(benchmarks/results/loss-cpu.json)",
         ),
         "extend_k.min_rows": Entry(
             value=1 << 20,

@@ -94,7 +94,7 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         "chunk_loss.elements": Entry(
             value=160 << 20,
             evidence="a start value: 1,024 rows of a vocabulary of 151,936, whose product with the "
-            "head is large enough for full speed; 0.3 GB in 16 bits",
+            "head is large enough for full speed",
         ),
         # Positions from which a mask of padding or of documents is replaced by what it means.
         "causal_attention.min_positions": Entry(
