@@ -45,7 +45,8 @@ def linear_cross_entropy(
     """Cross entropy of `labels` under the logits `sum_i inputs[i] @ weights[i].T + bias`.
 
     Args:
-        inputs: each [..., K_i]; the rows of all are the same in number, that of the labels.
+        inputs: each [..., K_i]; the rows of all are the same in number, that of the labels. All
+            operands have one dtype: autocast does not change it.
         weights: each [V, K_i]; a head, and an adapter's B beside it.
         bias: [V], or None.
         labels: [...] int64. A label that is neither `ignore_index` nor a row of the weights makes
@@ -74,9 +75,6 @@ def _linear_cross_entropy(
     elements: int,
 ) -> Tensor:
     operands = [*inputs, *weights, *([] if bias is None else [bias])]
-    device = labels.device.type
-    if torch.is_autocast_enabled(device):
-        operands = [x.to(torch.get_autocast_dtype(device)) for x in operands]
     rows = [x.reshape(-1, x.shape[-1]) for x in operands[: len(inputs)]]
     operands[: len(inputs)] = rows
     result: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]

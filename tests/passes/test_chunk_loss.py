@@ -335,7 +335,6 @@ def test_no_graph_holds_the_logits() -> None:
     x, labels = batch()
     result = compile_step(model, x, labels, options=CHUNKS)
     exact = model(x, labels)
-    # Kernels for packed weights round otherwise than eager's; the other tests compare exactly.
     torch.testing.assert_close(result.output, exact.detach(), rtol=1e-3, atol=1e-3)
     assert result.applied[PASS] == 1
     expected = gradients(model, exact)["first.weight"]
