@@ -48,7 +48,9 @@ def train(model: Any, run: Callable[..., Any]) -> Training:
         loss = run(input_ids=batch, labels=batch).loss
         losses.append(loss.item())
         loss.backward()
-        gradients.append(torch.cat([p.grad.double().flatten() for p in parameters]))
+        gradients.append(
+            torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None])
+        )
         optimizer.step()
         optimizer.zero_grad()
     return Training(losses, gradients[0])

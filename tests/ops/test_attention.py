@@ -145,11 +145,12 @@ def test_attention_sees_what_a_mask_lets_through(
     positions = packed(*lengths) if lengths else None
     valid = padding(length) if padded else None
     leaves = [rows(2, h, length, 16) for h in (4, 2, 2)]
+    query, key, value = leaves
     tables = attention.block_tables(positions, valid, 2, length, window, CPU)
     if form == "mask":
-        got = attention.block_attention(*leaves, tables, window, None)
+        got = attention.block_attention(query, key, value, tables, window, None)
     else:
-        got = attention._flex(*leaves, tables[:-8], tables[-8:], window, None)
+        got = attention._flex(query, key, value, tables[:-8], tables[-8:], window, None)
     mask = seen(positions, valid, length, window)[:, None]
     query, key, value = (x.detach().double().requires_grad_() for x in leaves)
     scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 4

@@ -282,7 +282,7 @@ def test_graphs_of_200_batches(case: str, window: int | None, checkpointed: bool
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backend = CapturedStage(PASS, **ALWAYS)
-    compiled = torch.compile(model, backend=backend)
+    compiled: Any = torch.compile(model, backend=backend)
     generator = torch.Generator().manual_seed(2)
     for i in range(200):
         inputs = collated(case, 20 if i < 5 else 50, generator)

@@ -41,9 +41,9 @@ def shifted_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """As loss functions wrote it before: the last position of each sequence is cut off."""
     logits = logits[..., :-1, :].contiguous()
     labels = labels.clamp(min=options.get("ignore_index", -100))
-    return nn.CrossEntropyLoss(**options)(
-        logits.view(-1, logits.size(-1)), labels[:, 1:].reshape(-1)
-    )
+    logits, labels = logits.view(-1, logits.size(-1)), labels[:, 1:].reshape(-1)
+    loss: Tensor = nn.CrossEntropyLoss(**options)(logits, labels)
+    return loss
 
 
 class Model(nn.Module):
@@ -81,7 +81,7 @@ class Adapted(Model):
 
     def logits(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.body(x))
-        result = self.head(x)
+        result: Tensor = self.head(x)
         result = result + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0
         return result.to(x.dtype)
 
@@ -94,7 +94,9 @@ class Tied(Model):
 
     def logits(self, x: Tensor) -> Tensor:
         table = self.head.weight
-        return self.head(torch.tanh(self.body(x)) + F.embedding(x[..., 0].long() % 7, table))
+        seen = F.embedding(x[..., 0].long() % 7, table)
+        found: Tensor = self.head(torch.tanh(self.body(x)) + seen)
+        return found
 
 
 def batch(length: int = 13) -> tuple[Tensor, Tensor]:
@@ -215,7 +217,7 @@ def test_other_losses_are_left_and_say_why(
 ) -> None:
     torch.compiler.reset()
     backend = CapturedStage(PASS, **{**CHUNKS, **options})
-    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    call: Any = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     x, labels = batch()
     got, expected = call(x, labels), model(x, labels)
     for one, other in zip(got, expected, strict=True) if isinstance(got, tuple) else ():
