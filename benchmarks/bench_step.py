@@ -9,7 +9,10 @@ that only a shortened model has. A CPU gets a small model of the same architectu
 transformers' Trainer and TRL do with PEFT's defaults under bf16: an attention_mask with padding,
 float32 adapters under autocast, LoRA dropout of 0.05), ``checkpointed`` (the same with gradient
 checkpointing), ``packed`` (documents packed in a row, told apart by ``position_ids``, autocast,
-dropout and checkpointing; use ``--batch 1 --seq-len 8192``).
+dropout and checkpointing; use ``--batch 1 --seq-len 8192``). In these, all that is not quantized is
+bfloat16. In ``prepared`` it is float32, and with it what flows from layer to layer: that is
+``checkpointed`` after PEFT's ``prepare_model_for_kbit_training``. ``trl`` has this and bfloat16
+adapters, as TRL's SFTTrainer (1.16) makes a model that it loads by name in 4 bits.
 
 All peers train the same module, so they hold the same static memory. The phases:
 
@@ -60,9 +63,11 @@ class Recipe:
 
     padded: bool = False  # the last sequence ends in a seventh of padding
     documents: int = 1  # packed in each sequence
-    autocast: bool = False  # float32 adapters, computed in bfloat16
+    autocast: bool = False  # to bfloat16
+    adapters: str = "fp32"  # under autocast; without it, --adapter-dtype
     dropout: float = 0.0
     checkpointed: bool = False
+    prepared: bool = False  # embeddings, norms and head in float32
 
     def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The keyword arguments of one batch."""
@@ -79,10 +84,13 @@ class Recipe:
 
 
 TRAINER = Recipe(padded=True, autocast=True, dropout=0.05)
+PREPARED = dataclasses.replace(TRAINER, checkpointed=True, prepared=True)
 RECIPES = {
     "benchmark": Recipe(),
     "trainer": TRAINER,
     "checkpointed": dataclasses.replace(TRAINER, checkpointed=True),
+    "prepared": PREPARED,
+    "trl": dataclasses.replace(PREPARED, adapters="bf16"),
     "packed": dataclasses.replace(TRAINER, padded=False, documents=8, checkpointed=True),
 }
 
@@ -102,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     arguments = parser.parse_args(argv)
     recipe = RECIPES[arguments.recipe]
     if recipe.autocast:
-        arguments.adapter_dtype = "fp32"
+        arguments.adapter_dtype = recipe.adapters
     name = "bench_step" if recipe == Recipe() else f"bench_step_{arguments.recipe}"
     suite = harness.start(name, arguments)
     device = suite.device
@@ -190,6 +198,7 @@ def _model(
         r=arguments.rank,
         adapter_dtype=torch.bfloat16 if arguments.adapter_dtype == "bf16" else None,
         dropout=recipe.dropout,
+        prepare=recipe.prepared,
         device=device,
         seed=arguments.seed,
     )

@@ -242,6 +242,7 @@ def qlora_model(
     target_parameters: Sequence[str] = (),
     adapters: int = 1,
     randomize_adapters: bool = False,
+    prepare: bool = False,
     device: str | torch.device = "cpu",
     seed: int = 0,
     base: nn.Module | None = None,
@@ -253,8 +254,10 @@ def qlora_model(
     ``target_parameters`` by parametrization (experts in 16 bits). Embeddings, norms and the head
     stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's default, fp32
     adapters. PEFT starts LoRA at B = 0, which makes the gradient of A vanish: tests of gradients
-    need ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them active. ``base``
-    replaces the random model of ``config`` (the demo trains one first).
+    need ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them active.
+    ``prepare`` calls PEFT's ``prepare_model_for_kbit_training``, which makes embeddings, norms and
+    the head float32, and with them what flows from layer to layer. ``base`` replaces the random
+    model of ``config`` (the demo trains one first).
     """
     peft, transformers = _extra("peft", "peft"), _extra("transformers", "transformers")
 
@@ -272,6 +275,8 @@ def qlora_model(
         blocksize=blocksize,
         compute_dtype=compute_dtype,
     )
+    if prepare:  # checkpointing is the caller's choice, as without it
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(seed + 1)
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -555,6 +556,35 @@ def test_bench_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[3]["extra"]["graphs"] > rows[3]["extra"]["breaks"] // 2 > 2
     assert all(row["extra"]["loss_deviation"] < 0.01 for row in rows)
     assert all(row["extra"]["compile_s"] > 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "base", "adapters", "checkpointed"),
+    [
+        ("trainer", torch.bfloat16, torch.float32, False),
+        ("checkpointed", torch.bfloat16, torch.float32, True),
+        ("prepared", torch.float32, torch.float32, True),
+        ("trl", torch.float32, torch.bfloat16, True),
+    ],
+)
+def test_recipes_of_bench_step_train_the_model_of_their_name(
+    recipe: str, base: torch.dtype, adapters: torch.dtype, checkpointed: bool
+) -> None:
+    chosen = bench_step.RECIPES[recipe]
+    arguments = argparse.Namespace(rank=4, adapter_dtype=chosen.adapters, seed=0)
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    model = bench_step._model(arguments, config, CPU, chosen)
+    assert {p.dtype for p in testing.adapter_parameters(model)} == {adapters}
+    assert model.get_input_embeddings().weight.dtype == base
+    assert model.is_gradient_checkpointing == checkpointed
+    ids = torch.randint(0, 64, (2, 14))
+    assert chosen.inputs(ids)["attention_mask"].sum() == 26
+    seen: list[torch.dtype] = []  # of what flows from layer to layer
+    layer = model.base_model.model.model.layers[0]
+    layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    bench_step.loss_of(model, chosen)(ids).backward()
+    assert set(seen) == {base}
+    assert all(p.grad is not None for p in testing.adapter_parameters(model))
 
 
 @pytest.mark.slow

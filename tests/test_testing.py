@@ -40,6 +40,18 @@ def test_every_projection_is_a_bitsandbytes_linear_under_an_adapter(config: Any)
     assert {parameter.dtype for parameter in trained} == {torch.float32}  # PEFT's default
 
 
+def test_a_prepared_model_is_float32_but_for_what_is_quantized() -> None:
+    model = testing.qlora_model(testing.tiny_qwen3_config(num_hidden_layers=1), prepare=True)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    packed = {name for name, dtype in dtypes.items() if dtype == torch.uint8}
+    assert len(packed) == len(testing.PROJECTIONS)
+    assert {dtypes[name] for name in dtypes.keys() - packed} == {torch.float32}
+    assert len(testing.adapter_parameters(model)) == 2 * len(testing.PROJECTIONS)
+    query = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert query.base_layer.compute_dtype == torch.bfloat16
+    assert not model.is_gradient_checkpointing
+
+
 def test_options_reach_the_modules() -> None:
     model = testing.qlora_model(
         testing.tiny_llama_config(num_hidden_layers=1),
