@@ -6,6 +6,10 @@ adapters), it removes a pass over [M, N] for each term and accumulates all of th
 is better numerics than adding rounded 16-bit results. It costs the adapter's columns, padded to a
 multiple of 64 so that the product keeps its speed.
 
+Where the layer's dtype has 16 bits and the sum is in float32 (the residual stream of a model under
+autocast whose norms are float32), the product stands for terms that are each rounded to 16 bits and
+cast, and is itself rounded once.
+
 It pays only if both wide operands are written in place: `qfuse::extend` lets the producer of x and
 the projection write into one buffer, and the weight is decoded into its columns (or rows) of
 another. The pass refuses what does not allow that: an x that an opaque kernel (attention) makes,
@@ -33,6 +37,7 @@ from inductor_q.passes.graph import (
     CAST,
     CAT,
     CLONE,
+    HALVES,
     MM,
     MUL,
     PAD,
@@ -54,6 +59,7 @@ from inductor_q.passes.graph import (
     rows,
     same_shape,
     tensor,
+    widens,
     written_inputs,
 )
 from inductor_q.passes.products import (
@@ -161,7 +167,7 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
         rest: list[fx.Node] = []
         shape: object = None
         for leaf in leaves:
-            product = _term(leaf, of=node)
+            product, view = _term(leaf, of=node)
             low = _as_low(product) if product is not None and product.weight is None else None
             if product is not None and product.weight is not None:
                 bases.append(product)
@@ -170,28 +176,31 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
             else:
                 rest.append(leaf)
                 continue
-            if leaf.target in VIEWS:
-                shape = leaf.args[1]
+            shape = view or shape
         hidden = next(filter(None, map(_hidden, rest)), "")
         if bases and (lows or hidden):
             yield _Sum(node, tuple(bases), tuple(lows), tuple(rest), shape, hidden)
 
 
-def _term(leaf: fx.Node, of: fx.Node) -> Product | None:
-    """Find the product that a term of the sum `of` is a view of; None where one of them has
-    another user, or where the addition broadcasts the term."""
+def _term(leaf: fx.Node, of: fx.Node) -> tuple[Product | None, object]:
+    """Find the product that a term of the sum `of` is a view of, or a view cast to float32, and the
+    shape of the last view; no product where one of them has another user, or where the addition
+    broadcasts the term."""
+    shape: object = None
     if not is_tensor(leaf) or not same_shape(leaf, of):
-        return None
+        return None, None
     node: object = leaf
     while isinstance(node, fx.Node):
         if len(node.users) != 1:
-            return None
+            break
         if node.target is MM:
-            return as_product(node)
-        if node.target not in VIEWS or peel_rows(node) is node:
-            return None
+            return as_product(node), shape
+        if node.target in VIEWS and peel_rows(node) is not node:
+            shape = shape or node.args[1]
+        elif not widens(node):
+            break
         node = node.args[0]
-    return None
+    return None, None
 
 
 def _as_low(product: Product) -> _Low | None:
@@ -234,7 +243,8 @@ def _impossible(found: _Sum) -> str:
         return found.hidden
     dtypes = {tensor(low.projection.node).dtype for low in found.lows}
     layer = {tensor(base.node).dtype for base in found.bases}
-    if dtypes != layer or layer != {tensor(found.node).dtype}:
+    whole = tensor(found.node).dtype
+    if dtypes != layer or (layer != {whole} and not _are_widened(layer, whole)):
         return f"the adapter computes in {dtypes}, the layer in {layer}"
     if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
         return "one term uses its weight transposed, another does not"
@@ -244,6 +254,11 @@ def _impossible(found: _Sum) -> str:
     if len(set(found.blocks)) < len(found.blocks):
         return "two quantized layers of the sum share an input"
     return ""
+
+
+def _are_widened(layer: set[torch.dtype], whole: torch.dtype) -> bool:
+    """Whether terms in the one 16-bit dtype of a layer are added in float32."""
+    return len(layer) == 1 and layer <= HALVES and whole is torch.float32
 
 
 def _unwanted(found: _Sum, context: Context) -> str:
@@ -380,6 +395,8 @@ def _emit_sum(
     result = emit(graph, MM, (wide, rhs), member.bases[0].node)
     if tensor(like).dim() != 2:
         result = emit(graph, RESHAPE, (result, member.shape), like)
+    if tensor(result).dtype != tensor(like).dtype:
+        result = emit(graph, CAST, (result, tensor(like).dtype), like)
     for term in member.rest:
         result = emit(graph, ADD, (result, term), like)
     like.replace_all_uses_with(result)

@@ -1,6 +1,7 @@
 """Clean up what PEFT puts around an adapter: the clone, the [M, N] scaling, the float32 detour.
 
 - A `clone` of a product that has just been computed, and casts to float32 and back are dropped.
+  Where each layer and adapter of one input casts it on its own, one cast serves all products.
 - `(P * s) @ Q` and `(P @ Q) * s`: the factor moves to the adapter's parameter, or to the smallest
   of P, Q and the product: [N, r] or [M, r] instead of an [M, N] activation. A factor of 1 vanishes.
   The result is rounded once less; it is bitwise equal when s is a power of two, as PEFT's alpha / r
@@ -38,6 +39,7 @@ from inductor_q.passes.graph import (
     is_tensor,
     replay,
     tensor,
+    widens,
 )
 from inductor_q.passes.products import MAX_RANK, as_scaled
 from inductor_q.passes.runner import Site
@@ -53,6 +55,13 @@ FLOAT32 = (
 @dataclass(frozen=True)
 class _Drop:
     """The node has the value of its input or, if it is a cast, of what that was cast from."""
+
+
+@dataclass(frozen=True)
+class _Same:
+    """The node has the value of `first`, which comes before it."""
+
+    first: fx.Node
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ class FoldLora:
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         demoted: dict[fx.Node, torch.dtype] = {}
         scalars: dict[fx.Node, fx.Node] = {}
+        casts: dict[object, fx.Node] = {}
         scales: list[Site] = []  # moved when nothing but layout stands between them and a product
         for node in graph.nodes:
             if node.op != "call_function":
@@ -93,6 +103,8 @@ class FoldLora:
                     yield Site(node, plan=_Drop())
             elif node.target is CAST and _casts_nothing(node) and not _is_returned(node):
                 yield Site(node, plan=_Drop())
+            elif node.target is CAST and (first := _alike(node, casts)) is not node:
+                yield Site(node, plan=_Same(first))
             elif is_tensor(node) and (found := as_scaled(node)) is not None:
                 plain, factor = found
                 if isinstance(factor, fx.Node):  # forward and backward cast it apart
@@ -116,6 +128,9 @@ class FoldLora:
             if tensor(source).dtype is not tensor(site.node).dtype:
                 source = arg(source, 0)
             site.node.replace_all_uses_with(source)
+            graph.erase_node(site.node)
+        elif isinstance(plan, _Same):
+            site.node.replace_all_uses_with(plan.first)
             graph.erase_node(site.node)
         elif isinstance(plan, _MoveScale):
             _move_scale(graph, plan)
@@ -152,8 +167,11 @@ def _feeds_product(node: fx.Node) -> bool:
 
 
 def _is_product(node: object) -> bool:
-    """Whether a node is a matrix product, seen through views and the addition of a bias."""
-    while isinstance(node, fx.Node) and (node.target in VIEWS or node.target is ADD):
+    """Whether a node is a matrix product, seen through views, the addition of a bias and a cast to
+    float32."""
+    while isinstance(node, fx.Node) and (
+        node.target in VIEWS or node.target is ADD or widens(node)
+    ):
         node = node.args[0]
     return isinstance(node, fx.Node) and (node.target is MM or capture.is_product(node))
 
@@ -172,6 +190,14 @@ def _casts_nothing(cast: fx.Node) -> bool:
     if wide.target is not CAST or tensor(wide).dtype is not torch.float32:
         return False
     return dtype in (torch.bfloat16, torch.float16) and tensor(wide.args[0]).dtype is dtype
+
+
+def _alike(cast: fx.Node, casts: dict[object, fx.Node]) -> fx.Node:
+    """Return the first cast of the same tensor for products; that of another checkpointed segment
+    is not the same, since only its own is computed again with it."""
+    if not _feeds_product(cast):
+        return cast
+    return casts.setdefault((*cast.args, cast.meta.get("ac_graph_id")), cast)
 
 
 def _scale_sites(

@@ -30,6 +30,7 @@ SLICE = aten.slice.Tensor
 CLONE = aten.clone.default
 PAD = aten.constant_pad_nd.default
 CAST = prims.convert_element_type.default
+HALVES = frozenset({torch.bfloat16, torch.float16})
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 
 # The key in `meta` under which `replace` leaves the node that stands in for another.
@@ -146,6 +147,15 @@ def columns(node: fx.Node) -> tuple[fx.Node, int, int] | None:
         return None
     end = min(end, last_size(matrix))  # `x[:, 2:]` ends at the largest integer
     return (matrix, start, end) if 0 <= start < end else None
+
+
+def widens(node: fx.Node) -> bool:
+    """Whether a node casts a 16-bit tensor to float32, which keeps its values."""
+    return (
+        node.target is CAST
+        and tensor(node).dtype is torch.float32
+        and tensor(node.args[0]).dtype in HALVES
+    )
 
 
 def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:

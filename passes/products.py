@@ -20,6 +20,7 @@ from inductor_q.passes.graph import (
     peel_transposes,
     same_shape,
     tensor,
+    widens,
 )
 
 assert ops  # its import defines the qfuse:: vocabulary
@@ -107,21 +108,23 @@ def sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _terms(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """List the terms of a tree of additions, left to right; inner additions join `inside`."""
+    """List the terms of a tree of additions, left to right; inner additions join `inside`. One in
+    16 bits, cast to float32, is part of an addition in float32: its terms are added there."""
     if len(node.all_input_nodes) != 2:
         return [node]  # a number, or twice the same
     inside.add(node)
     found: list[fx.Node] = []
     for term in (arg(node, 0), arg(node, 1)):
+        below = arg(term, 0) if widens(term) and len(term.users) == 1 else term
         if (
-            is_tensor(term)
-            and term.target is ADD
-            and not term.kwargs
-            and len(term.users) == 1
-            and same_shape(term, node)
-            and tensor(term).dtype == tensor(node).dtype
+            is_tensor(below)
+            and below.target is ADD
+            and not below.kwargs
+            and len(below.users) == 1
+            and same_shape(below, node)
+            and (below is not term or tensor(term).dtype == tensor(node).dtype)
         ):
-            found += _terms(term, inside)
+            found += _terms(below, inside)
         else:
             found.append(term)
     return found

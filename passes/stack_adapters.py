@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from inductor_q.passes.graph import CAT, MM, PERMUTE, emit, peel_transposes, tensor
+from inductor_q.passes.graph import CAST, CAT, MM, PERMUTE, arg, emit, peel_transposes, tensor
 from inductor_q.passes.products import Product, as_product, is_projection
 from inductor_q.passes.stack import Stack
 
@@ -39,6 +39,7 @@ class StackAdapters(Stack):
                 quantized.add(product.x)
             elif is_projection(product):
                 groups[product.x, tensor(node).dtype].append(product)
+        quantized |= {arg(x, 0) for x in quantized if x.target is CAST}
         quantized |= {user for x in quantized for user in x.users}
         yield from (members for (x, _), members in groups.items() if x in quantized)
 

@@ -87,6 +87,7 @@ class Case:
     shape: tuple[int, ...] = (2, 48)
     extended: int = 2  # forward and backward
     autocast: bool = False
+    stream: torch.dtype | None = None  # of the input, if not the compute dtype
 
     def context(self, device: str) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(device, BF16) if self.autocast else contextlib.nullcontext()
@@ -97,6 +98,8 @@ CASES = {
     "bf16, strict": Case(numerics="strict", extended=0),
     "fp32 adapter": Case(FP32, extended=0),
     "fp32 adapter, autocast": Case(FP32, autocast=True),
+    "fp32 stream, autocast": Case(FP32, autocast=True, stream=FP32),
+    "fp32 stream, bf16 adapter, bias": Case(autocast=True, stream=FP32, bias=True),
     "fp16": Case(FP16, FP16),
     "fp32": Case(FP32, FP32),
     "bias that trains": Case(bias=True),
@@ -137,7 +140,7 @@ def layer(case: Case, device: str = "cpu", *, n: int = N, k: int = K) -> nn.Modu
 def test_linear(name: str, device: str) -> None:
     case = CASES[name]
     module = layer(case, device)
-    x = x_MK(*case.shape, dtype=case.compute_dtype, device=device)
+    x = x_MK(*case.shape, dtype=case.stream or case.compute_dtype, device=device)
     with case.context(device):
         eager = step(module, x, module=module)
     if case.bias:

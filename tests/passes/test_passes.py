@@ -136,6 +136,30 @@ class SharedPlain(nn.Module):
         return y
 
 
+class Float32(nn.Module):
+    """Three layers over one float32 input, which each casts on its own; their sums are float32.
+
+    PEFT casts the adapter's term under autocast of a CPU, and leaves it to the addition on a GPU.
+    """
+
+    def __init__(self, *, widened: bool = True, bias: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([ByHand() for _ in range(3)])
+        for layer in self.layers if bias else ():
+            layer.base = linear(bias=True)
+        self.widened = widened
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x.float())
+        q, k, v = (self.one(layer, x) for layer in self.layers)
+        return torch.tanh(q) + torch.sin(k) + torch.cos(v)
+
+    def one(self, layer: Any, x: Tensor) -> Tensor:
+        low = x.to(BF16) @ layer.a.t() @ layer.b.t() * 2.0
+        y: Tensor = layer.base(x) + (low.float() if self.widened else low)
+        return y
+
+
 # --- what each case becomes ---------------------------------------------------------------------
 
 
@@ -160,6 +184,16 @@ EXTENDED = {"mm": 4, "qfuse.dequantize": 2, "qfuse.extend": 2, "cat": 2}
 # Three products forward, five backward.
 SEPARATE = {"mm": 8, "qfuse.dequantize": 2, "qfuse.extend": 0, "cat": 0}
 BASE_ONLY = {"mm": 2, "qfuse.dequantize": 2, "qfuse.extend": 0}
+SHARED = {
+    "canonicalize": 6,
+    "fold_lora": 9,
+    "stack_adapters": 1,
+    "extend_k": 4,
+    "stack_gradients": 1,
+    "keep_packed": 3,
+}
+# Forward one product a layer, backward one for all; three dB and one dA.
+SHARED_OPS = {"mm": 8, "qfuse.dequantize": 6, "qfuse.extend": 2}
 FOR_SURE = {"fallback_random": True}  # eager's dropout masks
 FACTOR = (
     "a factor that cannot move (a dropout mask, a scaling without fold_lora, or of few rows) "
@@ -237,18 +271,19 @@ CASES: dict[str, Case] = {
         {**ADAPTER, "canonicalize": 1, "fold_lora": 3, "stack_adapters": 1},
         EXTENDED,
     ),
-    "three adapters over one input": Case(
-        Shared,
-        {
-            "canonicalize": 6,
-            "fold_lora": 9,
-            "stack_adapters": 1,
-            "extend_k": 4,
-            "stack_gradients": 1,
-            "keep_packed": 3,
-        },
-        # Forward one product a layer, backward one for all; three dB and one dA.
-        {"mm": 8, "qfuse.dequantize": 6, "qfuse.extend": 2},
+    "three adapters over one input": Case(Shared, SHARED, SHARED_OPS),
+    # Of six casts of the input five are merged, and one of two of each gradient.
+    "float32 sums": Case(Float32, {**SHARED, "fold_lora": 17}, SHARED_OPS),
+    "float32 sums of two dtypes": Case(
+        lambda: Float32(widened=False), {**SHARED, "fold_lora": 17}, SHARED_OPS
+    ),
+    "float32 sums, bias": Case(lambda: Float32(bias=True), {**SHARED, "fold_lora": 17}, SHARED_OPS),
+    "float32 sums, strict": Case(
+        Float32,
+        {name: n for name, n in SHARED.items() if name != "extend_k"} | {"fold_lora": 8},
+        {"mm": 20, "qfuse.dequantize": 6, "qfuse.extend": 0},
+        reasons={"fold_lora": {STRICT: 9}, "extend_k": {FACTOR: 3, STRICT: 1}},
+        options={"qfuse.numerics": "strict"},
     ),
     "two plain layers over one input": Case(
         SharedPlain,
