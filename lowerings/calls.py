@@ -8,7 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels.calls import GroupedGram, TileMap, unchecked
+from inductor_q.kernels.calls import (
+    DropoutGrad,
+    DropoutProject,
+    GroupedGram,
+    TileMap,
+    unchecked,
+)
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.dispatch import serve
 
@@ -36,4 +42,26 @@ def qfuse_grouped_gram(*args: Any) -> Tensor:
 def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:
     """Serve the op, whose arguments were checked when it was traced."""
     result: Tensor = serve("tile_map", TileMap(offsets, rows))
+    return result
+
+
+def qfuse_dropout_project(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float
+) -> Tensor:
+    """Serve the op, whose arguments were checked when it was traced."""
+    out = x.new_empty((x.shape[0], a.shape[0]))
+    serve("dropout_project", DropoutProject(x, seeds, index, a, count, p, out))
+    return out
+
+
+def qfuse_dropout_project_out(
+    x: Tensor, seeds: Tensor, a: Tensor, index: int, count: int, p: float, *, out: Tensor
+) -> None:
+    """Write what the op computes into `out`, and zeros into the columns behind."""
+    serve("dropout_project", DropoutProject(x, seeds, index, a, count, p, out))
+
+
+def qfuse_dropout_grad(*args: Any) -> tuple[Tensor, Tensor]:
+    """Serve the op, whose arguments were checked when it was traced."""
+    result: tuple[Tensor, Tensor] = serve("dropout_grad", DropoutGrad(*args))
     return result

@@ -1,4 +1,4 @@
-"""Lower `qfuse::extend` to one wide buffer that its parts are written into.
+"""Lower `qfuse::extend` and `extend_dropped` to one wide buffer that its parts are written into.
 
 A `ConcatKernel` does so for `cat`. Here are two differences that extend_k needs: the blocks move
 into the buffer before anything else has fixed their layout, and a product may read a block from
@@ -7,8 +7,9 @@ there while it writes beside it.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,68 @@ from torch._inductor.virtualized import V
 
 def register() -> None:
     lowering.register_lowering(torch.ops.qfuse.extend.default, type_promotion_kind=None)(lower)
+    dropped = torch.ops.qfuse.extend_dropped.default
+    lowering.register_lowering(dropped, type_promotion_kind=None)(lower_dropped)
 
 
 def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) -> ir.TensorBox:
+    products = [
+        (left, right.get_size()[-1], functools.partial(_times, right))
+        for left, right in zip(lefts, rights, strict=True)
+    ]
+    return _wide(blocks, products)
+
+
+def lower_dropped(
+    x: Any, seeds: Any, index: int, a: Any, count: int, p: float, padding: int
+) -> ir.TensorBox:
+    width = a.get_size()[0] + padding
+
+    def project(source: ir.TensorBox) -> ir.TensorBox:
+        size = [source.get_size()[0], width]
+        layout = ir.FlexibleLayout(device=x.get_device(), dtype=x.get_dtype(), size=size)
+        inputs = [ir.ExternKernel.realize_input(t) for t in (source, seeds, a)]
+        inputs[2] = ir.ExternKernel.require_contiguous(inputs[2])
+        node = ProjectOut(
+            layout=layout,
+            inputs=inputs,
+            constant_args=(index, count, p),
+            python_kernel_name="qfuse_dropout_project_out",
+            op_overload=torch.ops.qfuse.dropout_project.out,
+        )
+        return ir.TensorBox.create(node)
+
+    return _wide([x], [(x, width, project)])
+
+
+class ProjectOut(ir.ExternKernelOut):
+    """A call of `qfuse::dropout_project` from the generated code, into columns of a buffer."""
+
+    def codegen(self, wrapper: Any) -> None:
+        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_dropout_project_out")
+        super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        tensors = [x.codegen_reference() for x in self.inputs]  # type: ignore[union-attr]
+        return [*tensors, *map(repr, self.constant_args)]
+
+    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+        return []
+
+
+def _times(right: Any, left: ir.TensorBox) -> Any:
+    return lowering.lowerings[torch.ops.aten.mm.default](left, right)
+
+
+def _wide(
+    blocks: Sequence[Any], products: Sequence[tuple[Any, Any, Callable[[ir.TensorBox], Any]]]
+) -> ir.TensorBox:
+    """Place the blocks side by side, and behind them what each product makes of its input: a
+    matrix of so many columns."""
     first = blocks[0]
     lead = list(first.get_size())[:-1]
-    widths = [b.get_size()[-1] for b in blocks] + [r.get_size()[-1] for r in rights]
-    total = sum(widths)
+    widths = [b.get_size()[-1] for b in blocks]
+    total = sum(widths) + sum(width for _, width, _ in products)
     size = [*lead, total]
     layout = ir.FixedLayout(
         device=first.get_device(),
@@ -38,7 +94,7 @@ def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) ->
     parts: list[Any] = []
     in_place: dict[int, ir.TensorBox] = {}
     start = 0
-    for block, width in zip(blocks, widths, strict=False):
+    for block, width in zip(blocks, widths, strict=True):
         place = ir.SliceView.create(storage, len(lead), start, start + width, clamp=False)
         part = ir.ConcatKernel.realize_into(block, place)
         parts.append(part)
@@ -47,14 +103,12 @@ def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) ->
         in_place[id(block)] = _matrix(ir.StorageBox(part), 0, width, total, lead)
         start += width
     rows = math.prod(lead)
-    for left, right in zip(lefts, rights, strict=True):
-        width = right.get_size()[-1]
+    for left, width, make in products:
         source = in_place.get(id(left))
         if source is None:
             source = lowering.view(left, [rows, left.get_size()[-1]])
-        product = lowering.lowerings[torch.ops.aten.mm.default](source, right)
         place = _matrix(storage, start, width, total, lead).data
-        parts.append(ir.ConcatKernel.realize_into(product, place))
+        parts.append(ir.ConcatKernel.realize_into(make(source), place))
         start += width
 
     buffer.name = V.graph.register_buffer(buffer)

@@ -19,6 +19,7 @@ from inductor_q.passes.chunk_loss import ChunkLoss
 from inductor_q.passes.decode_again import DecodeAgain
 from inductor_q.passes.extend_k import ExtendK
 from inductor_q.passes.fold_lora import FoldLora
+from inductor_q.passes.fuse_dropout import FuseDropout
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
@@ -31,6 +32,7 @@ PIPELINE: tuple[Pass, ...] = (
     ChunkLoss(),  # the loss of a product with the head, without having all logits at a time
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
     FuseScatter2Scatter(),  # products with packed experts: one op that reads them packed
+    FuseDropout(),  # adapters' masks are made in the kernels that use them
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour
     StackAdapters(),  # adapters that share an input: one projection
     ExtendK(),  # the adapter rides in the main product

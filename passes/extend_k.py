@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.context import Context
 from inductor_q.passes.fold_lora import FLOAT32, STRICT
+from inductor_q.passes.fuse_dropout import GRAD, PROJECT
 from inductor_q.passes.graph import (
     ADD,
     CAST,
@@ -75,6 +76,7 @@ from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS takes longer for a K that is no multiple of it
 EXTEND = torch.ops.qfuse.extend.default
+EXTEND_DROPPED = torch.ops.qfuse.extend_dropped.default
 _LAYOUT = {
     *VIEWS,
     PERMUTE,
@@ -90,6 +92,23 @@ WRITTEN = (
     "the forward pass writes to what the input is computed from: "
     "backward would compute other values"
 )
+
+
+@dataclass(frozen=True)
+class _Dropped(Product):
+    """`qfuse::dropout_project` of x: the projections of several adapters, each under its mask."""
+
+    @property
+    def inner(self) -> int:
+        return -1
+
+    @property
+    def cols(self) -> int:
+        return int(tensor(self.node).shape[1])
+
+    @property
+    def weight(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -178,7 +197,8 @@ def _sums(graph: fx.Graph) -> Iterator[_Sum]:
                 continue
             shape = view or shape
         hidden = next(filter(None, map(_hidden, rest)), "")
-        if bases and (lows or hidden):
+        beside = len(bases) > 1 and any(map(_from_dropout, rest))
+        if bases and (lows or hidden or beside):
             yield _Sum(node, tuple(bases), tuple(lows), tuple(rest), shape, hidden)
 
 
@@ -215,10 +235,19 @@ def _as_low(product: Product) -> _Low | None:
     span = columns(node)
     if span is not None:
         node, start, end = peel_rows(span[0]), span[1], span[2]
+    if node.target is PROJECT:
+        x, a = arg(node, 0), arg(node, 3)
+        return _Low(product, _Dropped(node, x, a, peel_rows(x)), start, end, scaled is not None)
     projection = as_product(node)
     if projection is None or projection.weight is not None or projection.cols > MAX_RANK:
         return None
     return _Low(product, projection, start, end, scaled is not None)
+
+
+def _from_dropout(leaf: fx.Node) -> bool:
+    """Whether a term is the gradient that adapters under dropout give their input."""
+    below = peel_rows(leaf)
+    return below.target is operator.getitem and arg(below, 0).target is GRAD
 
 
 def _hidden(leaf: fx.Node) -> str:
@@ -239,12 +268,12 @@ def _hidden(leaf: fx.Node) -> str:
 
 
 def _impossible(found: _Sum) -> str:
-    if not found.lows:
+    if found.hidden and not found.lows:
         return found.hidden
     dtypes = {tensor(low.projection.node).dtype for low in found.lows}
     layer = {tensor(base.node).dtype for base in found.bases}
     whole = tensor(found.node).dtype
-    if dtypes != layer or (layer != {whole} and not _are_widened(layer, whole)):
+    if not dtypes <= layer or (layer != {whole} and not _are_widened(layer, whole)):
         return f"the adapter computes in {dtypes}, the layer in {layer}"
     if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
         return "one term uses its weight transposed, another does not"
@@ -283,6 +312,10 @@ def _group_rejected(members: Sequence[_Sum]) -> str:
     """Refuse a group where copying what opaque kernels wrote costs more than the passes over
     [M, N] that it saves."""
     blocks = members[0].blocks
+    dropped = {low.projection.node for m in members for low in m.lows if _is_dropped(low)}
+    others = {low.projection.node for m in members for low in m.lows} - dropped
+    if dropped and (others or len(dropped) > 1 or len(blocks) > 1):
+        return "adapters of one input drop its elements in different ways"
     copied = sum(tensor(x).shape[-1] for x in blocks if not _writes_anywhere(x))
     saved = sum(
         base.cols * (len(m.bases) + len(m.lows) - 1) for m in members for base in m.bases[:1]
@@ -291,6 +324,10 @@ def _group_rejected(members: Sequence[_Sum]) -> str:
         opaque = ", ".join(sorted({_producer(x).name for x in blocks if not _writes_anywhere(x)}))
         return f"the input comes from {opaque}, which cannot write into a wider buffer"
     return ""
+
+
+def _is_dropped(low: _Low) -> bool:
+    return isinstance(low.projection, _Dropped)
 
 
 def _recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
@@ -368,6 +405,10 @@ def _emit_extend(
 ) -> fx.Node:
     """Emit `qfuse::extend` and view it as a matrix. It takes the unflattened inputs where they
     agree, so that their producers, which know no flattening, can write in place."""
+    if projections and isinstance(projections[0], _Dropped):
+        _, *shared = projections[0].node.args
+        wide = emit(graph, EXTEND_DROPPED, (blocks[0], *shared, padding), like)
+        return as_matrix(graph, wide)
     lefts = [p.x for p in projections]
     leading = tensor(blocks[0]).shape[:-1]
     if any(tensor(n).shape[:-1] != leading for n in (*blocks, *lefts)):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inductor_q.kernels import (
+    dropout_reference,
+    dropout_triton,
     grouped_gram_triton,
     quantize_kbit_cuda,
     quantize_kbit_reference,
@@ -62,6 +64,14 @@ PROVIDERS: dict[str, Table] = {
     "softmax_loss": {
         "cpu": (softmax_loss_reference.KERNEL,),
         "cuda": (softmax_loss_triton.KERNEL, softmax_loss_reference.KERNEL),
+    },
+    "dropout_project": {
+        "cpu": (dropout_reference.PROJECT,),
+        "cuda": (dropout_triton.PROJECT, dropout_reference.PROJECT),
+    },
+    "dropout_grad": {
+        "cpu": (dropout_reference.GRAD,),
+        "cuda": (dropout_triton.GRAD, dropout_reference.GRAD),
     },
     "tile_map": {
         "cpu": (tile_map_reference.KERNEL,),

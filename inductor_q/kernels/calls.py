@@ -294,6 +294,85 @@ class SoftmaxLoss(Call):
         return self.logits.device
 
 
+@dataclass(frozen=True)
+class DropoutProject(Call):
+    """One call as a kernel gets it: write the projections of `x` under dropout into `out`.
+
+    `out` [M, count * r + padding] has any row stride; the columns behind the projections become
+    zero.
+    """
+
+    x: Tensor
+    seeds: Tensor
+    index: int
+    a: Tensor
+    count: int
+    p: float
+    out: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def empty(self) -> Tensor | None:
+        return None if self.out.numel() else self.out
+
+    def check(self) -> None:
+        check_dropped(self.x, self.seeds, self.index, self.a, self.count, self.p)
+        rows, columns = self.out.shape
+        if rows != self.x.shape[0] or columns < self.a.shape[0]:
+            expected = (self.x.shape[0], f">= {self.a.shape[0]}")
+            raise WrongShape(what="out", expected=expected, got=(rows, columns))
+        if self.out.dtype != self.x.dtype:
+            raise WrongDtype(what="out", expected=self.x.dtype, got=self.out.dtype)
+
+
+@dataclass(frozen=True)
+class DropoutGrad(Call):
+    """One call as a kernel gets it: the arguments of `dropout_grad`, checked."""
+
+    x: Tensor
+    seeds: Tensor
+    index: int
+    a: Tensor
+    grad: Tensor
+    count: int
+    p: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def empty(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.x.numel() else (torch.zeros_like(self.a), torch.zeros_like(self.x))
+
+    def check(self) -> None:
+        check_dropped(self.x, self.seeds, self.index, self.a, self.count, self.p)
+        _expect("gradient of projections", self.grad.shape, (self.x.shape[0], self.a.shape[0]))
+        check_device("gradient of projections", [self.grad], self.x)
+        if self.grad.dtype != self.x.dtype:
+            got = self.grad.dtype
+            raise WrongDtype(what="gradient of projections", expected=self.x.dtype, got=got)
+
+
+def check_dropped(x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float) -> None:
+    """Raise unless adapters `a` can project `x` under dropout."""
+    if x.dim() != 2 or a.dim() != 2 or a.shape[1] != x.shape[1] or a.shape[0] % max(count, 1):
+        expected = f"a [{count} * r, K] and x [M, K]"
+        got = f"a {tuple(a.shape)} and x {tuple(x.shape)}"
+        raise WrongShape(what="projection under dropout", expected=expected, got=got)
+    if x.dtype not in DTYPES or a.dtype != x.dtype:
+        expected = f"a and x of one dtype out of {DTYPES}"
+        raise WrongDtype(what="projection", expected=expected, got=f"{a.dtype} and {x.dtype}")
+    if seeds.dtype is not torch.int64:
+        raise WrongDtype(what="seeds", expected=torch.int64, got=seeds.dtype)
+    if seeds.dim() != 1 or not 0 <= index < seeds.shape[0]:
+        raise WrongShape(what="seeds", expected=f"({index + 1} or more,)", got=tuple(seeds.shape))
+    if not 0 <= p < 1:
+        raise WrongShape(what="share of dropped elements", expected="0 <= p < 1", got=p)
+    check_device("adapter", [a, seeds], x)
+
+
 def check_device(what: str, tensors: Sequence[Tensor], x: Tensor) -> None:
     """Raise unless `tensors` lie beside `x`: with one on "meta", torch would call the fake."""
     for tensor in tensors:

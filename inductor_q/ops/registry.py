@@ -6,6 +6,7 @@ import functools
 
 from inductor_q.ops.attention import define_attention
 from inductor_q.ops.dequantize import define_dequantize
+from inductor_q.ops.dropout import define_dropout
 from inductor_q.ops.extend import define_extend
 from inductor_q.ops.grouped_gram import define_grouped_gram
 from inductor_q.ops.linear import define_linear
@@ -22,6 +23,7 @@ def define_ops() -> None:
     for define in (
         define_attention,
         define_dequantize,
+        define_dropout,
         define_extend,
         define_grouped_gram,
         define_linear,

@@ -39,6 +39,10 @@ CPU = replace(
             evidence="512 rows of that vocabulary: with more the loss was as fast, with 128 slower "
             "(benchmarks/results/loss-cpu.json)",
         ),
+        "fuse_dropout.min_rows": Entry(
+            value=1 << 20,
+            evidence="the ops have no kernel of their own for a CPU, whose loops fuse dropout",
+        ),
         "extend_k.min_rows": Entry(
             value=1 << 20,
             evidence="no number of rows from which on it pays: a decoder layer of width 512, r=16, "

@@ -96,6 +96,12 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value: 1,024 rows of a vocabulary of 151,936, whose product with the "
             "head is large enough for full speed",
         ),
+        # Rows from which adapters make their masks of dropout in their own kernels.
+        "fuse_dropout.min_rows": Entry(
+            value=512,
+            evidence="a start value, not a measured crossover: kernels that read the input once "
+            "save copies of it that grow with the rows",
+        ),
         # Positions from which a mask of padding or of documents is replaced by what it means.
         "causal_attention.min_positions": Entry(
             value=512,

@@ -1,0 +1,140 @@
+"""Adapters under dropout: their products with an input of which each drops its own elements.
+
+Every adapter of a PEFT model drops elements of its layer's input (`lora_dropout`). Written out, that
+is a copy of the input for each adapter, and again in backward. These ops read the input once per
+adapter, make its mask inside the kernel from a seed, and make the same mask again for the gradients,
+so neither a mask nor what it leaves is ever stored. `passes/fuse_dropout.py` emits them.
+
+Element (row, column) of adapter i is kept where 16 random bits are at least p * 2**16, so p is
+rounded to a multiple of 2**-16. The bits are those of Philox-2x32 with ten rounds (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011), counted by row, column and i under the key
+`seeds[index]`: they depend on nothing else, neither the device nor the shape of the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inductor_q.kernels.calls import DropoutGrad, DropoutProject, schema
+from inductor_q.kernels.dispatch import serve
+from inductor_q.ops.library import define
+
+
+def dropout_project(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float
+) -> Tensor:
+    """Project the input, with elements dropped, by each of several adapters.
+
+    Args:
+        x: [M, K] in a 16-bit dtype or float32, with columns side by side.
+        seeds, index: [n] int64 on the same device, and which of them is this input's.
+        a: [count * r, K] in the dtype of x, the adapters' A one below the other.
+        count: how many adapters of rank r there are; each has a mask of its own.
+        p: the share of elements that is dropped, 0 <= p < 1. The others are scaled by 1 / (1 - p).
+
+    Returns:
+        [M, count * r] in the dtype of x. It has no gradient formula: `dropout_grad` is emitted for
+        it.
+    """
+    result: Tensor = torch.ops.qfuse.dropout_project(x, seeds, index, a, count, p)
+    return result
+
+
+def dropout_grad(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, grad: Tensor, count: int, p: float
+) -> tuple[Tensor, Tensor]:
+    """Compute both gradients of `dropout_project` under the same masks, in one reading of x.
+
+    Args:
+        x, seeds, index, a, count, p: those of `dropout_project`.
+        grad: [M, count * r], the gradient of its result.
+
+    Returns:
+        The gradients of `a` [count * r, K] and of x [M, K], in the dtype of x.
+    """
+    result: tuple[Tensor, Tensor] = torch.ops.qfuse.dropout_grad(x, seeds, index, a, grad, count, p)
+    return result
+
+
+def extend_dropped(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, padding: int
+) -> Tensor:
+    """Return `[x | dropout_project(x, seeds, index, a, count, p) | 0]` with `padding` columns of zeros.
+
+    Args:
+        x: [..., K], contiguous.
+
+    Returns:
+        [..., K + count * r + padding], contiguous: the left operand of `extend_k`'s product. See
+        `qfuse::extend` for why this is one op.
+    """
+    result: Tensor = torch.ops.qfuse.extend_dropped(x, seeds, index, a, count, p, padding)
+    return result
+
+
+def _project(x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float) -> Tensor:
+    return _project_out(x, seeds, index, a, count, p, out=x.new_empty((x.shape[0], a.shape[0])))
+
+
+def _project_out(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, *, out: Tensor
+) -> Tensor:
+    call = DropoutProject(x, seeds, index, a, count, p, out)
+    call.check()
+    serve("dropout_project", call)
+    return out
+
+
+def _fake_project(x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float) -> Tensor:
+    return x.new_empty((x.shape[0], a.shape[0]))
+
+
+def _fake_project_out(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, *, out: Tensor
+) -> Tensor:
+    return out
+
+
+def _grad(*args: Any) -> tuple[Tensor, Tensor]:
+    call = DropoutGrad(*args)
+    call.check()
+    result: tuple[Tensor, Tensor] = serve("dropout_grad", call)
+    return result
+
+
+def _fake_grad(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, grad: Tensor, count: int, p: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(a.shape), x.new_empty(x.shape)
+
+
+def _extend(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, padding: int
+) -> Tensor:
+    wide = _fake_extend(x, seeds, index, a, count, p, padding)
+    columns = x.shape[-1]
+    wide[..., :columns] = x
+    matrix = wide.view(-1, wide.shape[-1])
+    _project_out(matrix[:, :columns], seeds, index, a, count, p, out=matrix[:, columns:])
+    return wide
+
+
+def _fake_extend(
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, padding: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] + a.shape[0] + padding))
+
+
+def define_dropout() -> None:
+    arguments = "Tensor x, Tensor seeds, int index, Tensor a, int count, float p"
+    define(f"dropout_project({arguments}) -> Tensor", _project, _fake_project)
+    define(
+        f"dropout_project.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)",
+        _project_out,
+        _fake_project_out,
+    )
+    define(schema("dropout_grad", DropoutGrad, "(Tensor, Tensor)"), _grad, _fake_grad)
+    define(f"extend_dropped({arguments}, int padding) -> Tensor", _extend, _fake_extend)

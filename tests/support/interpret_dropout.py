@@ -1,0 +1,44 @@
+"""Run the Triton kernels of dropout on CPU tensors under Triton's interpreter (TRITON_INTERPRET=1).
+
+A program of its own, because Triton decides at import whether it interprets. It compares each case
+with the reference, whose masks are the definition, and prints how many there were.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from inductor_q.kernels import dropout_reference, dropout_triton
+from inductor_q.kernels.calls import DropoutGrad, DropoutProject
+
+#: rows, columns, adapters, rank, columns of the buffer that x lies in, padding of the result.
+CASES = (
+    (300, 160, 3, 8, 160, 0),
+    (64, 64, 1, 16, 128, 48),
+    (257, 600, 2, 17, 600, 30),
+    (1, 33, 1, 1, 40, 3),
+    (520, 70, 1, 4, 70, 0),
+)
+
+
+def main() -> None:
+    for number, (rows, columns, count, rank, width, padding) in enumerate(CASES):
+        torch.manual_seed(number)
+        x = torch.randn(rows, width, dtype=torch.float32)[:, :columns]
+        a = torch.randn(count * rank, columns)
+        seeds = torch.randint(2**63 - 1, [3])
+        out = torch.full((rows, count * rank + padding), 7.0)
+        expected = torch.empty_like(out)
+        p = 0.05 * (number + 1)
+        dropout_triton.PROJECT.run(DropoutProject(x, seeds, 1, a, count, p, out))
+        dropout_reference.PROJECT.run(DropoutProject(x, seeds, 1, a, count, p, expected))
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+        call = DropoutGrad(x, seeds, 2, a, torch.randn(rows, count * rank), count, p)
+        actual = dropout_triton.GRAD.run(call)
+        for mine, right in zip(actual, dropout_reference.GRAD.run(call), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-4)
+    print(len(CASES))
+
+
+if __name__ == "__main__":
+    main()
