@@ -25,7 +25,6 @@ from torch import fx
 from torch._inductor import config, inductor_prims
 
 from inductor_q.context import Context
-from inductor_q.kernels.dropout import ADAPTER_SHIFT
 from inductor_q.passes.graph import (
     ADD,
     CAST,
@@ -144,7 +143,9 @@ def _read(rand: fx.Node) -> _Dropout | str | None:
         return None
     dropped = _last(scaled, CAST)
     products = _products(dropped)
-    projections = [q for m in products if (q := as_product(m)) is not None and _projects(q, dropped)]
+    projections = [
+        q for m in products if (q := as_product(m)) is not None and _projects(q, dropped)
+    ]
     if not projections:
         return None
     of_a = [m for m in products if m is not projections[0].node]
@@ -246,8 +247,6 @@ def _unwanted(found: _Dropout, context: Context) -> str:
         return "C++ wrapper code calls no Python, in which the kernels are launched"
     if found.projection.cols > MAX_RANK:
         return f"rank {found.projection.cols} is larger than {MAX_RANK}"
-    if found.projection.inner >= 1 << ADAPTER_SHIFT:
-        return f"{found.projection.inner} columns are more than the counter of the masks can hold"
     least, count = context.threshold("fuse_dropout.min_rows"), rows(found.projection.node)
     if count < least:
         return f"{count} rows, fewer than fuse_dropout.min_rows={least} of the preset"

@@ -9,41 +9,65 @@ import triton.language as tl
 
 from inductor_q.kernels import dropout
 
-_MULTIPLIER = tl.constexpr(dropout.MULTIPLIER)
-_WEYL = tl.constexpr(dropout.WEYL)
+_M0 = tl.constexpr(dropout.MULTIPLIERS[0])
+_M1 = tl.constexpr(dropout.MULTIPLIERS[1])
+_W0 = tl.constexpr(dropout.WEYL[0])
+_W1 = tl.constexpr(dropout.WEYL[1])
 _ROUNDS = tl.constexpr(dropout.ROUNDS)
 _ROWS = tl.constexpr(dropout.ROWS)
-_ADAPTER_SHIFT = tl.constexpr(dropout.ADAPTER_SHIFT)
+_ROW_SHIFT = tl.constexpr(dropout.SHIFTS[0])
+_COLUMN_SHIFT = tl.constexpr(dropout.SHIFTS[1])
 
 
 @triton.jit
-def _philox(slot, column, adapter, seeds, index):
-    """Return the two words of each call of Philox-2x32: for [S, 1] slots and [1, C] columns."""
+def _times(c, MULTIPLIER: tl.constexpr):
+    """Return the high and the low half of a product of 32-bit numbers."""
+    by = tl.full(c.shape, MULTIPLIER, tl.uint32)
+    return tl.umulhi(c, by), c * by
+
+
+@triton.jit
+def _keep(row, call, adapter, seeds, index, least, higher, COLUMNS: tl.constexpr):
+    """Return what is kept of two tiles [ROWS, COLUMNS], of the rows and of those ROWS below.
+
+    `row` [ROWS, 1] and `call` [1, COLUMNS / 8] count the calls. Until the third round the operands
+    are a row and a column: most of two rounds costs nothing.
+    """
     seed = tl.load(seeds + index)
-    key = (seed & 0xFFFFFFFF).to(tl.uint32)
-    c0 = slot.to(tl.uint32)
-    number = tl.full(column.shape, adapter, tl.int32) << _ADAPTER_SHIFT
-    c1 = (column | number).to(tl.uint32) ^ (seed >> 32).to(tl.uint32)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c0 = row.to(tl.uint32)
+    c1 = call.to(tl.uint32)
+    c2 = tl.full((1, 1), adapter, tl.uint32)
+    c3 = tl.full((1, 1), 0, tl.uint32)
+    shift = (c0 * _ROW_SHIFT + c1 * _COLUMN_SHIFT + k0) & 0xFF
+    kept = least.to(tl.uint32) + (shift < higher.to(tl.uint32)).to(tl.uint32)
+    kept = tl.reshape(tl.broadcast_to(kept[:, :, None], (_ROWS, COLUMNS // 8, 8)), (_ROWS, COLUMNS))
     for _ in tl.static_range(_ROUNDS):
-        high = tl.umulhi(c0, tl.full(c0.shape, _MULTIPLIER, tl.uint32))
-        low = c0 * tl.full(c0.shape, _MULTIPLIER, tl.uint32)
-        c0 = high ^ key ^ c1
-        c1 = low
-        key = key + tl.full(key.shape, _WEYL, tl.uint32)
-    return c0, c1
+        high0, low0 = _times(c0, _M0)
+        high1, low1 = _times(c2, _M1)
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = k0 + tl.full(k0.shape, _W0, tl.uint32)
+        k1 = k1 + tl.full(k1.shape, _W1, tl.uint32)
+    return _bytes(c0, c1, COLUMNS) >= kept, _bytes(c2, c3, COLUMNS) >= kept
 
 
 @triton.jit
-def _dropped(x, word, row, column, rows, columns, stride, least, HALF: tl.constexpr):
-    """Load a tile of x and drop what its half of `word` says; return what is kept, too."""
-    inside = (row < rows) & (column < columns)
-    value = tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
-    if HALF == 0:
-        number = word & 0xFFFF
-    else:
-        number = word >> 16
-    keep = number >= least
-    return tl.where(keep, value, 0.0), keep
+def _bytes(left, right, COLUMNS: tl.constexpr):
+    """Lay the bytes of two words [ROWS, COLUMNS / 8] beside each other."""
+    word = tl.reshape(tl.join(left, right), (_ROWS, COLUMNS // 4))
+    even = tl.join(word & 0xFF, (word >> 16) & 0xFF)
+    odd = tl.join((word >> 8) & 0xFF, word >> 24)
+    return tl.reshape(tl.join(even, odd), (_ROWS, COLUMNS))
+
+
+@triton.jit
+def _load(x, row, column, rows, columns, stride, WHOLE: tl.constexpr):
+    inside = (row < rows) & (WHOLE | (column < columns))
+    return tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -57,116 +81,147 @@ def project(
     stride,
     index,
     least,
+    higher,
     RANK: tl.constexpr,
     TOTAL: tl.constexpr,
     LANES: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Project 256 rows by one adapter, over PART columns of x."""
-    call = tl.program_id(0)
-    part = tl.program_id(1)
-    adapter = tl.program_id(2)
+    """Project two tiles of rows by one adapter, over PART columns of x."""
+    pair, part, adapter = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane = tl.arange(0, _ROWS)[:, None]
-    rank = tl.arange(0, LANES)[None, :]
-    row = call * (4 * _ROWS) + lane
-    threshold = least.to(tl.uint32)
-    sum0 = tl.zeros((_ROWS, LANES), tl.float32)
-    sum1 = tl.zeros((_ROWS, LANES), tl.float32)
-    sum2 = tl.zeros((_ROWS, LANES), tl.float32)
-    sum3 = tl.zeros((_ROWS, LANES), tl.float32)
+    rank = tl.arange(0, LANES)
+    row = pair * (2 * _ROWS) + lane
+    upper = tl.zeros((_ROWS, LANES), tl.float32)
+    lower = tl.zeros((_ROWS, LANES), tl.float32)
     for start in range(0, PART, COLUMNS):
         column = part * PART + start + tl.arange(0, COLUMNS)
+        call = (part * PART + start) // 8 + tl.arange(0, COLUMNS // 8)[None, :]
         weight = tl.load(
-            a + (adapter * RANK + rank) * columns + column[:, None],
-            mask=(rank < RANK) & (column[:, None] < columns),
+            a + (adapter * RANK + rank[None, :]) * columns + column[:, None],
+            mask=(rank[None, :] < RANK) & (WHOLE | (column[:, None] < columns)),
             other=0.0,
         )
         column = column[None, :]
-        first, second = _philox(call * _ROWS + lane, column, adapter, seeds, index)
-        x0, _ = _dropped(x, first, row, column, rows, columns, stride, threshold, 0)
-        sum0 = tl.dot(x0, weight, sum0)
-        x1, _ = _dropped(x, first, row + _ROWS, column, rows, columns, stride, threshold, 1)
-        sum1 = tl.dot(x1, weight, sum1)
-        x2, _ = _dropped(x, second, row + 2 * _ROWS, column, rows, columns, stride, threshold, 0)
-        sum2 = tl.dot(x2, weight, sum2)
-        x3, _ = _dropped(x, second, row + 3 * _ROWS, column, rows, columns, stride, threshold, 1)
-        sum3 = tl.dot(x3, weight, sum3)
-    to = partial + (part * rows + row).to(tl.int64) * TOTAL + adapter * RANK + rank
-    inside = rank < RANK
-    tl.store(to, sum0, mask=inside & (row < rows))
-    tl.store(to + _ROWS * TOTAL, sum1, mask=inside & (row + _ROWS < rows))
-    tl.store(to + 2 * _ROWS * TOTAL, sum2, mask=inside & (row + 2 * _ROWS < rows))
-    tl.store(to + 3 * _ROWS * TOTAL, sum3, mask=inside & (row + 3 * _ROWS < rows))
+        keep_upper, keep_lower = _keep(
+            pair * _ROWS + lane, call, adapter, seeds, index, least, higher, COLUMNS
+        )
+        value = _load(x, row, column, rows, columns, stride, WHOLE)
+        value = tl.where(keep_upper, value, 0.0)
+        upper = tl.dot(value, weight, upper, input_precision="ieee")
+        value = _load(x, row + _ROWS, column, rows, columns, stride, WHOLE)
+        value = tl.where(keep_lower, value, 0.0)
+        lower = tl.dot(value, weight, lower, input_precision="ieee")
+    to = partial + (part.to(tl.int64) * rows + row) * TOTAL + adapter * RANK + rank[None, :]
+    inside = rank[None, :] < RANK
+    tl.store(to, upper, mask=inside & (row < rows))
+    tl.store(to + _ROWS * TOTAL, lower, mask=inside & (row + _ROWS < rows))
 
 
 @triton.jit
-def grad(
+def _low(of_low, row, rank, rows, stride, RANK: tl.constexpr):
+    return tl.load(
+        of_low + row.to(tl.int64) * stride + rank[None, :],
+        mask=(row < rows) & (rank[None, :] < RANK),
+        other=0.0,
+    )
+
+
+@triton.jit
+def grad_a(
     x,
-    a,
     seeds,
     of_low,
     partial,
-    of_x,
     rows,
     columns,
     stride,
     low_stride,
     index,
     least,
-    scale,
-    COUNT: tl.constexpr,
+    higher,
     RANK: tl.constexpr,
     TOTAL: tl.constexpr,
     LANES: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Both gradients over PART rows and COLUMNS columns of x; that of A is a part of a sum."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    part = tl.program_id(1)
+    """The gradient of one adapter's A in COLUMNS columns, over PART rows of x."""
+    block, part, adapter = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane = tl.arange(0, _ROWS)[:, None]
+    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    call = block * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
     rank = tl.arange(0, LANES)
-    threshold = least.to(tl.uint32)
+    of_low += adapter * RANK
+    total = tl.zeros((LANES, COLUMNS), tl.float32)
+    for start in range(0, PART, 2 * _ROWS):
+        row = part * PART + start + lane
+        keep_upper, keep_lower = _keep(
+            (part * PART + start) // 2 + lane, call, adapter, seeds, index, least, higher, COLUMNS
+        )
+        value = _load(x, row, column, rows, columns, stride, WHOLE)
+        value = tl.where(keep_upper, value, 0.0)
+        low = tl.trans(_low(of_low, row, rank, rows, low_stride, RANK))
+        total = tl.dot(low, value, total, input_precision="ieee")
+        value = _load(x, row + _ROWS, column, rows, columns, stride, WHOLE)
+        value = tl.where(keep_lower, value, 0.0)
+        low = tl.trans(_low(of_low, row + _ROWS, rank, rows, low_stride, RANK))
+        total = tl.dot(low, value, total, input_precision="ieee")
+    to = partial + (part * TOTAL + adapter * RANK + rank[:, None]).to(tl.int64) * columns + column
+    tl.store(to, total, mask=(rank[:, None] < RANK) & (WHOLE | (column < columns)))
+
+
+@triton.jit
+def grad_x(
+    a,
+    seeds,
+    of_low,
+    of_x,
+    rows,
+    columns,
+    low_stride,
+    index,
+    least,
+    higher,
+    scale,
+    COUNT: tl.constexpr,
+    RANK: tl.constexpr,
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The gradient of two tiles of x: the sum over the adapters, each under its mask."""
+    block, pair = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, _ROWS)[:, None]
+    row = pair * (2 * _ROWS) + lane
+    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    call = block * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
+    rank = tl.arange(0, LANES)
+    upper = tl.zeros((_ROWS, COLUMNS), tl.float32)
+    lower = tl.zeros((_ROWS, COLUMNS), tl.float32)
     for adapter in range(COUNT):
+        keep_upper, keep_lower = _keep(
+            pair * _ROWS + lane, call, adapter, seeds, index, least, higher, COLUMNS
+        )
         weight = tl.load(
             a + (adapter * RANK + rank[:, None]) * columns + column,
-            mask=(rank[:, None] < RANK) & (column < columns),
+            mask=(rank[:, None] < RANK) & (WHOLE | (column < columns)),
             other=0.0,
         )
-        total = tl.zeros((LANES, COLUMNS), tl.float32)
-        for start in range(0, PART, 4 * _ROWS):
-            call = part * (PART // (4 * _ROWS)) + start // (4 * _ROWS)
-            row = part * PART + start + lane
-            words = _philox(call * _ROWS + lane, column, adapter, seeds, index)
-            for quarter in tl.static_range(4):
-                value, keep = _dropped(
-                    x,
-                    words[quarter // 2],
-                    row + quarter * _ROWS,
-                    column,
-                    rows,
-                    columns,
-                    stride,
-                    threshold,
-                    quarter % 2,
-                )
-                at = row + quarter * _ROWS
-                low = tl.load(
-                    of_low + at.to(tl.int64) * low_stride + adapter * RANK + rank[None, :],
-                    mask=(at < rows) & (rank[None, :] < RANK),
-                    other=0.0,
-                )
-                total = tl.dot(tl.trans(low), value, total)
-                back = tl.where(keep, tl.dot(low, weight) * scale, 0.0)
-                to = of_x + at.to(tl.int64) * columns + column
-                inside = (at < rows) & (column < columns)
-                if adapter > 0:
-                    back += tl.load(to, mask=inside, other=0.0).to(tl.float32)
-                tl.store(to, back.to(of_x.dtype.element_ty), mask=inside)
-        at = (part * TOTAL + adapter * RANK + rank[:, None]).to(tl.int64) * columns + column
-        tl.store(partial + at, total, mask=(rank[:, None] < RANK) & (column < columns))
-        tl.debug_barrier()  # the next adapter adds to what this one's threads have written
+        low = _low(of_low + adapter * RANK, row, rank, rows, low_stride, RANK)
+        back = tl.dot(low, weight, input_precision="ieee")
+        upper += tl.where(keep_upper, back, 0.0)
+        low = _low(of_low + adapter * RANK, row + _ROWS, rank, rows, low_stride, RANK)
+        back = tl.dot(low, weight, input_precision="ieee")
+        lower += tl.where(keep_lower, back, 0.0)
+    to = of_x + row.to(tl.int64) * columns + column
+    inside = WHOLE | (column < columns)
+    tl.store(to, (upper * scale).to(of_x.dtype.element_ty), mask=inside & (row < rows))
+    to += _ROWS * columns
+    tl.store(to, (lower * scale).to(of_x.dtype.element_ty), mask=inside & (row + _ROWS < rows))
 
 
 @triton.jit

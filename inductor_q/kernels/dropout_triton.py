@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import DropoutGrad, DropoutProject
-from inductor_q.kernels.dropout import ADAPTER_SHIFT, CALL_ROWS, threshold
+from inductor_q.kernels.dropout import CALL_ROWS, threshold
 from inductor_q.kernels.gpu import on, unfit
 from inductor_q.kernels.provider import Provider
 
 MAX_RANK = 128
-#: Columns of a program's tile, and how many columns (rows) of the input a part adds up.
-COLUMNS = 64
+#: Columns of a tile, and how many columns (rows) of the input a program adds up.
+COLUMNS = 128
 PROJECT_PART = 512
-GRAD_PART = 2 * CALL_ROWS
+GRAD_PART = 512
 WARPS = 4
+STAGES = 2
 
 
 class _Triton:
@@ -57,13 +58,15 @@ class Project(_Triton, Provider[DropoutProject]):
                 columns,
                 call.x.stride(0),
                 call.index,
-                threshold(call.p),
+                *threshold(call.p),
                 RANK=total // call.count,
                 TOTAL=total,
                 LANES=_lanes(total // call.count),
                 PART=PROJECT_PART,
                 COLUMNS=COLUMNS,
+                WHOLE=columns % COLUMNS == 0,
                 num_warps=WARPS,
+                num_stages=STAGES,
             )
             _finish(partial, call.out, 1 / (1 - call.p))
         return call.out
@@ -76,38 +79,56 @@ class Grad(_Triton, Provider[DropoutGrad]):
     def run(self, call: DropoutGrad) -> tuple[Tensor, Tensor]:
         import triton
 
-        from inductor_q.kernels.dropout_kernels_triton import grad
+        from inductor_q.kernels.dropout_kernels_triton import grad_a, grad_x
 
         rows, columns = call.x.shape
         total = call.a.shape[0]
+        rank, scale = total // call.count, 1 / (1 - call.p)
         parts = triton.cdiv(rows, GRAD_PART)
+        blocks = triton.cdiv(columns, COLUMNS)
         a = call.a.contiguous()
         partial = call.x.new_empty((parts, total, columns), dtype=torch.float32)
         of_a, of_x = torch.empty_like(a), call.x.new_empty((rows, columns))
+        numbers = (call.index, *threshold(call.p))
         with on(call.device):
-            grad[(triton.cdiv(columns, COLUMNS), parts)](
+            grad_a[(blocks, parts, call.count)](
                 call.x,
-                a,
                 call.seeds,
                 call.grad,
                 partial,
-                of_x,
                 rows,
                 columns,
                 call.x.stride(0),
                 call.grad.stride(0),
-                call.index,
-                threshold(call.p),
-                1 / (1 - call.p),
-                COUNT=call.count,
-                RANK=total // call.count,
+                *numbers,
+                RANK=rank,
                 TOTAL=total,
-                LANES=_lanes(total // call.count),
+                LANES=_lanes(rank),
                 PART=GRAD_PART,
                 COLUMNS=COLUMNS,
+                WHOLE=columns % COLUMNS == 0,
                 num_warps=WARPS,
+                num_stages=STAGES,
             )
-            _finish(partial, of_a, 1 / (1 - call.p))
+            _finish(partial, of_a, scale)
+            grad_x[(blocks, triton.cdiv(rows, CALL_ROWS))](
+                a,
+                call.seeds,
+                call.grad,
+                of_x,
+                rows,
+                columns,
+                call.grad.stride(0),
+                *numbers,
+                scale,
+                COUNT=call.count,
+                RANK=rank,
+                LANES=_lanes(rank),
+                COLUMNS=COLUMNS,
+                WHOLE=columns % COLUMNS == 0,
+                num_warps=WARPS,
+                num_stages=STAGES,
+            )
         return of_a, of_x
 
 
@@ -118,8 +139,6 @@ def _refuses(call: DropoutProject | DropoutGrad) -> str:
         return "the gradient is not a matrix with unit column stride"
     if call.a.shape[0] // call.count > MAX_RANK:
         return f"the rank is larger than {MAX_RANK}"
-    if call.x.shape[1] >= 1 << ADAPTER_SHIFT:
-        return f"the input has {call.x.shape[1]} columns, which the counter cannot hold"
     return ""
 
 
@@ -151,6 +170,7 @@ def _finish(partial: Tensor, out: Tensor, scale: float) -> None:
         HEIGHT=height,
         BLOCK=block,
         num_warps=WARPS,
+        num_stages=STAGES,
     )
 
 

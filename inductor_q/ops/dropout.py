@@ -5,10 +5,9 @@ is a copy of the input for each adapter, and again in backward. These ops read t
 adapter, make its mask inside the kernel from a seed, and make the same mask again for the gradients,
 so neither a mask nor what it leaves is ever stored. `passes/fuse_dropout.py` emits them.
 
-Element (row, column) of adapter i is kept where 16 random bits are at least p * 2**16, so p is
-rounded to a multiple of 2**-16. The bits are those of Philox-2x32 with ten rounds (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011), counted by row, column and i under the key
-`seeds[index]`: they depend on nothing else, neither the device nor the shape of the input.
+Which elements an adapter keeps is decided by Philox-4x32 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011), counted by row, column and adapter under the key `seeds[index]`:
+`kernels/dropout.py` says how. It depends on nothing else, neither the device nor the shape of x.
 """
 
 from __future__ import annotations
