@@ -247,6 +247,8 @@ def _as_low(product: Product) -> _Low | None:
 def _from_dropout(leaf: fx.Node) -> bool:
     """Whether a term is the gradient that adapters under dropout give their input."""
     below = peel_rows(leaf)
+    if below.target is CAST:
+        below = peel_rows(arg(below, 0))
     return below.target is operator.getitem and arg(below, 0).target is GRAD
 
 

@@ -1,14 +1,15 @@
 """Adapters under dropout project their input inside one kernel that makes their masks.
 
-PEFT's `lora_dropout` gives each adapter a mask of its own. Written out, that is a copy of the layer's
-input for every adapter, in forward for `dropout(x) A'`, in backward for the gradient of A, and one
-more for the gradient of x. This pass finds the three places of each mask and replaces all of them,
-or none: `qfuse::dropout_project` for the adapters of one input, and `qfuse::dropout_grad` for both
-of their gradients. Both make the mask from a seed, so nothing of it is stored, and the projections
-of one input lie side by side, as `stack_adapters` would have laid them, for `extend_k`.
+PEFT's `lora_dropout` gives each adapter a mask of its own. Written out, that is a copy of the
+layer's input for every adapter, in forward for `dropout(x) A'`, in backward for the gradient of A,
+and one more for the gradient of x. This pass finds the three places of each mask and replaces all
+of them, or none: `qfuse::dropout_project` stands for the adapters of one input, and
+`qfuse::dropout_grad` for both of their gradients. Both make the mask from a seed, so nothing of it
+is stored, and the projections of one input lie side by side, as `stack_adapters` would have laid
+them, for `extend_k`.
 
-The masks are not those of stock Inductor, whose generator draws a number for each element in another
-order; their distribution is the same. Where `torch._inductor.config.fallback_random` asks for the
+The masks are not those of stock Inductor, which draws its numbers in another order; their
+distribution is the same. Where `torch._inductor.config.fallback_random` asks for the
 numbers of eager, and under strict numerics, dropout stays as it is written.
 """
 
@@ -51,6 +52,7 @@ from inductor_q.passes.products import Product, as_product, is_projection, sums
 from inductor_q.passes.runner import Site
 
 RAND = torch.ops.aten.rand.default
+NATIVE = torch.ops.aten.native_dropout.default  # kept whole where eager's numbers are asked for
 GREATER = torch.ops.aten.gt.Scalar
 PROJECT = torch.ops.qfuse.dropout_project.default
 GRAD = torch.ops.qfuse.dropout_grad.default
@@ -100,6 +102,9 @@ class FuseDropout:
     stage: ClassVar[str] = "joint"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        for node in graph.find_nodes(op="call_function", target=NATIVE):
+            if _of_an_adapter(node):
+                yield Site(node, EAGER, by_choice=True)
         found: list[_Dropout] = []
         for rand in graph.find_nodes(op="call_function", target=RAND):
             dropout = _read(rand)
@@ -158,10 +163,7 @@ def _read(rand: fx.Node) -> _Dropout | str | None:
     if not transposed or tensor(left).shape[1] != projection.cols:
         return "the gradient of A is not the product of two matrices"
     x = arg(forward[0], 0) if arg(forward[0], 1) is mask else arg(forward[0], 1)
-    if tensor(x).dtype != tensor(dropped).dtype and x.target is CAST:
-        x = arg(x, 0)
-    if tensor(x).dtype != tensor(dropped).dtype:
-        return f"the input is {tensor(x).dtype}, the adapter computes in {tensor(dropped).dtype}"
+    x = _in_dtype(x, tensor(dropped).dtype)
     backward = [user for user in mask.users if user is not forward[0]]
     if not backward:
         return _Dropout(x, p, projection, of_a[0], None)
@@ -169,6 +171,14 @@ def _read(rand: fx.Node) -> _Dropout | str | None:
     if of_x is None:
         return "the gradient of the input is not that of one adapter"
     return _Dropout(x, p, projection, of_a[0], *of_x)
+
+
+def _of_an_adapter(native: fx.Node) -> bool:
+    dropped = next((user for user in native.users if user.args[1] == 0), native)
+    return any(
+        product is not None and _projects(product, _last(dropped, CAST))
+        for product in map(as_product, _products(_last(dropped, CAST)))
+    )
 
 
 def _of_x(
@@ -199,6 +209,17 @@ def _of_x(
     return _last(times, CLONE, CAST), shape
 
 
+def _in_dtype(x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Return the value that the base layer reads: below a cast to what dropout computes in, or
+    above one to what the adapter computes in. Else x, which is cast when the pass is applied."""
+    if tensor(x).dtype == dtype:
+        return x
+    if x.target is CAST and tensor(arg(x, 0)).dtype == dtype:
+        return arg(x, 0)
+    casts = (user for user in x.users if user.target is CAST and user.args[1] == dtype)
+    return next(casts, x)
+
+
 def _is_scaled(node: fx.Node, p: float) -> bool:
     factor = node.args[1] if node.target is MUL and len(node.args) == 2 else None
     return isinstance(factor, float) and abs(factor * (1 - p) - 1) < 1e-6
@@ -215,7 +236,7 @@ def _only_user(node: fx.Node, *skipped: object) -> fx.Node:
 
 
 def _last(node: fx.Node, *targets: object) -> fx.Node:
-    """The last of the nodes with these targets that follow, each the only user of the one before."""
+    """The last of the nodes with these targets that follow as the only user of the one before."""
     while len(node.users) == 1 and next(iter(node.users)).target in targets:
         node = next(iter(node.users))
     return node
@@ -241,7 +262,7 @@ def _projects(product: Product, dropped: fx.Node) -> bool:
 def _unwanted(found: _Dropout, context: Context) -> str:
     if context.numerics == "strict":
         return STRICT
-    if config.fallback_random or getattr(config, "align_random_eager", False):
+    if getattr(config, "align_random_eager", False):
         return EAGER
     if config.cpp_wrapper:
         return "C++ wrapper code calls no Python, in which the kernels are launched"
@@ -254,7 +275,7 @@ def _unwanted(found: _Dropout, context: Context) -> str:
 
 
 def _groups(graph: fx.Graph, found: Sequence[_Dropout]) -> list[list[_Dropout]]:
-    """Group what shares an input, a rank and a rate, where the gradients are added up right away."""
+    """Group what shares an input, a rank and a rate, and adds up its gradients of the input."""
     roots = {leaf: root for root, leaves in sums(graph) for leaf in leaves} if found else {}
     groups: dict[object, list[_Dropout]] = defaultdict(list)
     for dropout in found:
@@ -290,7 +311,8 @@ def _rewrite(graph: fx.Graph, plan: _Group) -> None:
     node = first.projection.node
     with graph.inserting_before(node):
         seeds = _seeds(graph, plan, node)
-        x = as_matrix(graph, first.x)
+        dtype = tensor(node).dtype
+        x = as_matrix(graph, _cast(graph, first.x, dtype, node))
         a = _joined(graph, [_row_major(graph, m) for m in members], 0)
         shared = (x, seeds, plan.seed, a)
         projected = emit(graph, PROJECT, (*shared, count, first.p), node)
@@ -307,6 +329,7 @@ def _rewrite(graph: fx.Graph, plan: _Group) -> None:
             member.of_a.replace_all_uses_with(part)
         if first.of_x is not None:
             of_x = emit(graph, operator.getitem, (both, 1), first.of_x)
+            of_x = _cast(graph, of_x, tensor(first.of_x).dtype, first.of_x)
             if first.shape is not None:
                 of_x = emit(graph, RESHAPE, (of_x, first.shape), first.of_x)
             for member in members[1:]:
@@ -314,11 +337,16 @@ def _rewrite(graph: fx.Graph, plan: _Group) -> None:
             first.of_x.replace_all_uses_with(of_x)
 
 
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    return node if tensor(node).dtype == dtype else emit(graph, CAST, (node, dtype), like)
+
+
 def _seeds(graph: fx.Graph, plan: _Group, like: fx.Node) -> fx.Node:
     """The seeds of all groups on one device, drawn in one launch."""
     device = tensor(like).device
     for node in graph.find_nodes(op="call_function", target=inductor_prims.seeds):
         if node.args == (plan.seeds, device):
+            assert isinstance(node, fx.Node)
             return node
     node = emit(graph, inductor_prims.seeds, (plan.seeds, device), like)
     node.meta.pop("recompute", None)  # backward needs the same numbers

@@ -3,9 +3,9 @@
 One call gives 16 numbers: to eight neighbours in a row, as a lane loads them at once, and to the
 eight that lie ROWS rows below, so that no number changes its lane.
 
-Eight bits alone would round the rate to a multiple of 1/256. So the number under which an element is
-dropped is one higher at a share of the places, which the seed shifts: over all seeds, each element
-is dropped at a rate that is rounded to a multiple of 2**-16.
+Eight bits alone would round the rate to a multiple of 1/256. So the number under which an element
+is dropped is one higher at a share of the places, which the seed shifts: over all seeds, each
+element is dropped at a rate that is rounded to a multiple of 2**-16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOW = 0xFFFFFFFF
 
 
 def threshold(p: float) -> tuple[int, int]:
-    """Return the least eight-bit number that is kept, and at how many of 256 places it is higher."""
+    """Return the least eight-bit number that is kept, and at how many of 256 places one more."""
     return divmod(round(p * 2**16), 256)
 
 

@@ -7,6 +7,7 @@ the memory traffic, are made on all of the device. A second launch adds the part
 from __future__ import annotations
 
 import importlib.util
+
 import torch
 from torch import Tensor
 

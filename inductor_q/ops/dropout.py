@@ -1,12 +1,12 @@
 """Adapters under dropout: their products with an input of which each drops its own elements.
 
-Every adapter of a PEFT model drops elements of its layer's input (`lora_dropout`). Written out, that
-is a copy of the input for each adapter, and again in backward. These ops read the input once per
-adapter, make its mask inside the kernel from a seed, and make the same mask again for the gradients,
-so neither a mask nor what it leaves is ever stored. `passes/fuse_dropout.py` emits them.
+Every adapter of a PEFT model drops elements of its layer's input (`lora_dropout`). Written out,
+that is a copy of the input for each adapter, and again in backward. These ops make the mask inside
+the kernel from a seed, and make it again for the gradients, so neither a mask nor what it leaves is
+ever stored. `passes/fuse_dropout.py` emits them.
 
-Which elements an adapter keeps is decided by Philox-4x32 (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011), counted by row, column and adapter under the key `seeds[index]`:
+Which elements an adapter keeps is decided by Philox-4x32 (Salmon et al., "Parallel random numbers:
+as easy as 1, 2, 3", SC 2011), counted by row, column and adapter under the key `seeds[index]`:
 `kernels/dropout.py` says how. It depends on nothing else, neither the device nor the shape of x.
 """
 
@@ -61,7 +61,7 @@ def dropout_grad(
 def extend_dropped(
     x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, padding: int
 ) -> Tensor:
-    """Return `[x | dropout_project(x, seeds, index, a, count, p) | 0]` with `padding` columns of zeros.
+    """Return `[x | dropout_project(x, ...) | 0]` with `padding` columns of zeros.
 
     Args:
         x: [..., K], contiguous.

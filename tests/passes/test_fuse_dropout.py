@@ -1,0 +1,244 @@
+"""Which dropout becomes part of its adapter's kernels, with which masks, and why not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config, inductor_prims
+
+import inductor_q
+from inductor_q import testing
+from inductor_q.kernels import dropout_reference
+from inductor_q.kernels.calls import DropoutProject
+from inductor_q.kernels.dropout import keep_mask
+from inductor_q.report import Report
+from tests.support.compiling import compile_step, count_ops, partition, step
+
+peft = pytest.importorskip("peft")
+
+WIDTH, RANK, P = 64, 4, 0.25
+ALWAYS = {"extend_k.min_rows": 1, "fuse_dropout.min_rows": 1}
+
+
+class Block(nn.Module):
+    """Three projections of one input, and one of their result, as in attention."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        for name in ("q", "k", "v", "o"):
+            weight = torch.randn(WIDTH, WIDTH, generator=generator) * WIDTH**-0.5
+            setattr(self, name, testing.quantized_linear(weight.to(dtype), compute_dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Any = torch.tanh(x)
+        q, k, v, o = (self.get_submodule(name) for name in ("q", "k", "v", "o"))
+        return torch.tanh(o(torch.tanh(q(h)) * torch.sigmoid(k(h)) + torch.tanh(v(h))))
+
+
+def block(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    model: Any = Block(dtype)
+    settings = {"r": RANK, "lora_dropout": P, "target_modules": ["q", "k", "v", "o"], **settings}
+    peft.inject_adapter_in_model(peft.LoraConfig(**settings), model)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype) / 8
+    return model.train()
+
+
+def batch(dtype: torch.dtype = torch.float32, rows: int = 48) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(2, rows, WIDTH, generator=generator).to(dtype).requires_grad_()
+
+
+class Masked(nn.Module):
+    """Dropout with the mask of an adapter of `qfuse::dropout_project`."""
+
+    def __init__(self, seed: Tensor, adapter: int) -> None:
+        super().__init__()
+        self.seed, self.adapter = seed, adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = keep_mask(self.seed, x.numel() // WIDTH, WIDTH, self.adapter, P)
+        return torch.where(keep.view(x.shape), x, 0.0) / (1 - P)
+
+
+def masked(model: Any, seeds: Tensor | None = None) -> Any:
+    """A copy of a block with the masks of `seeds`, or of those drawn after manual_seed(0)."""
+    if seeds is None:
+        torch.manual_seed(0)
+        seeds = inductor_prims.seeds(2, torch.device("cpu"))
+    other = copy.deepcopy(model)
+    for place, name in enumerate(("q", "k", "v", "o")):
+        layer = getattr(other, name)
+        layer.lora_dropout["default"] = Masked(seeds[place // 3], place % 3)
+    return other
+
+
+def partitioned(model: Any, x: Tensor, thresholds: Mapping[str, int] = ALWAYS) -> Any:
+    """Run forward and backward of the partitioned graphs, with the seeds of manual_seed(0)."""
+    results: list[Any] = []
+
+    def run(compiled: Any) -> None:
+        torch.manual_seed(0)
+        results.extend(step(compiled, x, module=model))
+
+    graphs = partition(run, model, {"qfuse.thresholds": dict(thresholds)})
+    report = inductor_q.last_report()
+    assert report is not None
+    return graphs, results, report
+
+
+def reasons(report: Report) -> dict[str, int]:
+    return dict(report.rejections().get("fuse_dropout", {}))
+
+
+@pytest.mark.parametrize("extended", [True, False])
+def test_forward_and_backward_use_the_same_masks(extended: bool) -> None:
+    """Values and gradients are those of dropout written out with the masks that the op defines."""
+    model, x = block(), batch()
+    thresholds = ALWAYS if extended else {**ALWAYS, "extend_k.min_rows": 1 << 20}
+    (forward, backward), (output, grads), report = partitioned(model, x, thresholds)
+    assert report.applied()["fuse_dropout"] == 4
+    found = count_ops(forward) + count_ops(backward)
+    # One op for q, k and v, one for o, in either direction, and no random numbers besides.
+    assert found["qfuse.extend_dropped" if extended else "qfuse.dropout_project"] == 2
+    assert found["qfuse.dropout_grad"] == 2
+    assert not found["rand"]
+    reference = masked(model)
+    expected, right = step(reference, x, module=reference)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert grads.keys() - {"x0"} and len(grads) == 9
+    for name, value in grads.items():
+        torch.testing.assert_close(value, right[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_saved_for_backward() -> None:
+    """Forward keeps the input and what is as narrow as the adapters, no mask and no dropped copy."""
+    (forward, _), _, _ = partitioned(block(), batch())
+    output = next(iter(forward.find_nodes(op="output")))
+    kept = [n.meta["val"] for n in output.all_input_nodes if n.op != "placeholder"]
+    assert all(value.dtype is not torch.bool for value in kept)
+    # The block's output, the four results before their activations; the inputs are computed again.
+    assert sum(value.shape[-1:] == (WIDTH,) for value in kept) <= 5
+
+
+def test_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code with the ops, of dynamic lengths, gives what the masks written out give."""
+    model, x = block(), batch()
+    drawn: list[Tensor] = []
+    make = dropout_reference.Project.run
+
+    def run(self: Any, call: DropoutProject) -> Tensor:
+        drawn.append(call.seeds.clone())
+        return make(self, call)
+
+    monkeypatch.setattr(dropout_reference.Project, "run", run)
+    result = compile_step(model, x, options={"qfuse.thresholds": ALWAYS}, dynamic=True)
+    assert result.applied["fuse_dropout"] == 4
+    reference = masked(model, drawn[-1])
+    expected, grads = step(reference, x, module=reference)
+    torch.testing.assert_close(result.output, expected, rtol=1e-5, atol=1e-5)
+    for name, value in result.gradients.items():
+        torch.testing.assert_close(value, grads[name], rtol=1e-4, atol=1e-5)
+
+
+def test_under_autocast_and_checkpointing() -> None:
+    """float32 adapters under bf16 autocast; the recomputed segment has the masks of forward."""
+    model = block()
+    x = batch()
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: Tensor = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+            return result.float()
+
+    (_, _), (output, grads), report = partitioned_function(forward, model, x)
+    assert report.applied()["fuse_dropout"] == 4
+    reference = masked(model)
+    exact, right = step(reference.double(), x.detach().double().requires_grad_(), module=reference)
+    assert testing.relative_error(output, exact) < 0.02
+    for name, value in grads.items():
+        assert testing.relative_error(value, right[name]) < 0.03, name
+
+
+def partitioned_function(forward: Any, model: Any, x: Tensor) -> Any:
+    results: list[Any] = []
+
+    def run(compiled: Any) -> None:
+        torch.manual_seed(0)
+        results.extend(step(compiled, x, module=model))
+
+    graphs = partition(run, forward, {"qfuse.thresholds": ALWAYS})
+    report = inductor_q.last_report()
+    assert report is not None
+    return graphs, results, report
+
+
+def test_refusals() -> None:
+    x = batch()
+    few = {"fuse_dropout.min_rows": 97}
+    reason = "96 rows, fewer than fuse_dropout.min_rows=97 of the preset"
+    assert reasons(partitioned(block(), x, few)[2]) == {reason: 4}
+    options = {"qfuse.numerics": "strict"}
+    strict = "qfuse.numerics='strict' keeps every product as written"
+    partition(lambda compiled: step(compiled, x) and None, block(), options)
+    report = inductor_q.last_report()
+    assert report is not None and reasons(report) == {strict: 4}
+
+
+def test_the_numbers_of_eager_where_they_are_asked_for() -> None:
+    model, x = block(), batch()
+    with config.patch(fallback_random=True):
+        torch.manual_seed(0)
+        result = compile_step(model, x, options={"qfuse.thresholds": ALWAYS})
+    reason = "torch._inductor.config.fallback_random asks for the numbers of eager"
+    assert reasons(result.report) == {reason: 4}
+    torch.manual_seed(0)
+    expected, grads = step(model, x, module=model)
+    torch.testing.assert_close(result.output, expected, rtol=1e-5, atol=1e-5)
+    for name, value in result.gradients.items():
+        torch.testing.assert_close(value, grads[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_dropped_input_that_others_read_stays() -> None:
+    class Twice(nn.Module):
+        """Two adapters behind one dropout."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = block().q.base_layer
+            self.down = nn.Parameter(torch.randn(2, RANK, WIDTH) / 8)
+            self.up = nn.Parameter(torch.randn(2, WIDTH, RANK) / 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            dropped = nn.functional.dropout(torch.tanh(x), P)
+            low = [dropped @ a.t() @ b.t() for a, b in zip(self.down, self.up, strict=True)]
+            result: Tensor = self.base(torch.tanh(x)) + low[0] + low[1]
+            return result
+
+    report = partitioned(Twice(), batch())[2]
+    reason = "what dropout leaves of the input is read by more than its adapter"
+    assert reasons(report) == {reason: 1}
+
+
+def test_dropout_of_no_adapter_is_left_alone() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block(lora_dropout=0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.block(x), 0.5)
+
+    model = Dropped().train()
+    (forward, backward), _, report = partitioned(model, batch())
+    assert reasons(report) == {}
+    assert not report.applied()["fuse_dropout"]
