@@ -1,6 +1,6 @@
 """Measure from how many rows on a plan pays: the evidence behind a preset's thresholds.
 
-Two questions, each over a range of rows. `canonicalize.min_rows`: bitsandbytes' gemm_4bit, which
+Three questions, each over a range of rows. `canonicalize.min_rows`: bitsandbytes' gemm_4bit, which
 reads packed weights, against a dequantization and a product (no adapter, forward).
 `extend_k.min_rows`: a training step of one or two decoder layers with the adapter in the main
 product, and with `extend_k` off.
