@@ -34,11 +34,11 @@ from inductor_q.kernels.dequantize_triton import Triton
 from inductor_q.lowerings.calls import qfuse_dequantize
 
 PEERS = ("qfuse", "runner", "jit", "op", "bitsandbytes")
-#: Peers that take another way through Triton, as methods of what its kernel prepares.
+#: Peers that take another way through Triton, as methods of `Repeated`.
 WAYS = {"runner": "by_triton", "jit": "by_jit"}
 SHAPE = {"cuda": (1024, 1024), "cpu": (64, 64)}
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
@@ -92,13 +92,17 @@ def _calls(
             result = call()
             if peer in WAYS:
                 [(key, plan)] = launches.items()
-                launches[key] = getattr(plan, WAYS[peer])
+                launches[key] = _by(getattr(plan.launch, WAYS[peer]), plan.tensors)
                 out.zero_()
                 call()
             if not torch.equal(out if result is None else result, expected):
                 sys.exit(f"{peer} differs from bitsandbytes: not timed")
         calls[peer] = call, launches
     return calls
+
+
+def _by(way: Call, tensors: Call) -> Call:
+    return lambda operands, out: way(tensors(operands, out))
 
 
 def _time(

@@ -3,7 +3,9 @@
 Three questions, each over a range of rows. `canonicalize.min_rows`: bitsandbytes' gemm_4bit, which
 reads packed weights, against a dequantization and a product (no adapter, forward).
 `extend_k.min_rows`: a training step of one or two decoder layers with the adapter in the main
-product, and with `extend_k` off.
+product, and with `extend_k` off. `fuse_dropout.min_rows`: such a step under LoRA
+dropout with the masks made in the adapters' kernels, and with `fuse_dropout` off; ``--dropout``
+asks this question alone.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ STEP_ROWS = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 512, 2048)}
 STEP_LAYERS = {"cuda": 2, "cpu": 1}  # a layer takes two cores 15 s to compile
 EXTENDED = "qfuse[qfuse.thresholds=extend_k.min_rows=1]"
 PLAIN = "qfuse[qfuse.passes=-extend_k]"
+FUSED = "qfuse[qfuse.thresholds=fuse_dropout.min_rows=1]"
+WRITTEN = "qfuse[qfuse.passes=-fuse_dropout]"
 CPU_SHAPES = {
     "vocab_size": 256,
     "hidden_size": 512,
@@ -37,10 +41,17 @@ CPU_SHAPES = {
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=("inductor", PLAIN, EXTENDED))
+    parser.add_argument("--dropout", action="store_true")
     arguments = parser.parse_args(argv)
-    suite = harness.start("bench_thresholds", arguments)
+    name = "bench_thresholds" + ("_dropout" if arguments.dropout else "")
+    suite = harness.start(name, arguments)
     kind = suite.device.type
     quick = arguments.quick
+    if arguments.dropout:
+        for m in STEP_ROWS[kind][: 1 if quick else None]:
+            _step(suite, arguments, ("inductor", WRITTEN, FUSED), m, dropout=0.05)
+        harness.finish(suite, arguments)
+        return suite
     for n, k in GEMM_SHAPES[kind][: 1 if quick else None]:
         for m in GEMM_ROWS[kind][: 2 if quick else None]:
             _gemm(suite, arguments, n, k, m)
@@ -73,7 +84,11 @@ def _gemm(suite: harness.Suite, arguments: argparse.Namespace, n: int, k: int, m
 
 
 def _step(
-    suite: harness.Suite, arguments: argparse.Namespace, peers: Sequence[str], m: int
+    suite: harness.Suite,
+    arguments: argparse.Namespace,
+    peers: Sequence[str],
+    m: int,
+    dropout: float = 0.0,
 ) -> None:
     config: Any
     layers = STEP_LAYERS[suite.device.type]
@@ -82,7 +97,11 @@ def _step(
     else:
         config = testing.tiny_qwen3_config(**CPU_SHAPES, num_hidden_layers=layers)
     model = testing.qlora_model(
-        config, adapter_dtype=torch.bfloat16, device=suite.device, seed=arguments.seed
+        config,
+        adapter_dtype=torch.bfloat16,
+        dropout=dropout,
+        device=suite.device,
+        seed=arguments.seed,
     )
     ids = torch.randint(0, 64, (1, m), device=suite.device)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +25,9 @@ from inductor_q.decode.triton import decode_function, device_functions
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.kbit import BLOCK
 from inductor_q.kernels.calls import Dequantize
-from inductor_q.kernels.gpu import on, unfit
+from inductor_q.kernels.gpu import unfit
 from inductor_q.kernels.provider import DequantizeProvider, Launch
-from inductor_q.kernels.triton_launch import prepared
+from inductor_q.kernels.triton_launch import Repeated
 
 INT32_LIMIT = 2**31
 
@@ -96,11 +96,7 @@ class Triton(DequantizeProvider):
 
 
 class _Plan:
-    """Launches whose arguments differ in their pointers alone.
-
-    The first goes through Triton's JIT, which specializes on sizes and alignments; the others
-    launch what it compiled.
-    """
+    """A launch for all calls that are like the first one."""
 
     def __init__(self, call: Dequantize, config: Config) -> None:
         operands, fmt, out = call.operands, call.fmt, call.out
@@ -112,58 +108,31 @@ class _Plan:
         if codes == 1:  # a program has as many elements as with words, on four times the warps
             config = replace(config, block=8 * config.block, num_warps=4 * config.num_warps)
         kernel = _kernel(fmt, codes)
-        self._jit = kernel.function
-        self._again: Callable[..., object] | None = None
-        self._compiled: Any = None
         self._codebook = _codebook(fmt, out.device)
         table = fmt.operands.index(kernel.table) if kernel.table else len(fmt.operands)
         others = [fmt.operands.index(name) for name in kernel.pointers]
         self._order = (0, table, *others)  # of the operands and, behind them, the codebook
-        self._grid = (-(-units // config.block), 1, 1)
-        self._sizes = (units, numel, cols, stride)
-        self._constants = {
-            "BLOCK": config.block,
-            "FLAT": flat,
-            "WHOLE": cols % codes == 0 and stride % codes == 0,
-            "WIDE": rows * stride + config.block * codes >= INT32_LIMIT,
-        }
-        self._num_warps = config.num_warps
+        self.launch = Repeated(
+            kernel.function,
+            (-(-units // config.block), 1, 1),
+            (units, numel, cols, stride),
+            {
+                "BLOCK": config.block,
+                "FLAT": flat,
+                "WHOLE": cols % codes == 0 and stride % codes == 0,
+                "WIDE": rows * stride + config.block * codes >= INT32_LIMIT,
+            },
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )
 
     def __call__(self, operands: Sequence[Tensor], out: Tensor) -> None:
-        if self._again is not None:
-            given = (*operands, self._codebook)
-            self._again(out.data_ptr(), *[given[i].data_ptr() for i in self._order])
-        elif self._compiled is not None:
-            self.by_triton(operands, out)
-        else:
-            self._keep(self.by_jit(operands, out), out)
+        self.launch(self.tensors(operands, out))
 
-    def by_jit(self, operands: Sequence[Tensor], out: Tensor) -> Any:
-        """Launch through Triton's JIT; return what it has compiled."""
-        with on(out.device):
-            return self._jit[self._grid](
-                *self._tensors(operands, out),
-                *self._sizes,
-                **self._constants,
-                num_warps=self._num_warps,
-                enable_fp_fusion=False,
-            )
-
-    def by_triton(self, operands: Sequence[Tensor], out: Tensor) -> None:
-        """Let Triton launch what it has compiled."""
-        tensors = self._tensors(operands, out)
-        with on(out.device):
-            self._compiled[self._grid](*tensors, *self._sizes, *self._constants.values())
-
-    def _tensors(self, operands: Sequence[Tensor], out: Tensor) -> list[Tensor]:
+    def tensors(self, operands: Sequence[Tensor], out: Tensor) -> list[Tensor]:
+        """Put the tensors of a call in the order of the kernel's pointers."""
         given = (*operands, self._codebook)
         return [out, *[given[i] for i in self._order]]
-
-    def _keep(self, compiled: Any, out: Tensor) -> None:
-        pointers = 1 + len(self._order)
-        self._again = prepared(compiled, out.device.index, self._grid, pointers, self._sizes)
-        # This owns what is launched again. The interpreter returns nothing to call.
-        self._compiled = compiled if hasattr(compiled, "__getitem__") else None
 
 
 def _codes(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, stride: int) -> int:

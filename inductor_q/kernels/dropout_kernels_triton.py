@@ -70,7 +70,7 @@ def _load(x, row, column, rows, columns, stride, WHOLE: tl.constexpr):
     return tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index", "least", "higher"])
 def project(
     x,
     a,
@@ -129,7 +129,7 @@ def _low(of_low, row, rank, rows, stride, RANK: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index", "least", "higher"])
 def grad_a(
     x,
     seeds,
@@ -174,7 +174,7 @@ def grad_a(
     tl.store(to, total, mask=(rank[:, None] < RANK) & (WHOLE | (column < columns)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index", "least", "higher"])
 def grad_x(
     a,
     seeds,
@@ -186,7 +186,7 @@ def grad_x(
     index,
     least,
     higher,
-    scale,
+    SCALE: tl.constexpr,
     COUNT: tl.constexpr,
     RANK: tl.constexpr,
     LANES: tl.constexpr,
@@ -219,21 +219,21 @@ def grad_x(
         lower += tl.where(keep_lower, back, 0.0)
     to = of_x + row.to(tl.int64) * columns + column
     inside = WHOLE | (column < columns)
-    tl.store(to, (upper * scale).to(of_x.dtype.element_ty), mask=inside & (row < rows))
+    tl.store(to, (upper * SCALE).to(of_x.dtype.element_ty), mask=inside & (row < rows))
     to += _ROWS * columns
-    tl.store(to, (lower * scale).to(of_x.dtype.element_ty), mask=inside & (row + _ROWS < rows))
+    tl.store(to, (lower * SCALE).to(of_x.dtype.element_ty), mask=inside & (row + _ROWS < rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def finish(
     partial,
     out,
+    parts,
     rows,
     columns,
     width,
     stride,
-    scale,
-    PARTS: tl.constexpr,
+    SCALE: tl.constexpr,
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -243,8 +243,8 @@ def finish(
     inside = (row < rows) & (column < columns)
     source = partial + row.to(tl.int64) * columns + column
     total = tl.zeros((HEIGHT, BLOCK), tl.float32)
-    for _ in range(PARTS):
+    for _ in range(parts):
         total += tl.load(source, mask=inside, other=0.0)
         source += rows * columns
     to = out + row.to(tl.int64) * stride + column
-    tl.store(to, (total * scale).to(out.dtype.element_ty), mask=(row < rows) & (column < width))
+    tl.store(to, (total * SCALE).to(out.dtype.element_ty), mask=(row < rows) & (column < width))

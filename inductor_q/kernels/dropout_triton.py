@@ -7,14 +7,16 @@ the memory traffic, are made on all of the device. A second launch adds the part
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import DropoutGrad, DropoutProject
 from inductor_q.kernels.dropout import CALL_ROWS, threshold
-from inductor_q.kernels.gpu import on, unfit
+from inductor_q.kernels.gpu import unfit
 from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.triton_launch import Repeated
 
 MAX_RANK = 128
 #: Columns of a tile, and how many columns (rows) of the input a program adds up.
@@ -23,6 +25,8 @@ PROJECT_PART = 512
 GRAD_PART = 512
 WARPS = 4
 STAGES = 2
+#: How many launches are remembered; beyond that all are forgotten, and come back.
+KEPT = 4096
 
 
 class _Triton:
@@ -40,36 +44,18 @@ class Project(_Triton, Provider[DropoutProject]):
         return _refuses(call) or unfit(call.out)
 
     def run(self, call: DropoutProject) -> Tensor:
-        import triton
-
-        from inductor_q.kernels.dropout_kernels_triton import project
-
         rows, columns = call.x.shape
         total = call.a.shape[0]
-        parts = triton.cdiv(columns, PROJECT_PART)
-        a = call.a.contiguous()
+        parts = _blocks(columns, PROJECT_PART)
         partial = call.x.new_empty((parts, rows, total), dtype=torch.float32)
-        with on(call.device):
-            project[(triton.cdiv(rows, CALL_ROWS), parts, call.count)](
-                call.x,
-                a,
-                call.seeds,
-                partial,
-                rows,
-                columns,
-                call.x.stride(0),
-                call.index,
-                *threshold(call.p),
-                RANK=total // call.count,
-                TOTAL=total,
-                LANES=_lanes(total // call.count),
-                PART=PROJECT_PART,
-                COLUMNS=COLUMNS,
-                WHOLE=columns % COLUMNS == 0,
-                num_warps=WARPS,
-                num_stages=STAGES,
-            )
-            _finish(partial, call.out, 1 / (1 - call.p))
+        _launch(
+            "project",
+            (call.x, call.a.contiguous(), call.seeds, partial),
+            (_blocks(rows, CALL_ROWS), parts, call.count),
+            (rows, columns, call.x.stride(0), call.index, *threshold(call.p)),
+            {**_ranks(call), "PART": PROJECT_PART, **_columns(columns)},
+        )
+        _finish(partial, call.out, 1 / (1 - call.p))
         return call.out
 
 
@@ -78,59 +64,86 @@ class Grad(_Triton, Provider[DropoutGrad]):
         return _refuses(call)
 
     def run(self, call: DropoutGrad) -> tuple[Tensor, Tensor]:
-        import triton
-
-        from inductor_q.kernels.dropout_kernels_triton import grad_a, grad_x
-
         rows, columns = call.x.shape
-        total = call.a.shape[0]
-        rank, scale = total // call.count, 1 / (1 - call.p)
-        parts = triton.cdiv(rows, GRAD_PART)
-        blocks = triton.cdiv(columns, COLUMNS)
         a = call.a.contiguous()
-        partial = call.x.new_empty((parts, total, columns), dtype=torch.float32)
+        parts, blocks = _blocks(rows, GRAD_PART), _blocks(columns, COLUMNS)
+        partial = call.x.new_empty((parts, *a.shape), dtype=torch.float32)
         of_a, of_x = torch.empty_like(a), call.x.new_empty((rows, columns))
-        numbers = (call.index, *threshold(call.p))
-        with on(call.device):
-            grad_a[(blocks, parts, call.count)](
-                call.x,
-                call.seeds,
-                call.grad,
-                partial,
-                rows,
-                columns,
-                call.x.stride(0),
-                call.grad.stride(0),
-                *numbers,
-                RANK=rank,
-                TOTAL=total,
-                LANES=_lanes(rank),
-                PART=GRAD_PART,
-                COLUMNS=COLUMNS,
-                WHOLE=columns % COLUMNS == 0,
-                num_warps=WARPS,
-                num_stages=STAGES,
-            )
-            _finish(partial, of_a, scale)
-            grad_x[(blocks, triton.cdiv(rows, CALL_ROWS))](
-                a,
-                call.seeds,
-                call.grad,
-                of_x,
-                rows,
-                columns,
-                call.grad.stride(0),
-                *numbers,
-                scale,
-                COUNT=call.count,
-                RANK=rank,
-                LANES=_lanes(rank),
-                COLUMNS=COLUMNS,
-                WHOLE=columns % COLUMNS == 0,
-                num_warps=WARPS,
-                num_stages=STAGES,
-            )
+        numbers = (call.grad.stride(0), call.index, *threshold(call.p))
+        _launch(
+            "grad_a",
+            (call.x, call.seeds, call.grad, partial),
+            (blocks, parts, call.count),
+            (rows, columns, call.x.stride(0), *numbers),
+            {**_ranks(call), "PART": GRAD_PART, **_columns(columns)},
+        )
+        _finish(partial, of_a, 1 / (1 - call.p))
+        constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **_ranks(call)}
+        del constants["TOTAL"]
+        _launch(
+            "grad_x",
+            (a, call.seeds, call.grad, of_x),
+            (blocks, _blocks(rows, CALL_ROWS), 1),
+            (rows, columns, *numbers),
+            {**constants, **_columns(columns)},
+        )
         return of_a, of_x
+
+
+def _finish(partial: Tensor, out: Tensor, scale: float) -> None:
+    """Add up the parts, scale the sum, and write it to the first columns of `out`."""
+    parts, rows, columns = partial.shape
+    width = out.shape[1]
+    block = min(1024, 1 << (width - 1).bit_length())
+    height = 1024 // block
+    _launch(
+        "finish",
+        (partial, out),
+        (_blocks(rows, height), _blocks(width, block), 1),
+        (parts, rows, columns, width, out.stride(0)),
+        {"SCALE": scale, "HEIGHT": height, "BLOCK": block},
+    )
+
+
+def _ranks(call: DropoutProject | DropoutGrad) -> dict[str, Any]:
+    """The rank of an adapter and of all, and the rank as a size of tiles for tensor cores."""
+    total = call.a.shape[0]
+    rank = total // call.count
+    return {"RANK": rank, "TOTAL": total, "LANES": max(16, 1 << (rank - 1).bit_length())}
+
+
+def _columns(columns: int) -> dict[str, Any]:
+    return {"COLUMNS": COLUMNS, "WHOLE": columns % COLUMNS == 0}
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _launch(
+    kernel: str,
+    tensors: tuple[Tensor, ...],
+    grid: tuple[int, int, int],
+    numbers: tuple[int, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Launch a kernel as before, where a launch of it differed in nothing but its pointers."""
+    like = tuple([(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors])
+    key = (kernel, tensors[0].device, grid, numbers, tuple(constants.values()), like)
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        from inductor_q.kernels import dropout_kernels_triton
+
+        if len(_LAUNCHES) >= KEPT:
+            _LAUNCHES.clear()
+        function = getattr(dropout_kernels_triton, kernel)
+        launch = _LAUNCHES[key] = Repeated(
+            function, grid, numbers, constants, num_warps=WARPS, num_stages=STAGES
+        )
+    launch(tensors)
+
+
+_LAUNCHES: dict[tuple[Any, ...], Repeated] = {}
 
 
 def _refuses(call: DropoutProject | DropoutGrad) -> str:
@@ -141,38 +154,6 @@ def _refuses(call: DropoutProject | DropoutGrad) -> str:
     if call.a.shape[0] // call.count > MAX_RANK:
         return f"the rank is larger than {MAX_RANK}"
     return ""
-
-
-def _lanes(rank: int) -> int:
-    """The rank as a size of a tile that tensor cores take."""
-    import triton
-
-    return max(16, int(triton.next_power_of_2(rank)))
-
-
-def _finish(partial: Tensor, out: Tensor, scale: float) -> None:
-    """Add up the parts, scale the sum, and write it to the first columns of `out`."""
-    import triton
-
-    from inductor_q.kernels.dropout_kernels_triton import finish
-
-    parts, rows, columns = partial.shape
-    block = min(1024, int(triton.next_power_of_2(out.shape[1])))
-    height = 1024 // block
-    finish[(triton.cdiv(rows, height), triton.cdiv(out.shape[1], block))](
-        partial,
-        out,
-        rows,
-        columns,
-        out.shape[1],
-        out.stride(0),
-        scale,
-        PARTS=parts,
-        HEIGHT=height,
-        BLOCK=block,
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
 
 
 PROJECT = Project()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from inductor_q.csrc import driver
+from inductor_q.kernels.gpu import on
 
 #: The parameters behind a kernel's own, which point to Triton's scratch memory.
 SCRATCH = ("u64", "u64")
@@ -53,6 +56,61 @@ def prepared(
         numbers=(*numbers, *[0] * len(SCRATCH)),
         shared=metadata.shared,
     )
+
+
+class Repeated:
+    """Launches of one kernel whose arguments differ in their pointers alone.
+
+    The first goes through Triton's JIT, which specializes on sizes and alignments; the others
+    launch what it compiled. Tensors come first among the kernel's parameters, then integers, then
+    constants.
+
+    Args:
+        function: a `triton.jit` function.
+        grid: programs along x, y and z.
+        numbers: the integers. Give those that are 1 at times to `do_not_specialize`.
+        constants: by name, in the order of the parameters.
+        options: of the launch, as `num_warps`.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        numbers: Sequence[int],
+        constants: Mapping[str, Any],
+        **options: Any,
+    ) -> None:
+        self._function, self._grid = function, grid
+        self._numbers, self._constants, self._options = tuple(numbers), constants, options
+        self._again: driver.Launch | None = None
+        self._compiled: Any = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        if self._again is not None:
+            self._again(*[tensor.data_ptr() for tensor in tensors])
+        elif self._compiled is not None:
+            self.by_triton(tensors)
+        else:
+            self._keep(self.by_jit(tensors), tensors)
+
+    def by_jit(self, tensors: Sequence[Tensor]) -> Any:
+        """Launch through Triton's JIT; return what it has compiled."""
+        with on(tensors[0].device):
+            return self._function[self._grid](
+                *tensors, *self._numbers, **self._constants, **self._options
+            )
+
+    def by_triton(self, tensors: Sequence[Tensor]) -> None:
+        """Let Triton launch what it has compiled."""
+        with on(tensors[0].device):
+            self._compiled[self._grid](*tensors, *self._numbers, *self._constants.values())
+
+    def _keep(self, compiled: Any, tensors: Sequence[Tensor]) -> None:
+        device = tensors[0].device.index
+        self._again = prepared(compiled, device, self._grid, len(tensors), self._numbers)
+        # This owns what is launched again. The interpreter returns nothing to call.
+        self._compiled = compiled if hasattr(compiled, "__getitem__") else None
 
 
 def parameters(ptx: str) -> list[str]:

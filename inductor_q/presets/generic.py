@@ -41,7 +41,9 @@ CPU = replace(
         ),
         "fuse_dropout.min_rows": Entry(
             value=1 << 20,
-            evidence="the ops have no kernel of their own for a CPU, whose loops fuse dropout",
+            evidence="no number of rows from which on it pays: for a CPU the ops have no kernel of "
+            "their own, and the step of a decoder layer is several times slower with them at 64, "
+            "512 and 2048 rows (benchmarks/results/thresholds_dropout-cpu.json)",
         ),
         "extend_k.min_rows": Entry(
             value=1 << 20,

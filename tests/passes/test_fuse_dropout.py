@@ -121,7 +121,7 @@ def test_forward_and_backward_use_the_same_masks(extended: bool) -> None:
 
 
 def test_what_is_saved_for_backward() -> None:
-    """Forward keeps the input and what is as narrow as the adapters, no mask and no dropped copy."""
+    """Forward keeps the input and what is as narrow as the adapters: no mask, no dropped copy."""
     (forward, _), _, _ = partitioned(block(), batch())
     output = next(iter(forward.find_nodes(op="output")))
     kept = [n.meta["val"] for n in output.all_input_nodes if n.op != "placeholder"]
@@ -239,6 +239,6 @@ def test_dropout_of_no_adapter_is_left_alone() -> None:
             return nn.functional.dropout(self.block(x), 0.5)
 
     model = Dropped().train()
-    (forward, backward), _, report = partitioned(model, batch())
+    _, _, report = partitioned(model, batch())
     assert reasons(report) == {}
     assert not report.applied()["fuse_dropout"]

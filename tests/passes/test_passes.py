@@ -23,6 +23,7 @@ from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.exc import NotFused
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.canonicalize import LEAVES
+from inductor_q.passes.fuse_dropout import EAGER
 from tests.support.compiling import Between, Compiled, compile_step, step
 from tests.support.processes import ROOT, environment
 
@@ -233,14 +234,18 @@ CASES: dict[str, Case] = {
         lambda: lora(dropout=0.1),
         {**ADAPTER, "extend_k": 1},
         {"mm": 6, "qfuse.dequantize": 2, "qfuse.extend": 1},
-        reasons={"extend_k": {FACTOR: 1}},
+        reasons={"fuse_dropout": {EAGER: 1}, "extend_k": {FACTOR: 1}},
         options=FOR_SURE,
     ),
     "fp32 adapter, dropout": Case(
         lambda: lora(FP32, dropout=0.1),
         {"canonicalize": 2, "fold_lora": 4, "keep_packed": 1},
         SEPARATE,
-        reasons={"fold_lora": {FLOAT32: 4}, "extend_k": {FLOAT32: 2}},
+        reasons={
+            "fuse_dropout": {EAGER: 1},
+            "fold_lora": {FLOAT32: 4},
+            "extend_k": {FLOAT32: 2},
+        },
         options=FOR_SURE,
     ),
     "two adapters": Case(
