@@ -33,7 +33,6 @@ from inductor_q.passes.graph import (
     VIEWS,
     as_matrix,
     emit,
-    one_cast,
     peel_rows,
     replace,
     replay,
@@ -108,7 +107,7 @@ def emit_dequantize(graph: fx.Graph, weight: Weight, dtype: torch.dtype, like: f
 
 def _emit_linear(graph: fx.Graph, node: fx.Node, plan: Linear) -> fx.Node:
     dtype = tensor(node).dtype
-    x = as_matrix(graph, one_cast(plan.x))
+    x = as_matrix(graph, plan.x)
     weight = emit_dequantize(graph, plan.weight, dtype, node)
     y = emit(graph, MM, (x, emit(graph, PERMUTE, (weight, [1, 0]), node)), node)
     for a, b, scaling in plan.adapters:

@@ -167,14 +167,6 @@ def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     return node, transposed
 
 
-def one_cast(node: fx.Node) -> fx.Node:
-    """Return the first cast like `node` of the same tensor: each layer of one input has its own."""
-    if node.target is not CAST:
-        return node
-    alike = (u for u in arg(node, 0).users if u.target is CAST and u.args == node.args)
-    return next(alike, node)
-
-
 def as_matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Reshape `node` to [rows, last dimension] at the insertion point."""
     value = tensor(node)
