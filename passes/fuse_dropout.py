@@ -210,13 +210,15 @@ def _of_x(
 
 
 def _in_dtype(x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Return the value that the base layer reads: below a cast to what dropout computes in, or
-    above one to what the adapter computes in. Else x, which is cast when the pass is applied."""
-    if tensor(x).dtype == dtype:
-        return x
-    if x.target is CAST and tensor(arg(x, 0)).dtype == dtype:
-        return arg(x, 0)
-    casts = (user for user in x.users if user.target is CAST and user.args[1] == dtype)
+    """Return the value that the base layer reads: below a cast to what dropout computes in, or the
+    first of the casts to what the adapter computes in. Else x, which is cast when the pass is
+    applied."""
+    source = x
+    if x.target is CAST and dtype in (tensor(x).dtype, tensor(arg(x, 0)).dtype):
+        source = arg(x, 0)
+    if tensor(source).dtype == dtype:
+        return source
+    casts = (user for user in source.users if user.target is CAST and user.args[1] == dtype)
     return next(casts, x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,6 +168,38 @@ def test_under_autocast_and_checkpointing() -> None:
     assert testing.relative_error(output, exact) < 0.02
     for name, value in grads.items():
         assert testing.relative_error(value, right[name]) < 0.03, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["peft", "trl"])
+def test_of_a_float32_input_that_each_layer_casts(dtype: torch.dtype) -> None:
+    """Layers in bfloat16, float32 between them: one op for q, k and v all the same."""
+    model, x = block(torch.bfloat16), batch()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+
+    def autocast(model: Any) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                result: Tensor = model(x)
+                return result
+
+        return forward
+
+    graphs, (output, grads), report = partitioned_function(autocast(model), model, x)
+    assert report.applied()["fuse_dropout"] == 4
+    assert report.applied()["extend_k"] == 5  # forward four, backward the sum of q, k and v
+    found = sum(map(count_ops, graphs), Counter())
+    assert (found["qfuse.extend_dropped"], found["qfuse.dropout_grad"]) == (2, 2)
+    reference = masked(model)
+    eager, own = step(autocast(reference), x, module=reference)
+    exact_model = testing.reference_model(reference)
+    exact, right = step(exact_model, x.detach().double().requires_grad_(), module=exact_model)
+    assert output.dtype == eager.dtype == torch.float32
+    assert testing.relative_error(output, exact) <= 1.25 * testing.relative_error(eager, exact)
+    for name, value in grads.items():
+        allowed = 1.25 * testing.relative_error(own[name], right[name])
+        assert testing.relative_error(value, right[name]) <= allowed, name
 
 
 def partitioned_function(forward: Any, model: Any, x: Tensor) -> Any:

@@ -22,6 +22,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 LAYERS = 2
 ROWS = {
     "qfuse.thresholds": {
+        "chunk_loss.min_logits": 1,
+        "fuse_dropout.min_rows": 1,
         "extend_k.min_rows": 1,
         "keep_checkpointed.min_ratio": 1,
         "keep_checkpointed.min_positions": 1 << 20,
@@ -29,12 +31,19 @@ ROWS = {
 }
 
 
-def qlora(*, prepare: bool = True, dtype: torch.dtype = FP32, checkpointed: bool = False) -> Any:
+def qlora(
+    *,
+    prepare: bool = True,
+    dtype: torch.dtype = FP32,
+    checkpointed: bool = False,
+    dropout: float = 0.0,
+) -> Any:
     model = testing.qlora_model(
         testing.tiny_qwen3_config(num_hidden_layers=LAYERS),
         adapter_dtype=dtype,
         randomize_adapters=True,
         prepare=prepare,
+        dropout=dropout,
     )
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -79,6 +88,7 @@ def test_the_plan_is_that_of_bfloat16(dtype: torch.dtype, checkpointed: bool) ->
     model = qlora(dtype=dtype, checkpointed=checkpointed)
     found, own = applied(model)
     assert found == expected
+    assert found["chunk_loss"] == 1
     assert found["stack_adapters"] == found["stack_gradients"] == 2 * LAYERS
     assert products(own) == products(graphs)
     outcome = vector(model)
@@ -90,3 +100,12 @@ def test_the_plan_is_that_of_bfloat16(dtype: torch.dtype, checkpointed: bool) ->
     reference = vector(exact)
     error = testing.relative_error(outcome, reference)
     assert error <= 1.25 * testing.relative_error(eager, reference)
+
+
+def test_the_plan_with_dropout_and_checkpointing_is_that_of_bfloat16() -> None:
+    settings: dict[str, Any] = {"checkpointed": True, "dropout": 0.05}
+    expected, graphs = applied(qlora(prepare=False, **settings))
+    found, own = applied(qlora(**settings))
+    assert found["fuse_dropout"] == 7 * LAYERS
+    assert found == expected
+    assert products(own) == products(graphs)
