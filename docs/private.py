@@ -17,6 +17,7 @@ FOLDERS = ("inductor_q", "passes", "lowerings")
 #: The use of each name, by the start of the name; the longest that fits counts.
 PURPOSES = {
     "torch._C": "whether a call is being traced; nodes that switch gradients; logits' metadata",
+    "torch._C._has_storage": "what a graph holds in memory",
     "torch._C._nn": "a product, as Dynamo traces `torch.nn.functional.linear`",
     "torch._dynamo": "the list of backends; Dynamo's settings, in checks and advice",
     "torch._dynamo.convert_frame": "the functions that Dynamo makes, for `--dump`",
@@ -24,8 +25,8 @@ PURPOSES = {
     "torch._dynamo.output_graph": "observing each call of a backend (`call_user_compiler`)",
     "torch._dynamo.utils": "counters of graph breaks, for tests and the demo",
     "torch._functorch._aot_autograd": "whether bodies of autograd.Functions may be cached",
-    "torch._functorch": "caching the bodies of autograd.Functions",
-    "torch._functorch.partitioners": "the partitioning itself, after our tags",
+    "torch._functorch": "caching the bodies of autograd.Functions; what may be computed again",
+    "torch._functorch.partitioners": "the partitioning after our tags; the operations it knows",
     "torch._grouped_mm": "a grouped product",
     "torch._guards": "the identity of a compile; the fake mode of a graph",
     "torch._higher_order_ops": "what a nested region saves",
@@ -33,6 +34,7 @@ PURPOSES = {
     "torch._inductor.compile_fx": "compiling, with the configuration of one compile",
     "torch._inductor.cudagraph_trees": "`torch.compiler.reset()`",
     "torch._inductor.custom_graph_pass": "the hooks, and their `uuid()` in the cache keys",
+    "torch._inductor.fx_utils": "what a graph holds in memory",
     "torch._inductor.pattern_matcher": "the order of nodes after a pass",
     "torch._inductor.runtime.cache_dir_utils": "where reports lie",
     "torch._inductor.utils": "empty caches, for tests and benchmarks",

@@ -7,8 +7,11 @@ to the lazily compiled backward and takes back afterwards; no global configurati
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 from torch import fx
 from torch._logging._internal import trace_structured
 
-from inductor_q import capture, lowerings
+from inductor_q import capture, lowerings, memory
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, report_tag, store_report
 from inductor_q.capture.dynamo import (
     counterparts,
@@ -90,7 +93,9 @@ def qfuse(
     weights = packed_weights(gm, sources, example_inputs)
     context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
     quantized = is_quantized(gm, weights)
-    if not quantized and not would_chunk(gm.graph, context):
+    if resolved.memory is not None:
+        context.budget = memory.measure(resolved.memory, device, example_inputs)
+    if not quantized and context.budget is None and not would_chunk(gm.graph, context):
         # Nothing of ours applies: this is Inductor, at no cost.
         _last = report
         compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
@@ -137,6 +142,10 @@ def qfuse(
     else:  # the AOTAutograd cache had it: no pass behind it has run
         _last = report = load_report(key, report)
     _tell(report, resolved)
+    if report.memory is not None and device.type == "cuda":
+        compiled = memory.measuring(
+            compiled, device, functools.partial(_measured, report, resolved)
+        )
     return compiled
 
 
@@ -173,6 +182,16 @@ def _write(path: str) -> None:
     except OSError as error:
         problem = error.strerror or str(error)
         raise UnwritableOutput(option="qfuse.report", path=path, problem=problem) from None
+
+
+def _measured(report: Report, resolved: Resolved, most: int, *, exact: bool) -> None:
+    """Say how the memory of the first step compares to its plan."""
+    assert report.memory is not None
+    report.memory = replace(report.memory, measured=most, exact=exact)
+    is_off = exact and abs(most / report.memory.peak - 1) > memory.TOLERANCE
+    log.log(logging.WARNING if is_off else logging.INFO, "qfuse: %s", report.memory)
+    if resolved.report:
+        _write(resolved.report)
 
 
 def _tell(report: Report, resolved: Resolved) -> None:

@@ -21,7 +21,7 @@ from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.logits import Recipe
 from inductor_q.report import Report, SiteRecord
-from inductor_q.resolved import Resolved
+from inductor_q.resolved import Budget, Resolved
 
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
@@ -35,7 +35,7 @@ class Context:
     `counterparts` are the layers that share the graph of a nested compile region. `tag` makes
     torch's caches keep the graph of a compile apart from that of others: under `qfuse.strict` a
     graph is found only together with its report. `recipes` are for outputs of the graph that the
-    backend makes of others.
+    backend makes of others. `budget` is what `qfuse.memory` leaves to the graph.
     """
 
     resolved: Resolved
@@ -45,6 +45,7 @@ class Context:
     counterparts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tag: str = ""
     recipes: list[Recipe] = field(default_factory=list)
+    budget: Budget | None = None
 
     @property
     def numerics(self) -> str:
@@ -126,7 +127,11 @@ class Context:
 
 def new_report(resolved: Resolved, device: torch.device) -> Report:
     """Make an empty report that says under which options a graph is compiled."""
-    values = {**resolved.inductor, "qfuse.numerics": resolved.numerics}
+    values = {
+        **resolved.inductor,
+        "qfuse.numerics": resolved.numerics,
+        "qfuse.memory": resolved.memory,
+    }
     return Report(
         preset=resolved.preset.name,
         preset_reason=resolved.preset.reason,

@@ -17,7 +17,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from inductor_q.cache import source_digest
 from inductor_q.context import Context
+from inductor_q.log import log, warn_once
+from inductor_q.memory import plan
 from inductor_q.passes import PIPELINE
+from inductor_q.passes.graph import is_nested
 from inductor_q.passes.runner import run
 from inductor_q.resolved import Resolved
 
@@ -89,7 +92,8 @@ class _Passes(Hook):
 
     def own_key(self) -> tuple[str, ...]:
         resolved = self.context.resolved.fingerprint()
-        return "qfuse", source_digest(), resolved, self.context.tag
+        limit = str(self.context.budget and self.context.budget.limit)
+        return "qfuse", source_digest(), resolved, limit, self.context.tag
 
 
 class JointPasses(_Passes, CustomGraphPass):
@@ -115,10 +119,26 @@ class Partitioner(_Passes, CustomPartitionerFn):
         self.context.static_inputs = frozenset(static_lifetime_input_indices or ())
         run_stage("partition", gm.graph, self.context)
         kwargs["static_lifetime_input_indices"] = static_lifetime_input_indices
-        forward, backward = self.partition(gm, joint_inputs, **kwargs)
+        forward, backward = self._planned(gm, joint_inputs, **kwargs)
         run_stage("backward", backward.graph, self.context)
         backward.recompile()
         return forward, backward
+
+    def _planned(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partition within the budget, if there is one."""
+        budget, report = self.context.budget, self.context.report
+        if budget is not None and self.previous is not None:
+            warn_once("qfuse.memory has no effect: custom_partitioner_fn is the user's own")
+        if budget is None or self.previous is not None or is_nested(gm.graph):
+            return self.partition(gm, joint_inputs, **kwargs)
+        pair, report.memory = plan(
+            lambda copied: self.partition(copied, joint_inputs, **kwargs), gm, self.context
+        )
+        if not report.memory.fits:
+            log.warning("qfuse.memory: %s", report.memory)
+        return pair
 
 
 __all__ = ["Hook", "JointPasses", "Partitioner", "passes_off", "run_stage"]

@@ -80,6 +80,7 @@ def resolve(
         passes=_passes(layers["qfuse.passes"], sources),
         numerics=numerics,
         loss=chosen("qfuse.loss", "auto"),
+        memory=_memory(chosen("qfuse.memory", None), device, _variable(sources, "qfuse.memory")),
         kernels=_kernels(layers["qfuse.kernels"], sources),
         report=chosen("qfuse.report", None),
         strict=chosen("qfuse.strict", False),
@@ -257,6 +258,16 @@ def _passes(layers: list[_Layer], sources: dict[str, str]) -> tuple[str, ...]:
             enabled[name] = on
             sources[f"qfuse.passes.{name}"] = layer.source
     return tuple(name for name, on in enabled.items() if on)
+
+
+def _memory(value: int | float | None, device: torch.device, source: str) -> int | None:
+    """Return a budget of memory in bytes, of a share as well."""
+    if not isinstance(value, float):
+        return value
+    if device.type == "cuda":
+        return int(value * torch.cuda.get_device_properties(device).total_memory)
+    expected = f'an amount of memory such as "8GB": the {device.type} has none to take a share of'
+    raise InvalidOptionValue(name="qfuse.memory", value=value, expected=expected, source=source)
 
 
 def _kernels(layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:

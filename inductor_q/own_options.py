@@ -7,6 +7,7 @@ priority and an effect.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -63,6 +64,29 @@ def _parse_report(name: str, value: Any, source: str) -> str:
     if isinstance(value, (str, os.PathLike)):
         return str(os.fspath(value))
     raise InvalidOptionValue(name=name, value=value, expected="a path", source=source)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_memory(name: str, value: Any, source: str) -> int | float:
+    """Read a number of bytes (22e9, "22GB", "20.5 GiB"), or a share of the device (0.9, "90%")."""
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*(%|[KMGT]?i?B)?", str(value).strip(), re.IGNORECASE)
+    try:
+        number = float(found[1]) if found and not isinstance(value, bool) else 0.0
+    except ValueError:
+        number = 0.0
+    unit = ((found and found[2]) or "").upper()
+    share = number / 100 if unit == "%" else number
+    if 0 < share <= 1 and unit in ("", "%"):
+        return share
+    if number > 0 and unit != "%":
+        return int(number * _UNITS[unit])
+    expected = (
+        'an amount of memory such as "22GB", "20GiB", a number of bytes, or a share from 0 to 1'
+    )
+    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
 
 
 def _parse_strict(name: str, value: Any, source: str) -> bool:
@@ -174,6 +198,12 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
             'time, "whole" as written, "auto" in chunks on a GPU, where there would be several',
             _parse_one_of(*get_args(Loss)),
             "QFUSE_LOSS",
+        ),
+        "qfuse.memory": Option(
+            'the memory that a training step may take on its device: "22GB", "20GiB", or a share '
+            'of a GPU as "0.9"; what does not fit is computed again in backward',
+            parse_memory,
+            "QFUSE_MEMORY",
         ),
         "qfuse.kernels": Option(
             'the provider to prefer for an op: {"dequantize": "triton"}; "auto" by default',

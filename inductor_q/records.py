@@ -1,4 +1,5 @@
-"""The records that passes keep: a `SiteRecord` for each site, a `PassRecord` for each run."""
+"""The records of a report: a `SiteRecord` for each site, a `PassRecord` for each run of a pass, a
+`MemoryRecord` where there is a budget of memory."""
 
 from __future__ import annotations
 
@@ -32,3 +33,54 @@ class PassRecord:
     name: str
     applied: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """Record what `qfuse.memory` planned for one graph that trains, in bytes.
+
+    `limit` is what the budget leaves beside what was allocated before (`base`). `forward`,
+    `backward` and `unplanned` are simulated peaks of the graph's own tensors: the plan's, and the
+    one without recomputation. `saved` is kept for backward, `recomputed` the results of products,
+    attention and other expensive operations that backward computes again. `measured` is the most
+    that the process had allocated until its first step had ended; where that was before the step
+    (loading a model, say), it is not `exact`, and the step took at most that.
+    """
+
+    budget: int
+    base: int
+    limit: int
+    forward: int
+    backward: int
+    unplanned: int
+    saved: int
+    recomputed: int
+    measured: int = 0
+    exact: bool = False
+
+    @property
+    def peak(self) -> int:
+        """The planned peak of the device, with what was there before."""
+        return self.base + max(self.forward, self.backward)
+
+    @property
+    def fits(self) -> bool:
+        return max(self.forward, self.backward) <= self.limit
+
+    def __str__(self) -> str:
+        parts = [
+            f"memory planned {_gb(self.peak)} of {_gb(self.budget)} ({_gb(self.saved)} kept for "
+            f"backward, {_gb(self.recomputed)} computed again"
+        ]
+        if self.recomputed or self.unplanned != max(self.forward, self.backward):
+            parts.append(f", {_gb(self.base + self.unplanned)} without recomputation")
+        parts.append(")")
+        if self.measured:
+            parts.append(f", measured {'' if self.exact else 'at most '}{_gb(self.measured)}")
+        if not self.fits:
+            parts.append(": THE BUDGET CANNOT BE MET, this is the least")
+        return "".join(parts)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.3f} MB"

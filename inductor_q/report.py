@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from inductor_q import verdict
-from inductor_q.records import PassRecord, SiteRecord
+from inductor_q.records import MemoryRecord, PassRecord, SiteRecord
 
-__all__ = ["SCHEMA_VERSION", "PassRecord", "Report", "SiteRecord"]
+__all__ = ["SCHEMA_VERSION", "MemoryRecord", "PassRecord", "Report", "SiteRecord"]
 
 SCHEMA_VERSION = 1
 
@@ -37,6 +37,7 @@ class Report:
     weights: list[str] = field(default_factory=list)
     off: list[str] = field(default_factory=list)
     providers: dict[str, dict[str, int]] = field(default_factory=dict)
+    memory: MemoryRecord | None = None
     cached: bool = False
     lost: bool = False
     tag: str = ""
@@ -96,6 +97,8 @@ class Report:
             parts.append(f"sites: {', '.join(sites)}")
         if self.bytes_saved:
             parts.append(f"{self.bytes_saved / 2**20:.1f} MiB of weights not saved for backward")
+        if self.memory is not None:
+            parts.append(str(self.memory))
         if self.cached:
             parts.append("from the cache")
         return "qfuse: " + "; ".join(parts)
@@ -115,4 +118,6 @@ class Report:
             SiteRecord(**{**s, "shape": tuple(s["shape"]), "also": tuple(s.get("also", ()))})
             for s in known["sites"]
         ]
+        if known.get("memory") is not None:
+            known["memory"] = MemoryRecord(**known["memory"])
         return cls(**known)

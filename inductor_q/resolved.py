@@ -16,6 +16,20 @@ Numerics = Literal["strict", "default", "relaxed"]
 Loss = Literal["auto", "chunked", "whole"]
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The budget of a graph, what of it is allocated before the graph runs, and what is left."""
+
+    total: int
+    base: int
+
+    @property
+    def limit(self) -> int:
+        """What is left. It is part of cache keys, so it is rounded to a 256th of the budget."""
+        unit = max(1, self.total >> 8)
+        return (self.total - self.base) // unit * unit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
     """Hold the values of one compile, and where each came from."""
@@ -25,6 +39,7 @@ class Resolved:
     passes: tuple[str, ...]  # enabled, in pipeline order
     numerics: Numerics
     loss: Loss
+    memory: int | None  # the budget in bytes
     kernels: Mapping[str, str]  # op -> provider; "auto" where absent
     report: str | None
     strict: bool
@@ -41,6 +56,7 @@ class Resolved:
             "passes": self.passes,
             "numerics": self.numerics,
             "loss": self.loss,
+            "memory": self.memory,
             "kernels": self.kernels,
             "strict": self.strict,
         }

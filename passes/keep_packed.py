@@ -66,14 +66,14 @@ class KeepPacked:
 
         Its plan is every tensor of such chains: tagging a part only moves what is saved.
         """
-        static = {n for n in graph.find_nodes(op="placeholder") if _is_static(n, context)}
+        static = static_inputs(graph, context)
         if is_nested(graph):
             static = _operands(graph)
             yield from _unknown(graph, static)
         everything = _packed_chains(graph, static - _trainable(graph))
-        frozen = _computed_from(graph, static - _trainable(graph) - written_inputs(graph))
+        frozen = computed_from_inputs(graph, static - _trainable(graph) - written_inputs(graph))
         chain = {node: source for node, source in everything.items() if node in frozen}
-        weights = _computed_from(graph, static)
+        weights = computed_from_inputs(graph, static)
         backward = backward_nodes(graph)
         for node, source in everything.items():
             readers = _readers(node, weights, everything)
@@ -106,13 +106,15 @@ def _unknown(graph: fx.Graph, operands: set[fx.Node]) -> Iterator[Site]:
             yield Site(next(iter(node.users)), NESTED, node)
 
 
-def _is_static(node: fx.Node, context: Context) -> bool:
-    """Whether an input lives across steps.
+def static_inputs(graph: fx.Graph, context: Context) -> set[fx.Node]:
+    """Find the inputs that live across steps.
 
     Torch counts static inputs as Dynamo's, not as the desugared ones (a tensor subclass becomes
     several), so both sides are compared by descriptor.
     """
-    return not is_tangent(node) and input_index(node) in context.static_inputs
+    known = context.static_inputs
+    inputs = graph.find_nodes(op="placeholder")
+    return {n for n in inputs if not is_tangent(n) and input_index(n) in known}
 
 
 def _trainable(graph: fx.Graph) -> set[fx.Node]:
@@ -130,7 +132,7 @@ def _trainable(graph: fx.Graph) -> set[fx.Node]:
     }
 
 
-def _computed_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
+def computed_from_inputs(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
     """Find `inputs` and every tensor that is computed from them and constants alone."""
     known = set(inputs)
     for node in graph.nodes:
@@ -151,7 +153,7 @@ def _computed_from(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
 
 def _packed_chains(graph: fx.Graph, frozen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Map tensors that are computed from frozen inputs alone to the packed input they come from."""
-    known = _computed_from(graph, frozen)
+    known = computed_from_inputs(graph, frozen)
     source = {node: node for node in frozen if _is_packed(node)}
     for node in graph.nodes:
         packed = [source[a] for a in node.all_input_nodes if a in source]

@@ -23,6 +23,8 @@ ROOMS = (
     ("hooks",),
     ("cache", "options"),
     ("own_options", "inductor_config"),
+    ("memory",),
+    ("liveness",),
     ("passes", "lowerings"),
     ("context",),
     ("resolved", "report", "frames"),

@@ -1,0 +1,162 @@
+"""Simulate which tensors a graph holds at a time, to know its peak of memory before it runs.
+
+Nodes are taken in their order. A tensor begins where it is computed and ends behind its last
+reader; views share the storage that they look at. Inductor writes fewer tensors than a graph
+names, so three rules stand for what it fuses:
+
+- An element-wise result that only element-wise operations and reductions read is never written:
+  its readers read its inputs.
+- What only a concatenation reads, or an operand that is widened, is written in its place there.
+- An element-wise result takes the place of an input that ends with it.
+
+What kernels allocate inside (workspaces) and what the allocator loses is not simulated.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import get_default_op_list
+from torch._inductor.fx_utils import get_storage
+from torch.utils._pytree import tree_leaves
+
+from inductor_q.capture.example import hint
+from inductor_q.passes.extend_k import EXTEND
+from inductor_q.passes.graph import CAT, VIEWS
+
+_JOINTS = (CAT, EXTEND)
+_RANDOM = (torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_lookup_seed.default)
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """The most bytes that a graph holds at a time, those at its start, and the node of the peak.
+
+    What its caller owns (`owned` of `simulate`) is in none of them.
+    """
+
+    peak: int
+    start: int
+    at: fx.Node | None
+
+
+def storages(node: fx.Node) -> dict[int, int]:
+    """Return the storages of what a node computes, and their bytes."""
+    return tensor_bytes(tree_leaves(node.meta.get("val")))
+
+
+def tensor_bytes(values: Iterable[object]) -> dict[int, int]:
+    """Return the storages of those values that are tensors, and their bytes."""
+    found = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
+            found[get_storage(value)] = hint(value.untyped_storage().nbytes())
+    return found
+
+
+def simulate(graph: fx.Graph, owned: Collection[str]) -> Liveness:
+    """Run through `graph`, whose inputs of these names are not counted: they live anyway."""
+    nodes = list(graph.nodes)
+    holds = {node: storages(node) for node in nodes}
+    kinds = _Kinds()
+    foreign = {s for n in nodes if n.op == "placeholder" and n.name in owned for s in holds[n]}
+    foreign |= {s for n in nodes if n.op == "get_attr" for s in holds[n]}
+    written, known = {}, set(foreign)
+    for node in nodes:
+        new = {s: size for s, size in holds[node].items() if s not in known}
+        known |= new.keys()
+        if node.op != "output" and not kinds.is_fused(node):
+            written[node] = new
+    last = _last_uses(nodes, written)
+    ends: dict[int, int] = {}
+    for node in nodes:
+        for storage in holds[node]:
+            ends[storage] = max(ends.get(storage, 0), last[node])
+    sizes = {s: size for new in written.values() for s, size in new.items()}
+    dying = defaultdict(list)
+    for storage in sizes:
+        dying[ends[storage]].append(storage)
+
+    live = sum(size for n in nodes if n.op == "placeholder" for size in written[n].values())
+    result = Liveness(live, live, None)
+    for i, node in enumerate(nodes):
+        new = written.get(node, {}) if node.op != "placeholder" else {}
+        freed = sum(sizes[s] for s in dying[i])
+        live += sum(new.values())
+        reused = kinds.is_elementwise(node) and any(
+            sizes[s] == size for s in dying[i] if s not in new for size in new.values()
+        )
+        now = live - (sum(new.values()) if reused else 0)
+        if now > result.peak:
+            result = Liveness(now, result.start, node)
+        live -= freed
+    return result
+
+
+def _last_uses(nodes: list[fx.Node], written: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """Return the place of each node's last reader, through readers that are not written."""
+    places = {node: i for i, node in enumerate(nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        last[node] = places[node]
+        for user in node.users:
+            at = places[user] if user in written or user.op == "output" else last[user]
+            last[node] = max(last[node], at)
+    return last
+
+
+class _Kinds:
+    """Tell what Inductor fuses, by functorch's lists of operations."""
+
+    def __init__(self) -> None:
+        self.ops = get_default_op_list()
+        self._readers: dict[fx.Node, list[fx.Node]] = {}
+
+    def is_view(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and (
+            self.ops.is_view(node) or node.target in (operator.getitem, *VIEWS)
+        )
+
+    def is_fusible(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and (
+            node.target in _RANDOM or bool(self.ops.is_fusible(node))
+        )
+
+    def is_elementwise(self, node: fx.Node) -> bool:
+        """Whether a fusible node is no reduction: those are much smaller than what they read."""
+        if not self.is_fusible(node) or self.is_view(node):
+            return False
+        read = max((_elements(a) for a in node.all_input_nodes), default=0)
+        return _elements(node) * 4 >= read
+
+    def is_fused(self, node: fx.Node) -> bool:
+        """Whether a node is not written: a view, or a part of each of its readers."""
+        if self.is_view(node):
+            return True
+        readers = list(self.readers(node))
+        if len(readers) == 1 and readers[0].target in _JOINTS:
+            return node.op == "call_function"
+        return (
+            self.is_elementwise(node)
+            and bool(readers)
+            and all(self.is_fusible(r) and not self.is_view(r) for r in readers)
+        )
+
+    def readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield what reads a node, through views."""
+        for user in node.users:
+            if self.is_view(user):
+                yield from self.readers(user)
+            else:
+                yield user
+
+
+def _elements(node: fx.Node) -> int:
+    value: Any = node.meta.get("val")
+    return hint(value.numel()) if isinstance(value, torch.Tensor) else 0

@@ -1,0 +1,85 @@
+"""liveness.py: what a graph holds at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inductor_q.liveness import Liveness, simulate
+
+#: A float32 matrix of the tests.
+SIDE = 16
+SIZE = 4 * SIDE * SIDE
+
+
+def lived(fn: Callable[..., object], count: int = 1, owned: Collection[str] = ()) -> Liveness:
+    """Simulate `fn` of `count` matrices; the names of its inputs are x0_1, x1_1 ..."""
+    inputs = [torch.empty(SIDE, SIDE) for _ in range(count)]
+    module: fx.GraphModule = make_fx(fn, tracing_mode="fake")(*inputs)
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    return simulate(module.graph, [names[int(i)] for i in owned])
+
+
+def test_products_one_behind_the_other() -> None:
+    """An input ends with its last reader, and so does each product."""
+
+    def chain(x: Tensor) -> Tensor:
+        return (x @ x) @ x @ x
+
+    found = lived(chain)
+    assert (found.start, found.peak) == (SIZE, 3 * SIZE)
+    found = lived(chain, owned=["0"])
+    assert (found.start, found.peak) == (0, 2 * SIZE)
+    assert found.at is not None and found.at.target is torch.ops.aten.mm.default
+
+
+def test_what_is_read_late_is_held() -> None:
+    def kept(x: Tensor) -> Tensor:
+        first = x @ x
+        return (x @ x @ x @ x) @ first
+
+    assert lived(kept, owned=["0"]).peak == 3 * SIZE
+
+
+def test_outputs_are_held_to_the_end() -> None:
+    def two(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x @ x, x.t() @ x, x @ x.t()
+
+    assert lived(two, owned=["0"]).peak == 3 * SIZE
+
+
+def test_elementwise_operations_are_fused() -> None:
+    """Between products one tensor is written for all, in the place of the one that it ends."""
+
+    def fused(x: Tensor) -> Tensor:
+        return ((x @ x).exp().sin().double().cos().float() + 1) @ x
+
+    assert lived(fused, owned=["0"]).peak == 2 * SIZE
+
+
+def test_a_reduction_reads_what_is_not_written() -> None:
+    def norm(x: Tensor) -> Tensor:
+        wide = x.double()
+        return (wide * wide.pow(2).mean(-1, keepdim=True)).float() @ x
+
+    mean = 8 * SIDE
+    assert lived(norm, owned=["0"]).peak == max(SIZE + mean, 2 * SIZE)
+
+
+def test_views_hold_their_storage() -> None:
+    def viewed(x: Tensor) -> Tensor:
+        part = (x @ x).view(-1)[:SIDE].view(1, SIDE)
+        return (x @ x @ x @ x).sum() + part @ x
+
+    # The view's whole matrix beside the two of a product.
+    assert lived(viewed, owned=["0"]).peak == 3 * SIZE
+
+
+def test_parts_are_written_into_a_concatenation() -> None:
+    def joined(x: Tensor) -> Tensor:
+        return torch.cat([x @ x, x.t() @ x])
+
+    assert lived(joined, owned=["0"]).peak == 2 * SIZE

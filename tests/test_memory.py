@@ -1,0 +1,309 @@
+"""memory.py: a budget decides what backward computes again."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import inductor_q
+from inductor_q import testing
+from inductor_q.cache import report_key
+from inductor_q.context import Context, new_report
+from inductor_q.exc import InvalidOptionValue
+from inductor_q.hooks import Partitioner
+from inductor_q.memory import _Ladder, measuring
+from inductor_q.options import _memory as budget_of
+from inductor_q.records import MemoryRecord
+from inductor_q.report import Report
+from inductor_q.resolved import Budget
+from tests.support.compiling import compile_step, count_ops, gradients, partition
+from tests.support.resolving import on_cpu
+
+# --- the choice, of peaks that are made up -------------------------------------------------------
+
+
+class MadeUp(_Ladder):
+    """A ladder whose steps have peaks without graphs."""
+
+    def __init__(self, peaks: list[int]) -> None:
+        self.peaks, self.made = peaks, {}
+
+    def _make(self, step: int) -> Any:
+        return SimpleNamespace(step=step, peak=self.peaks[step])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_less_budget_never_plans_a_higher_peak(seed: int) -> None:
+    """It holds whatever the steps' peaks are: those of a knapsack go up and down."""
+    rng = random.Random(seed)
+    peaks = [rng.randrange(100) for _ in range(18)]
+    chosen = [MadeUp(peaks).choose(limit).peak for limit in range(101)]
+    assert chosen == sorted(chosen)
+    for limit, peak in enumerate(chosen):
+        assert peak <= limit or peak == min(peaks)
+
+
+def test_the_first_step_that_fits_is_taken() -> None:
+    peaks = list(range(100, 10, -5))
+    assert [MadeUp(peaks).choose(p).step for p in peaks] == list(range(18))
+    assert MadeUp(peaks).choose(1000).step == 0
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer of a transformer without attention, whose weights are frozen but for an adapter."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width).requires_grad_(False)
+        self.down = nn.Linear(4 * width, width).requires_grad_(False)
+        self.adapter = nn.Linear(width, 4 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nn.functional.rms_norm(x, x.shape[-1:])
+        joined: Tensor = x + self.down(torch.tanh(self.up(normed) + self.adapter(normed)))
+        return joined
+
+
+LAYERS = 4
+X = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(LAYERS)])
+
+
+def loss_of_blocks(run: Any) -> Tensor:
+    torch.manual_seed(0)
+    found: Tensor = run(X).mean()  # keeps nothing beside
+    return found
+
+
+@dataclass
+class Step:
+    report: Report
+    gradients: dict[str, Tensor]
+    saved: int
+
+    @property
+    def memory(self) -> MemoryRecord:
+        assert self.report.memory is not None
+        return self.report.memory
+
+
+def trained(
+    model: nn.Module, budget: object = None, loss: Callable[[Any], Tensor] = loss_of_blocks
+) -> Step:
+    """Compile and run a step of a model, without code generation."""
+    found: list[int] = []
+
+    def run(compiled: Any) -> None:
+        loss(compiled).backward()
+        found.append(testing.count_saved_bytes(lambda: loss(compiled), model).total)
+
+    partition(run, model, {} if budget is None else {"qfuse.memory": budget})
+    report = inductor_q.last_report()
+    assert report is not None
+    return Step(report, gradients({}, model), *found)
+
+
+@pytest.fixture(scope="module")
+def ladder() -> _Ladder:
+    """All steps of a small model."""
+    made: list[_Ladder] = []
+    choose = _Ladder.choose
+
+    def spy(self: _Ladder, limit: int) -> Any:
+        made.append(self)
+        return choose(self, limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Ladder, "choose", spy)
+        trained(blocks(), "1KB")
+    return made[0]
+
+
+def test_each_step_keeps_less(ladder: _Ladder) -> None:
+    """From everything that functorch keeps down to next to nothing, and computes more again."""
+    saved = [ladder.at(i).saved for i in range(18)]
+    again = [ladder.at(i).recomputed for i in range(18)]
+    assert saved == sorted(saved, reverse=True)
+    assert again == sorted(again)
+    assert again[0] == again[1] == 0 < again[3]
+    assert saved[17] < saved[0] / 5
+
+
+def test_plans_of_a_model_are_monotonic(ladder: _Ladder) -> None:
+    highest = ladder.at(0).peak
+    limits = [highest * i // 40 for i in range(42)]
+    peaks = [ladder.choose(limit).peak for limit in limits]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) > 3
+    assert peaks[-1] == highest
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True) if limit > peaks[0])
+
+
+def test_what_is_kept_is_what_was_planned() -> None:
+    without = trained(blocks())
+    assert without.report.memory is None
+    assert "memory" not in without.report.summary()
+    plenty = trained(blocks(), "1GB")
+    assert plenty.memory.fits
+    assert plenty.saved == without.saved == plenty.memory.saved
+    budget = plenty.memory.peak - plenty.saved // 4
+    less = trained(blocks(), budget)
+    assert less.memory.fits
+    assert less.memory.peak <= less.memory.budget == budget
+    assert less.saved == less.memory.saved < plenty.saved
+    assert less.memory.recomputed > plenty.memory.recomputed == 0
+    for name, gradient in without.gradients.items():
+        torch.testing.assert_close(less.gradients[name], gradient)
+
+
+def test_a_budget_that_cannot_be_met(caplog: pytest.LogCaptureFixture) -> None:
+    """It says so, and what the least is; the plan is that one."""
+    run = trained(blocks(), "1KB")
+    assert not run.memory.fits
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        f"qfuse.memory: {run.memory}"
+    ]
+    assert "THE BUDGET CANNOT BE MET, this is the least" in run.report.summary()
+    assert run.memory.peak < trained(blocks(), "1GB").memory.peak
+    again = Report.from_dict(run.report.to_dict())
+    assert again.memory == run.memory
+
+
+def test_a_checkpoint_is_left_as_it_is() -> None:
+    """What a policy of the user's keeps is kept under any budget."""
+
+    def keep(_: Any, op: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+        wide = op is torch.ops.aten.addmm.default and args[2].shape[1] == 128
+        return CheckpointPolicy.MUST_SAVE if wide else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                context = functools.partial(create_selective_checkpoint_contexts, keep)
+                x = checkpoint(block, x, use_reentrant=False, context_fn=context)
+            return x
+
+    wide = 4 * 256 * 128
+    for budget in ("1GB", "1KB"):
+        assert trained(Checkpointed(), budget).saved >= LAYERS * wide
+    assert trained(blocks(), "1KB").saved < LAYERS * wide
+
+
+def test_a_quantized_model() -> None:
+    """Gradients are what they were, and so much is kept as was planned."""
+    for extra in ("bitsandbytes", "peft", "transformers"):
+        pytest.importorskip(extra)
+    config = testing.tiny_llama_config(num_hidden_layers=1)
+    model = testing.qlora_model(config, adapter_dtype=torch.bfloat16, randomize_adapters=True)
+    ids = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(3))
+
+    def loss(run: Any) -> Tensor:
+        torch.manual_seed(0)
+        found: Tensor = run(input_ids=ids, labels=ids).loss
+        return found
+
+    without, less = trained(model, None, loss), trained(model, "100KB", loss)
+    assert less.memory.recomputed
+    assert less.saved == pytest.approx(less.memory.saved, rel=0.03)
+    assert less.saved < 0.7 * without.saved
+    assert len(without.gradients) == 14
+    for name, gradient in without.gradients.items():
+        assert testing.relative_error(less.gradients[name], gradient.double()) < 0.02, name
+
+
+def test_masks_of_dropout() -> None:
+    """They are computed again from the seeds of forward: none is drawn a second time."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.25)) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    runs = []
+    for budget in ("1GB", "1KB"):
+        torch.manual_seed(1)
+        options = {"qfuse.memory": budget, "force_disable_caches": True}
+        runs.append(compile_step(model, X, options=options))
+    for name, gradient in runs[0].gradients.items():
+        torch.testing.assert_close(runs[1].gradients[name], gradient)
+    forward, backward = (count_ops(graph) for graph in runs[1].partitioned)
+    assert forward["inductor_seeds"] == 1 and not backward["inductor_seeds"]
+    assert backward["inductor_random"]
+
+
+# --- around the plan -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("22GB", 22 * 10**9),
+        ("20.5 GiB", 20.5 * 2**30),
+        ("512mb", 512 * 10**6),
+        (22e9, 22 * 10**9),
+        (123456, 123456),
+        ("123456", 123456),
+    ],
+)
+def test_amounts(given: object, expected: float) -> None:
+    assert on_cpu({"qfuse.memory": given}).memory == expected
+
+
+@pytest.mark.parametrize("given", ["22 gigs", "GB", "-1GB", 0, True, "120%", "1.2.3GB", [1]])
+def test_refused_amounts(given: object) -> None:
+    with pytest.raises(InvalidOptionValue, match='is not an amount of memory such as "22GB"'):
+        on_cpu({"qfuse.memory": given})
+
+
+@pytest.mark.parametrize("given", [0.9, "0.9", "90%"])
+def test_shares_are_of_a_gpu(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidOptionValue, match='such as "8GB": the cpu has none to take a share'):
+        on_cpu({"qfuse.memory": given})
+    properties = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert budget_of(0.9, torch.device("cuda"), "") == 72 * 10**9
+
+
+def test_the_limit_is_part_of_each_key() -> None:
+    """Another state of the device is another plan; a few bytes more are not."""
+
+    def keys(base: int) -> tuple[object, str]:
+        resolved = on_cpu({"qfuse.memory": "1GB"})
+        context = Context(resolved, new_report(resolved, torch.device("cpu")))
+        context.budget = Budget(10**9, base)
+        gm = torch.fx.symbolic_trace(nn.Identity())
+        return Partitioner(context, None).uuid(), report_key(gm, [], context)
+
+    assert keys(10**8) == keys(10**8 + 1)
+    assert all(a != b for a, b in zip(keys(10**8), keys(5 * 10**8), strict=True))
+
+
+def test_the_first_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told once, when the second begins, and is exact where the step had the peak."""
+    most = iter([5, 9])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(most))
+    told: list[tuple[int, bool]] = []
+    run = measuring(lambda x: x + 1, torch.device("cuda"), lambda m, exact: told.append((m, exact)))
+    assert [run(1), run(2), run(3)] == [2, 3, 4]
+    assert told == [(9, True)]
