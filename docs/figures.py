@@ -127,23 +127,41 @@ def source(*names: str) -> str:
 # --- steps ------------------------------------------------------------------------------
 
 PEERS = ("eager", "inductor", "qfuse")
-STEP = {"step-h200": "H200, 8 layers", "step-8b-h200": "H200, all 36 layers", "step-cpu": "CPU"}
+STEP = {
+    "step-h200": "H200, 8 layers",
+    "step-8b-h200": "H200, all 36 layers",
+    "step-cpu": "CPU",
+    "step-repeat-cpu": "CPU, over 24 rounds",
+}
+#: What trainers run, and what bench_step calls the bare recipe.
+RECIPES = {
+    "step_trainer-h200": "a trainer's defaults, 4 layers, 2 x 2048 tokens",
+    "step_packed-h200": "packed documents, checkpointing, 4 layers, 1 x 8192 tokens",
+}
+BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
 
 
 def readme_step() -> str:
-    name = "step-h200"
-    return table(
-        ("", "eager", "stock Inductor", "qfuse"),
-        [
-            ("time per step", *(ms(seconds(name, peer)) for peer in PEERS)),
-            ("peak memory", *(gb(extra(name, peer, "peak_bytes")) for peer in PEERS)),
-        ],
-    )
+    body: list[Sequence[str]] = []
+    for name, what in {**RECIPES, **BARE}.items():
+        body += [
+            (what, "time per step", *(ms(seconds(name, peer)) for peer in PEERS)),
+            ("", "peak memory", *(gb(extra(name, peer, "peak_bytes")) for peer in PEERS)),
+        ]
+    return table(("", "", "eager", "stock Inductor", "qfuse"), body)
 
 
 def step() -> str:
+    return _steps(STEP)
+
+
+def recipes() -> str:
+    return _steps(RECIPES)
+
+
+def _steps(files: dict[str, str]) -> str:
     body: list[Sequence[str]] = []
-    for name, what in {**STEP, "step-repeat-cpu": "CPU, over 24 rounds"}.items():
+    for name, what in files.items():
         times = [seconds(name, peer) for peer in PEERS]
         body.append((what, "step", *map(ms, times), f"{times[2] / times[1]:.2f}"))
         for key, label, shown in (
@@ -165,7 +183,7 @@ def step() -> str:
         share = [percent(row(name, peer)["roof_fraction"]) for peer in PEERS]
         body.append(("", "share of the roof", *share, ""))
     header = ("", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
-    return f"{table(header, body)}\n\n{source(*STEP, 'step-repeat-cpu')}"
+    return f"{table(header, body)}\n\n{source(*files)}"
 
 
 def recipe() -> str:
@@ -506,6 +524,7 @@ def qlora() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_step,
     "step": step,
+    "recipes": recipes,
     "recipe": recipe,
     "linear-h200": lambda: linear("linear-h200"),
     "linear-cpu": lambda: linear("linear-cpu"),

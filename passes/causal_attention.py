@@ -39,6 +39,11 @@ from inductor_q.passes.runner import CAPTURED, Site
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 QFUSE = torch.ops.qfuse
 
+#: On an H200 (torch 2.11) the compiled kernel differed from the operator's own definition there.
+PADDED_BLOCKS = (
+    "padding together with a window or documents: FlexAttention was wrong under both on a GPU"
+)
+
 #: What torch._inductor.kernel.flex.flex_attention asks for.
 LEAST_FEATURES = 16
 
@@ -69,6 +74,8 @@ class CausalAttention:
             elif root.graph is not graph and known.shares:
                 reason = "the mask is made inside of a checkpoint"
                 yield Site(node, rejected=reason, by_choice=True)
+            elif known.in_blocks and known.meaning.valid is not None and _on_gpu(root):
+                yield Site(node, rejected=PADDED_BLOCKS, by_choice=True)
             elif known.in_blocks:
                 yield _blocks(node, arguments, graphs, known)
             else:
@@ -337,6 +344,10 @@ def _root(mask: fx.Node, outside: dict[fx.Node, fx.Node]) -> fx.Node:
         if not all(map(same_size, _value(whole).shape, value.shape)):
             return mask
         mask = whole
+
+
+def _on_gpu(mask: fx.Node) -> bool:
+    return bool(_value(mask).device.type == "cuda")
 
 
 def _value(node: Any) -> Any:

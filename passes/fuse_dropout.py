@@ -59,7 +59,7 @@ GRAD = torch.ops.qfuse.dropout_grad.default
 STRICT = "qfuse.numerics='strict' keeps every product as written"
 EAGER = "torch._inductor.config.fallback_random asks for the numbers of eager"
 PROVIDER = "masks in the kernel"
-MAX_RANK = 128  # of the kernels
+MAX_RANK = 64  # of the kernels
 
 
 @dataclass(frozen=True)
@@ -270,6 +270,9 @@ def _unwanted(found: _Dropout, context: Context) -> str:
         return "C++ wrapper code calls no Python, in which the kernels are launched"
     if found.projection.cols > MAX_RANK:
         return f"rank {found.projection.cols} is larger than {MAX_RANK}"
+    value = tensor(found.projection.node)
+    if value.device.type == "cuda" and value.dtype.itemsize != 2:
+        return f"the kernels compute in 16 bits, the adapter in {value.dtype}"
     least, count = context.threshold("fuse_dropout.min_rows"), rows(found.projection.node)
     if count < least:
         return f"{count} rows, fewer than fuse_dropout.min_rows={least} of the preset"

@@ -134,16 +134,10 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "columns", "count", "rank"),
-    [
-        (4096, 4096, 3, 16),
-        (300, 4096, 1, 8),
-        (257, 600, 2, 17),
-        (1, 128, 1, 128),
-        (1000, 12288, 1, 64),
-    ],
+    [(4096, 4096, 3, 16), (300, 4096, 1, 8), (257, 600, 2, 17), (1000, 12288, 1, 64)],
 )
 def test_gpu_kernels(rows: int, columns: int, count: int, rank: int, dtype: torch.dtype) -> None:
     """Errors against float64 are no larger than 1.25 times those of the products written out."""
