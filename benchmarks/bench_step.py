@@ -12,7 +12,8 @@ checkpointing), ``packed`` (documents packed in a row, told apart by ``position_
 dropout and checkpointing; use ``--batch 1 --seq-len 8192``). In these, all that is not quantized is
 bfloat16. In ``prepared`` it is float32, and with it what flows from layer to layer: that is
 ``checkpointed`` after PEFT's ``prepare_model_for_kbit_training``. ``trl`` has this and bfloat16
-adapters, as TRL's SFTTrainer (1.16) makes a model that it loads by name in 4 bits.
+adapters, as TRL's SFTTrainer (1.16) makes a model that it loads by name in 4 bits; the loss is the
+model's, not TRL's own.
 
 All peers train the same module, so they hold the same static memory. The phases:
 

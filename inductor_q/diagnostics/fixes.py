@@ -62,8 +62,9 @@ FIXES: tuple[Fix, ...] = (
         said=r"int8_vectorwise_quant|int8_mixed_scaled_mm|dynamic shape|data.dependent",
     ),
     Fix(
-        "bitsandbytes rewrites the packed weight's .data in the first call: run one eager forward "
-        "(or move the model to its device) before compiling",
+        "bitsandbytes rewrites the packed weight's .data, or that of a bias in another dtype than "
+        "the layer computes in, in the first call: run one eager forward (or move the model to its "
+        "device) before compiling",
         frame=r"bitsandbytes/nn/modules\.py",
         said=r"\.data\b|set_data|mutat",
     ),

@@ -92,6 +92,26 @@ def test_compute_dtype_left_float32() -> None:
     assert finding(layer, "compute_dtype").status == "ok"
 
 
+def test_a_bias_that_the_first_call_would_cast() -> None:
+    """As `prepare_model_for_kbit_training` leaves those of Qwen2."""
+    layer = testing.quantized_linear(torch.randn(64, 64), torch.randn(64))
+    model, x = nn.Sequential(nn.Identity(), layer), torch.randn(2, 64)
+
+    def run(model: Any) -> None:
+        model(x.clone().requires_grad_())
+
+    found = finding(model, "bias_dtype")
+    assert found.status == "warn"
+    assert found.found == "1 4-bit layer (1): the first call casts the bias in place"
+    assert traced(model, run).breaks
+    layer.bias.data = layer.bias.data.float()  # as it was before that call
+    exec(found.remedy, {"model": model})
+    assert finding(model, "bias_dtype").status == "ok"
+    torch._dynamo.reset()
+    trace = traced(model, run)
+    assert (trace.graphs, trace.breaks) == (1, [])
+
+
 @packs_on_cpu
 def test_weights_that_inference_packs_lose_gradients() -> None:
     """In eager mode: bitsandbytes' own fault, on wherever the CPU has its kernel."""

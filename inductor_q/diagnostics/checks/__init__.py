@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from inductor_q.diagnostics.checks import (
+    bias_dtype,
     caches,
     compiled_regions,
     compiler,
@@ -41,6 +42,7 @@ ENVIRONMENT: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 MODEL: tuple[Callable[[nn.Module], Iterator[Finding]], ...] = (
     compute_dtype.check,
+    bias_dtype.check,
     cpu_packing.check,
     int8_outliers.check,
     experts.check,
