@@ -305,33 +305,33 @@ def test_what_became_of_attention_is_no_quantized_layer() -> None:
 
 
 class Attention(nn.Module):
-    """A mask that is causal, or one with a window of keys."""
+    """A mask that is causal, or one that hides one more key."""
 
-    def __init__(self, window: int = 0) -> None:
+    def __init__(self, hidden: int = 0) -> None:
         super().__init__()
         self.linear = testing.quantized_linear(torch.randn(64, 64, dtype=torch.bfloat16))
-        self.window = window
+        self.hidden = hidden
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         at = torch.arange(x.shape[1])
         mask = at <= at[:, None]
-        if self.window:
-            mask = mask & (at > at[:, None] - self.window)
+        if self.hidden:
+            mask = mask & (at != self.hidden)
         x = self.linear(x)[:, None]
         attend = nn.functional.scaled_dot_product_attention
         return attend(x, x, x, attn_mask=mask.expand(x.shape[0], 1, -1, -1))
 
 
 @pytest.mark.parametrize(
-    ("window", "status", "reason"),
+    ("hidden", "status", "reason"),
     [
         (0, "fused", ""),
         (9, "canonical", "the mask is computed with the number 9, as a window is"),
     ],
 )
-def test_attention_that_another_backend_compiles(window: int, status: str, reason: str) -> None:
+def test_attention_that_another_backend_compiles(hidden: int, status: str, reason: str) -> None:
     """What qfuse would do is told; the graph and its guards are as without a look at them."""
-    module = Attention(window)
+    module = Attention(hidden)
     x = torch.randn(2, 16, 64, dtype=torch.bfloat16)
 
     def seen(dry_run: bool) -> tuple[Explanation, str, list[str]]:
