@@ -24,7 +24,7 @@ BUDGET = {
     "inductor_q/capture": 1450,
     "inductor_q/commands": 550,
     "inductor_q/decode": 450,
-    "inductor_q/diagnostics": 5300,
+    "inductor_q/diagnostics": 5320,
     "inductor_q/experts": 900,
     "inductor_q/formats": 1250,
     "inductor_q/integrations": 150,

@@ -128,10 +128,12 @@ class Partitioner(_Passes, CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition within the budget, if there is one."""
-        budget, report = self.context.budget, self.context.report
-        if budget is not None and self.previous is not None:
+        report, users = self.context.report, self.previous
+        while isinstance(users, Hook):  # of `qfuse explain`
+            users = users.previous
+        if self.context.budget is not None and users is not None:
             warn_once("qfuse.memory has no effect: custom_partitioner_fn is the user's own")
-        if budget is None or self.previous is not None or is_nested(gm.graph):
+        if self.context.budget is None or users is not None or is_nested(gm.graph):
             return self.partition(gm, joint_inputs, **kwargs)
         pair, report.memory = plan(
             lambda copied: self.partition(copied, joint_inputs, **kwargs), gm, self.context

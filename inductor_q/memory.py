@@ -21,7 +21,7 @@ has no formula for as free, may draw a seed again, and knows bytes that are kept
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
 
 from inductor_q.capture.example import example, hint
 from inductor_q.context import Context
@@ -42,7 +41,19 @@ from inductor_q.passes.keep_packed import computed_from_inputs, static_inputs
 from inductor_q.records import MemoryRecord
 from inductor_q.resolved import Budget
 
+aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
+
+#: Products, and which argument has the summed dimension as its last.
+_PRODUCTS: Mapping[object, int] = {
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten._scaled_mm.default: 0,
+    aten._grouped_mm.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+}
+
 Pair = tuple[fx.GraphModule, fx.GraphModule]
 
 #: A measured peak that is further than this from the planned one is worth a warning.
@@ -96,6 +107,8 @@ def plan(
     assert budget is not None
     ladder = _Ladder(partition, gm, static_inputs(gm.graph, context))
     chosen = ladder.choose(budget.limit)
+    if chosen.step != next(reversed(ladder.made)):
+        chosen = ladder.make(chosen.step)  # who observes partitions takes the last for the one
     return chosen.pair, MemoryRecord(
         budget=budget.total,
         base=budget.base,
@@ -165,10 +178,10 @@ class _Ladder:
 
     def at(self, step: int) -> Plan:
         if step not in self.made:
-            self.made[step] = self._make(step)
+            self.made[step] = self.make(step)
         return self.made[step]
 
-    def _make(self, step: int) -> Plan:
+    def make(self, step: int) -> Plan:
         gm = copy.deepcopy(self.gm)
         again = set() if step < 2 else self.weights | self._share((step - 1) / _STEPS)
         for node in gm.graph.nodes:
@@ -272,7 +285,7 @@ def cost_of(node: fx.Node) -> float | None:
     where computing it again would give something else."""
     name = getattr(node.target, "__name__", "")
     moved = _bytes(node) + sum(map(_bytes, node.all_input_nodes))
-    if node.target is torch.ops.aten.embedding.default:
+    if node.target is aten.embedding.default:
         moved = 2 * _bytes(node)
     if name.startswith("_scaled_dot_product_") or node.target is FLEX:
         query, key = (example(node.args[i]) for i in (0, 1))
@@ -280,9 +293,11 @@ def cost_of(node: fx.Node) -> float | None:
     elif node.target is SCATTER2SCATTER:
         result, _ = node.meta["val"]
         operations = 2 * hint(result.numel()) * hint(example(node.args[0]).shape[-1])
-    elif (formula := flop_registry.get(getattr(node.target, "overloadpacket", None))) is not None:
-        operations = formula(*example(list(node.args)), **node.kwargs, out_val=example(node))
-    elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    elif (place := _PRODUCTS.get(node.target)) is not None:
+        operations = 2 * example(node).numel() * example(node.args[place]).shape[-1]
+    elif node.target is aten.convolution.default or torch.Tag.nondeterministic_seeded in getattr(
+        node.target, "tags", ()
+    ):
         return None
     elif getattr(node.target, "namespace", "") in ("aten", "prims") or node.target is EXTEND:
         operations = 0

@@ -22,6 +22,7 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.cache import report_key
 from inductor_q.context import Context, new_report
+from inductor_q.diagnostics import observe
 from inductor_q.exc import InvalidOptionValue
 from inductor_q.hooks import Partitioner
 from inductor_q.memory import _Ladder, measuring
@@ -41,7 +42,7 @@ class MadeUp(_Ladder):
     def __init__(self, peaks: list[int]) -> None:
         self.peaks, self.made = peaks, {}
 
-    def _make(self, step: int) -> Any:
+    def make(self, step: int) -> Any:
         return SimpleNamespace(step=step, peak=self.peaks[step])
 
 
@@ -178,7 +179,9 @@ def test_what_is_kept_is_what_was_planned() -> None:
 
 def test_a_budget_that_cannot_be_met(caplog: pytest.LogCaptureFixture) -> None:
     """It says so, and what the least is; the plan is that one."""
-    run = trained(blocks(), "1KB")
+    with observe() as seen:
+        run = trained(blocks(), "1KB")
+    assert seen.explanation().memory == (str(run.memory),)
     assert not run.memory.fits
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
         f"qfuse.memory: {run.memory}"

@@ -180,7 +180,8 @@ class Exit:
 class Explanation:
     """Hold all that was observed in one process; `rank` is one of `world_size` under torchrun.
 
-    `target` and the arguments after it, `argv`, are what was run.
+    `target` and the arguments after it, `argv`, are what was run; `memory` are the plans of
+    `qfuse.memory`, a sentence each.
     """
 
     target: str
@@ -202,6 +203,7 @@ class Explanation:
     saved: tuple[SavedTensors, ...] = ()
     layers: tuple[Layer, ...] = ()
     attention: tuple[Layer, ...] = ()
+    memory: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     dump: str = ""
     schema_version: int = SCHEMA_VERSION

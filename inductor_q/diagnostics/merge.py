@@ -105,6 +105,7 @@ def merge(runs: Sequence[Explanation]) -> Explanation:
         saved=_worst(runs, lambda r: r.saved, lambda s: s.op, "bytes"),
         layers=_layers(run.layers for run in runs),
         attention=_layers(run.attention for run in runs),
+        memory=tuple(_said(runs, lambda run: run.memory)),
         warnings=(*warnings, *_warnings(runs)),
     )
 
@@ -152,17 +153,21 @@ def _layers(ranks: Iterable[Iterable[Layer]]) -> tuple[Layer, ...]:
 
 
 def _warnings(runs: Sequence[Explanation]) -> list[str]:
-    """List each warning once, with the ranks that have it unless all do."""
-    lines = [
-        _of_ranks(text, [run.rank for run in runs if text in run.warnings], runs)
-        for text in dict.fromkeys(w for run in runs for w in run.warnings)
-    ]
+    lines = _said(runs, lambda run: run.warnings)
     for item in _summed(runs, lambda r: r.breaks, _same_break):
         key = _same_break(item)
         having = [run.rank for run in runs if key in map(_same_break, run.breaks)]
         if len(having) < len(runs):
             lines.append(_of_ranks(f"graph break at {item.origin}: {item.reason}", having, runs))
     return lines
+
+
+def _said(runs: Sequence[Explanation], lines: Callable[[Explanation], Sequence[str]]) -> list[str]:
+    """List each line once, with the ranks that have it unless all do."""
+    return [
+        _of_ranks(text, [run.rank for run in runs if text in lines(run)], runs)
+        for text in dict.fromkeys(line for run in runs for line in lines(run))
+    ]
 
 
 def _of_ranks(text: str, ranks: Sequence[int], runs: Sequence[Any]) -> str:

@@ -103,6 +103,7 @@ class Observation:
             saved=run.saved(),
             layers=layers(run.reports(), live, run.read(), all_trees=self.whole_process),
             attention=attention(run.reports()),
+            memory=tuple(dict.fromkeys(str(r.memory) for r, _ in run.reports() if r.memory)),
             warnings=(
                 *run.warnings(self.forced),
                 *self.skips.warnings,

@@ -167,6 +167,7 @@ def explanation(script: str = "train.py") -> Explanation:
         ),
         layers=llama(4, broken={"2.mlp.down_proj": REASON}),
         attention=attention(4, padded=(3,)),
+        memory=("memory planned 1.10 GB of 2.00 GB",),
         warnings=("torch.compile was called twice on one module",),
     )
 
@@ -183,5 +184,6 @@ def clean() -> Explanation:
         cudagraph_skips=(),
         layers=llama(4),
         attention=attention(4),
+        memory=(),
         warnings=(),
     )

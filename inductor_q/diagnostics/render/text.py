@@ -96,6 +96,7 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
         f"Saved for backward: {words.size(run.saved_bytes)}",
         columns([(s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved]),
     )
+    yield "Memory", [plain(line) for line in run.memory]
     yield (
         "Compile time (phases nest)",
         columns(

@@ -193,6 +193,7 @@ def test_text_says_everything_in_the_order_of_what_to_do() -> None:
         "0-2.self_attn 3 layers fused by causal_attention (sdpa, grouped keys)",
         "3.self_attn still masked: the mask depends on the input attention_mask",
         "Saved for backward: 4.0 MiB\n  aten.mm    3.0 MiB  x4",
+        "Memory\n  memory planned 1.10 GB of 2.00 GB",
         "Compile time (phases nest)\n  backend_compile   8.5 s  x2",
         "Options that were set\n  qfuse.numerics  strict  user\n\n",
         "Warnings\n  torch.compile was called twice",
