@@ -9,14 +9,15 @@ names, so three rules stand for what it fuses:
 - What only a concatenation reads, or an operand that is widened, is written in its place there.
 - An element-wise result takes the place of an input that ends with it.
 
-What kernels allocate inside (workspaces) and what the allocator loses is not simulated.
+Of what operations allocate inside only the chunk of logits of `qfuse::linear_cross_entropy` is
+simulated; what the allocator loses is not.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch._inductor.fx_utils import get_storage
 from torch.utils._pytree import tree_leaves
 
 from inductor_q.capture.example import hint
+from inductor_q.ops.linear_cross_entropy import rows_of_chunk
 from inductor_q.passes.extend_k import EXTEND
 from inductor_q.passes.graph import CAT, VIEWS
 
@@ -92,11 +94,25 @@ def simulate(graph: fx.Graph, owned: Collection[str]) -> Liveness:
         reused = kinds.is_elementwise(node) and any(
             sizes[s] == size for s in dying[i] if s not in new for size in new.values()
         )
-        now = live - (sum(new.values()) if reused else 0)
+        now = live - (sum(new.values()) if reused else 0) + workspace(node)
         if now > result.peak:
             result = Liveness(now, result.start, node)
         live -= freed
     return result
+
+
+def workspace(node: fx.Node) -> int:
+    """Return what an operation allocates beside its results, where that is known and large."""
+    if node.target is not torch.ops.qfuse.linear_cross_entropy_chunks.default:
+        return 0
+    arguments: Sequence[Any] = node.args
+    operands, count, labels, _, _, _, elements, wanted = arguments
+    values = [operand.meta["val"] for operand in operands]
+    rows, columns = hint(labels.meta["val"].shape[0]), hint(values[count].shape[0])
+    chunk = min(rows, rows_of_chunk(rows, columns, elements))
+    trained = zip(values[count:], wanted[count:], strict=True)
+    sums = 4 * sum(hint(v.numel()) for v, wants in trained if wants) if chunk < rows else 0
+    return chunk * columns * int(values[0].itemsize) + sums
 
 
 def _last_uses(nodes: list[fx.Node], written: Collection[fx.Node]) -> dict[fx.Node, int]:

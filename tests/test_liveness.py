@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -83,3 +84,21 @@ def test_parts_are_written_into_a_concatenation() -> None:
         return torch.cat([x @ x, x.t() @ x])
 
     assert lived(joined, owned=["0"]).peak == 2 * SIZE
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_logits_of_a_chunk_are_counted(trained: bool) -> None:
+    """Of 512 rows 128 at a time, beside the gradients; a trained head's is summed in float32."""
+    rows, wide, vocabulary = 512, SIDE, 4096
+
+    def loss(x: Tensor, head: Tensor, labels: Tensor) -> list[Tensor]:
+        result: list[Tensor] = torch.ops.qfuse.linear_cross_entropy_chunks(
+            [x, head], 1, labels, None, False, -100, 128 * vocabulary, [True, trained]
+        )
+        return result
+
+    given = torch.empty(rows, wide), torch.empty(vocabulary, wide), torch.empty(rows).long()
+    module = make_fx(loss, tracing_mode="fake")(*given)
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    expected = 4 * (rows * wide + 128 * vocabulary + 2) + 2 * trained * 4 * vocabulary * wide
+    assert simulate(module.graph, names).peak == expected
