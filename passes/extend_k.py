@@ -318,6 +318,10 @@ def _group_rejected(members: Sequence[_Sum]) -> str:
     others = {low.projection.node for m in members for low in m.lows} - dropped
     if dropped and (others or len(dropped) > 1 or len(blocks) > 1):
         return "adapters of one input drop its elements in different ways"
+    if any(
+        low.projection.x is not blocks[0] for m in members for low in m.lows if _is_dropped(low)
+    ):
+        return "an adapter under dropout reads another input than its layer"
     copied = sum(tensor(x).shape[-1] for x in blocks if not _writes_anywhere(x))
     saved = sum(
         base.cols * (len(m.bases) + len(m.lows) - 1) for m in members for base in m.bases[:1]

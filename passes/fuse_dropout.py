@@ -143,6 +143,8 @@ def _read(rand: fx.Node) -> _Dropout | str | None:
     forward = [user for user in mask.users if user.target is MUL]
     if len(forward) != 1 or not 0 <= p < 1:
         return None
+    if not same_shape(rand, forward[0]):
+        return None  # a mask that is broadcast drops whole rows or columns
     scaled = _only_user(forward[0])
     if not _is_scaled(scaled, p):
         return None
@@ -157,7 +159,7 @@ def _read(rand: fx.Node) -> _Dropout | str | None:
     if len(projections) > 1 or len(of_a) > 1 or _readers(dropped) != set(products):
         return "what dropout leaves of the input is read by more than its adapter"
     if not of_a:
-        return "no gradient of the adapter is computed"
+        return "no gradient of the adapter's A is computed"
     projection = projections[0]
     left, transposed = peel_transposes(arg(of_a[0], 0))
     if not transposed or tensor(left).shape[1] != projection.cols:
@@ -376,6 +378,7 @@ def _part(
 def _leave_out(term: fx.Node | None) -> None:
     """Take a term out of the sum that it is in."""
     assert term is not None, "all gradients of a group's input are terms of one sum"
-    (add,) = term.users
+    # An addition that another group has taken out still reads it, and nobody reads that.
+    add = next(user for user in term.users if user.users)
     assert add.target is ADD, f"{add=}"
     add.replace_all_uses_with(arg(add, 0) if arg(add, 1) is term else arg(add, 1))

@@ -219,6 +219,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.UnreadableLogits(name="register_hook"),
+        "register_hook cannot see the logits of this model, whose loss is computed in chunks "
+        "without them: compile it with options={'qfuse.loss': 'whole'}",
+        RuntimeError,
+    ),
+    (
         exc.MissingExtra(package="bitsandbytes", extra="bnb", feature="an NF4 model"),
         "an NF4 model needs bitsandbytes, which is not installed: pip install 'inductor-q[bnb]'",
         ImportError,

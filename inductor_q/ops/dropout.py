@@ -124,6 +124,7 @@ def _extend(
 def _fake_extend(
     x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, padding: int
 ) -> Tensor:
+    assert a.shape[1] == x.shape[-1], f"{a.shape=} {x.shape=}"
     return x.new_empty((*x.shape[:-1], x.shape[-1] + a.shape[0] + padding))
 
 

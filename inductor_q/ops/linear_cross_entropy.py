@@ -27,7 +27,8 @@ from inductor_q.ops.library import define, define_composite
 STEP = 128
 
 #: The gradients of a row's logits are written between this power of two and the next below, times
-#: their softmax: float16 could not hold those of a mean over many rows. Sums of them it can.
+#: their softmax: float16 could not hold those of a mean over many rows. Sums of them over rows, the
+#: gradients of weights and bias, it can not: they stay in float32 until backward scales them.
 EXPONENT = 10
 
 
@@ -96,7 +97,7 @@ class _Loss(torch.autograd.Function):
         *operands: Tensor,
     ) -> Tensor:
         wanted = list(ctx.needs_input_grad[-len(operands) :])
-        ctx.wanted = wanted
+        ctx.wanted, ctx.dtype = wanted, operands[0].dtype
         loss, scale, *gradients = torch.ops.qfuse.linear_cross_entropy_chunks(
             operands, count, labels, divisor, mean, ignore_index, elements, wanted
         )
@@ -108,7 +109,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale, *gradients = ctx.saved_tensors
         factor = grad * scale
-        scaled = iter([(gradient.float() * factor).to(gradient.dtype) for gradient in gradients])
+        scaled = iter([(gradient.float() * factor).to(ctx.dtype) for gradient in gradients])
         return *[None] * 6, *[next(scaled) if one else None for one in ctx.wanted]
 
 
@@ -139,11 +140,12 @@ def _chunks(
     mantissa, exponent = torch.frexp(scale)
     inside = mantissa * 2.0**EXPONENT
     left = torch.ldexp(one, exponent - EXPONENT)
-    results = _gradients(operands, wanted)
+    results = _gradients(operands, count, wanted)
     of_inputs, of_weights, of_bias = _split(results, count)
     starts = list(_starts(rows, rows_of_chunk(rows, columns, elements)))
+    at_once = len(starts) == 1 and dtype is not torch.float16
     summed = [
-        w if w is None or len(starts) == 1 else torch.zeros_like(w, dtype=torch.float32)
+        w if w is None or at_once else torch.zeros_like(w, dtype=torch.float32)
         for w in [*of_weights, of_bias]
     ]
     sizes = max((end - start for start, end in starts), default=0)
@@ -169,10 +171,10 @@ def _chunks(
                 torch.mm(logits, weight, out=result[start:end])
         for total, x in zip(summed, chunk, strict=False):
             if total is not None:
-                _add_product(total, logits.t(), x, only=len(starts) == 1)
+                _add_product(total, logits.t(), x, only=at_once)
         if summed[-1] is not None:
             part = logits.sum(0, dtype=torch.float32)
-            summed[-1].copy_(part if len(starts) == 1 else summed[-1] + part)
+            summed[-1].copy_(part if at_once else summed[-1] + part)
     for result, total in zip([*of_weights, of_bias], summed, strict=True):
         if result is not None and result is not total:
             result.copy_(total)
@@ -199,10 +201,17 @@ def _split(operands: Sequence[Any], count: int) -> tuple[list[Any], list[Any], A
     return list(inputs), list(weights), rest[0] if rest else None
 
 
-def _gradients(operands: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+def _gradients(
+    operands: Sequence[Tensor], count: int, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    half = operands[0].dtype is torch.float16
     return [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if one else None
-        for x, one in zip(operands, wanted, strict=True)
+        torch.empty(
+            x.shape, dtype=torch.float32 if half and i >= count else x.dtype, device=x.device
+        )
+        if wanted[i]
+        else None
+        for i, x in enumerate(operands)
     ]
 
 
@@ -243,7 +252,7 @@ def _fake(
 ) -> list[Tensor]:
     _check(*_split(operands, count), labels)
     numbers = [torch.empty((), dtype=torch.float32, device=labels.device) for _ in range(2)]
-    return [*numbers, *[x for x in _gradients(operands, wanted) if x is not None]]
+    return [*numbers, *[x for x in _gradients(operands, count, wanted) if x is not None]]
 
 
 def define_linear_cross_entropy() -> None:

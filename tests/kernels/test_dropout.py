@@ -137,7 +137,14 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "columns", "count", "rank"),
-    [(4096, 4096, 3, 16), (300, 4096, 1, 8), (257, 600, 2, 17), (1000, 12288, 1, 64)],
+    [
+        (4096, 4096, 3, 16),
+        (300, 4096, 1, 8),
+        (257, 600, 2, 17),
+        (1000, 12288, 1, 64),
+        (600, 11008, 1, 16),
+        (1, 128, 1, 16),
+    ],
 )
 def test_gpu_kernels(rows: int, columns: int, count: int, rank: int, dtype: torch.dtype) -> None:
     """Errors against float64 are no larger than 1.25 times those of the products written out."""

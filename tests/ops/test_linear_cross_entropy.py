@@ -216,3 +216,23 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, columns: int) -> None:
     step = 2 * torch.finfo(dtype).eps  # the last rounding may fall to either side
     torch.testing.assert_close(gradient[kept], exact[kept], rtol=step, atol=1e-5)
     assert torch.equal(gradient[0], torch.zeros_like(gradient[0]))
+
+
+@pytest.mark.parametrize("rows", [512, 4096])
+def test_a_trained_head_in_float16_has_finite_gradients(rows: int) -> None:
+    """A word in a quarter of the rows adds up to more than float16 holds before it is scaled."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 32, generator=generator).half().requires_grad_()
+    w = torch.randn(64, 32, generator=generator).half().requires_grad_()
+    bias = torch.zeros(64).half().requires_grad_()
+    labels = torch.randint(0, 64, (rows,), generator=generator)
+    labels[: rows // 4] = 7
+    loss = torch.ops.qfuse.linear_cross_entropy(
+        [x], [w], bias, labels, None, True, -100, 64 * rows // 2
+    )
+    ours = torch.autograd.grad(loss, (x, w, bias))
+    exact = [t.detach().double().requires_grad_() for t in (x, w, bias)]
+    right = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t() + exact[2], labels)
+    for mine, truth in zip(ours, torch.autograd.grad(right, exact), strict=True):
+        assert mine.dtype is torch.float16
+        assert testing.relative_error(mine, truth) < 0.01

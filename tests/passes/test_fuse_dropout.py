@@ -262,6 +262,44 @@ def test_a_dropped_input_that_others_read_stays() -> None:
     assert reasons(report) == {reason: 1}
 
 
+class ByHand(nn.Module):
+    """A quantized layer, and an adapter of its own input or of another."""
+
+    def __init__(self, *, other: bool, broadcast: bool) -> None:
+        super().__init__()
+        self.base = block().q.base_layer
+        self.a = nn.Parameter(torch.randn(RANK, WIDTH) / 8)
+        self.b = nn.Parameter(torch.randn(WIDTH, RANK) / 8)
+        self.other, self.broadcast = other, broadcast
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        read = torch.sigmoid(x) if self.other else h
+        if self.broadcast:
+            keep = torch.rand(x.shape[0], 1, WIDTH) > P
+            dropped = keep * read * (1 / (1 - P))
+        else:
+            dropped = nn.functional.dropout(read, P)
+        result: Tensor = torch.tanh(self.base(h) + dropped @ self.a.t() @ self.b.t())
+        return result
+
+
+def test_an_adapter_of_another_input_than_its_layer() -> None:
+    """Its own input is projected, beside the layer's product."""
+    (forward, _), _, report = partitioned(ByHand(other=True, broadcast=False), batch())
+    assert report.applied()["fuse_dropout"] == 1
+    assert count_ops(forward)["qfuse.dropout_project"] == 1
+    assert not count_ops(forward)["qfuse.extend_dropped"]
+    reason = "an adapter under dropout reads another input than its layer"
+    assert report.rejections()["extend_k"][reason] == 1
+
+
+def test_a_mask_that_is_broadcast_stays() -> None:
+    model, x = ByHand(other=False, broadcast=True), batch().detach()
+    report = partitioned(model, x)[2]
+    assert not report.applied()["fuse_dropout"]
+
+
 def test_dropout_of_no_adapter_is_left_alone() -> None:
     class Dropped(nn.Module):
         def __init__(self) -> None:
