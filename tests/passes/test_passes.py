@@ -387,7 +387,7 @@ def test_match_counts_of_the_previous_bitsandbytes() -> None:
         text=True,
     )
     assert result.returncode == 0, result.stdout[-4000:]
-    assert "14 passed" in result.stdout, result.stdout[-4000:]
+    assert "15 passed" in result.stdout, result.stdout[-4000:]
 
 
 def test_bitsandbytes_of_this_version_is_what_the_graphs_come_from() -> None:
