@@ -241,7 +241,7 @@ def test_gpu_later_launches_go_through_the_driver(
         assert_same_bits(inside.cpu(), expected)
         assert (out[:, 256:] == 7).all()
     [plan] = launches.values()
-    assert isinstance(plan._again, driver.Launch)
+    assert isinstance(plan.launch._again, driver.Launch)
 
 
 @pytest.mark.gpu
