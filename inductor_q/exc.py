@@ -376,12 +376,14 @@ class WrongCheckpoint(QfuseError, ValueError):
 
 
 class UnreadableLogits(QfuseError, RuntimeError):
-    """The logits of a chunked loss can be read, but not be part of what was computed before."""
+    """The logits of a chunked loss can be computed from their head while that is what it was, but
+    are no part of what was computed before."""
 
-    name: str
+    problem: str
     message = (
-        "{name} cannot see the logits of this model, whose loss is computed in chunks without "
-        "them: compile it with options={{'qfuse.loss': 'whole'}}"
+        "{problem}. The loss of this model is computed in chunks, and its logits when they are "
+        "read: read them before optimizer.step(), or compile the model with "
+        "options={{'qfuse.loss': 'whole'}}, which keeps them"
     )
 
 

@@ -3,7 +3,8 @@
 A model returns its logits beside its loss, and a trainer drops them. A compiled graph that computes
 the loss in chunks returns what they are made of, and this module makes a tensor of that: it has
 their shape, dtype and device, and whatever else is asked of it is asked of their product, which is
-computed at the first such question, gradients included.
+computed at the first such question, gradients included. By then the weights of the head have to be
+what they were: logits that are first read behind an optimizer's step raise `UnreadableLogits`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _READ = (
     "in every step, options={'qfuse.loss': 'whole'} keeps them"
 )
 
+_CHANGED = "the head was changed, by an optimizer's step perhaps, before these logits were read"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -36,6 +39,34 @@ class Recipe:
     bias: fx.Node | None
     computed: torch.dtype  # of the product
     dtype: torch.dtype  # of the output
+
+
+class _State:
+    """What a weight of the head was when its logits were made.
+
+    Optimizers change weights behind torch's back: fused ones and those of bitsandbytes leave the
+    version of a tensor as it is. So the numbers at some places of a trained weight are kept too;
+    its gradient is dense, and a step changes them. Comparing them waits for the device.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.version = weight, _version(weight)
+        plain = weight.requires_grad and type(weight) in (Tensor, torch.nn.Parameter)
+        self.numbers = _some(weight).clone() if plain else None
+
+    def has_changed(self) -> bool:
+        if _version(self.weight) != self.version:
+            return True
+        return self.numbers is not None and not torch.equal(_some(self.weight), self.numbers)
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def _some(weight: Tensor) -> Tensor:
+    """Return a view of numbers from all over a weight, about 32 along each dimension."""
+    return weight.detach()[tuple(slice(None, None, -(-size // 32)) for size in weight.shape)]
 
 
 class Logits(Tensor):
@@ -69,7 +100,8 @@ class Logits(Tensor):
         if func in _TRAINING:
             return args[0]._trains
         if func in _HOOKS:
-            raise UnreadableLogits(name=getattr(func, "__name__", str(func)))
+            name = getattr(func, "__name__", str(func))
+            raise UnreadableLogits(problem=f"{name} asks for what only kept logits have")
         if func is Tensor.float and len(args) == 1 and not kwargs:
             return args[0]._cast(torch.float32)
         args, kwargs = tree_map_only(Logits, _computed, (tuple(args), dict(kwargs)))
@@ -79,7 +111,7 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        raise UnreadableLogits(name=str(func))
+        raise UnreadableLogits(problem=f"{func} asks for what only kept logits have")
 
     def _cast(self, dtype: torch.dtype) -> Any:
         """Return the same in another dtype, computed when that is read."""
@@ -138,8 +170,11 @@ def _make(recipe: Recipe, outputs: Sequence[Any], given: Callable[[fx.Node], Any
     weights = [given(node) for node in recipe.weights]
     bias = None if recipe.bias is None else given(recipe.bias)
     dtype = recipe.computed
+    states = [_State(weight) for weight in (*weights, *([] if bias is None else [bias]))]
 
     def product() -> Tensor:
+        if any(state.has_changed() for state in states):
+            raise UnreadableLogits(problem=_CHANGED)
         with torch.autocast(inputs[0].device.type, enabled=False):
             parts = [
                 torch.nn.functional.linear(x.to(dtype), weight.to(dtype))

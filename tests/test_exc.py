@@ -219,9 +219,10 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
-        exc.UnreadableLogits(name="register_hook"),
-        "register_hook cannot see the logits of this model, whose loss is computed in chunks "
-        "without them: compile it with options={'qfuse.loss': 'whole'}",
+        exc.UnreadableLogits(problem="the head was changed"),
+        "the head was changed. The loss of this model is computed in chunks, and its logits when "
+        "they are read: read them before optimizer.step(), or compile the model with "
+        "options={'qfuse.loss': 'whole'}, which keeps them",
         RuntimeError,
     ),
     (

@@ -281,6 +281,47 @@ def test_what_was_computed_without_logits_cannot_be_asked_of_them() -> None:
             ask()
 
 
+def written(optimizer: str, parameters: list[nn.Parameter]) -> None:
+    """Change parameters as an optimizer does; fused ones leave a tensor's version as it is."""
+    if optimizer == "in-place":
+        with torch.no_grad():
+            parameters[-1][0].mul_(2)  # a row alone
+        return
+    adam: Any = torch.optim.AdamW(parameters, lr=1e-2, fused=optimizer == "fused")
+    adam.step()
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "foreach", "in-place"])
+@pytest.mark.parametrize("model", [Model(trains=True, bias=True), Tied(), Adapted()])
+def test_logits_of_a_head_that_has_changed_are_refused(model: Any, optimizer: str) -> None:
+    """Those that were read before are what they were, and those of the next step can be read."""
+    model = copy.deepcopy(model)
+    call, _ = compiled(model)
+    (loss, early), (_, late) = call(*batch()), call(*batch())
+    values = early.detach().clone()
+    loss.backward()
+    assert late[0, 0, 0].isfinite()  # backward changes nothing
+    _, late = call(*batch())
+    written(optimizer, [p for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(early.detach(), values)
+    for read in (torch.argmax, torch.detach):
+        with pytest.raises(UnreadableLogits, match=r"head was changed.*'qfuse\.loss': 'whole'"):
+            read(late.float())
+    _, logits = call(*batch())
+    torch.testing.assert_close(logits.detach(), model(*batch())[1].detach())
+
+
+def test_logits_of_a_frozen_head_are_read_behind_a_step() -> None:
+    """The model below has changed, and what the head has read of it is kept."""
+    model = Model()
+    call, _ = compiled(model)
+    loss, logits = call(*batch())
+    expected = model(*batch())[1]
+    loss.backward()
+    written("fused", [p for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(logits.detach(), expected.detach())
+
+
 def test_a_graph_behind_a_break_reads_logits_too() -> None:
     class Breaks(Model):
         def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
