@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 1975,
     "docs": 900,
     "examples": 650,
-    "inductor_q": 3780,
+    "inductor_q": 3830,
     "inductor_q/capture": 1450,
     "inductor_q/commands": 550,
     "inductor_q/decode": 450,

@@ -1,8 +1,8 @@
 """Compile a C++ source of this folder at first use, cached by content.
 
-The library lands in Inductor's cache folder under a name that hashes the source, the compiler and
-its flags, and the headers beside it; it appears there by an atomic rename, so that processes may
-race.
+The library is kept (`inductor_q.kept`) under a name that hashes the source, the compiler and its
+flags, and the headers beside it. It is loaded only if it is whole: a library that misses its end
+would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from inductor_q.files import replacing
+from inductor_q import kept
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 
@@ -35,20 +36,26 @@ def load(source: str) -> ctypes.CDLL | str:
     if not cxx:
         return "no C++ compiler: set CXX or install g++"
     path = Path(__file__).with_name(source)
-    try:  # a compiler that does not run, a cache folder that cannot be written, a broken library
-        target = _target(path, cxx)
-        if not target.exists():
-            _compile(path, cxx, target)
-        return ctypes.CDLL(str(target))
+    try:  # a compiler that does not run, a folder without room
+        name = _name(path, cxx)
+        if kept.read(name) is None:
+            return _build(path, cxx, name)
+        return ctypes.CDLL(str(kept.folder() / name))
     except RuntimeError as error:
         return str(error)
     except OSError as error:
         return f"csrc/{source} was not built with {shlex.join(cxx)}: {error}"
 
 
-def _target(path: Path, cxx: Sequence[str]) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+def _build(path: Path, cxx: Sequence[str], name: str) -> ctypes.CDLL:
+    """Compile the library, keep it where that can be done, and load it."""
+    with tempfile.TemporaryDirectory() as folder:  # a library that is loaded may be removed
+        built = Path(folder, name)
+        _compile(path, cxx, built)
+        return ctypes.CDLL(str(kept.keep(name, built.read_bytes()) or built))
 
+
+def _name(path: Path, cxx: Sequence[str]) -> str:
     version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     # -march=native: the same cache folder may be shared by machines with other processors.
     cpu = Path("/proc/cpuinfo")
@@ -56,7 +63,7 @@ def _target(path: Path, cxx: Sequence[str]) -> Path:
     headers = (header.read_text() for header in sorted(path.parent.glob("*.h")))
     key = "\0".join((path.read_text(), *headers, version, *FLAGS, flags))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
-    return Path(cache_dir()) / "qfuse" / f"{path.stem}-{digest}.so"
+    return f"{path.stem}-{digest}.so"
 
 
 def _compile(path: Path, cxx: Sequence[str], target: Path) -> None:
@@ -65,10 +72,8 @@ def _compile(path: Path, cxx: Sequence[str], target: Path) -> None:
     Raises:
         RuntimeError: the compiler failed.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as scratch:
-        command = [*cxx, *FLAGS, "-o", str(scratch), str(path)]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            error = run.stderr.strip()[-400:]
-            raise RuntimeError(f"{shlex.join(cxx)} failed on {path.name}: {error}")
+    command = [*cxx, *FLAGS, "-o", str(target), str(path)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        error = run.stderr.strip()[-400:]
+        raise RuntimeError(f"{shlex.join(cxx)} failed on {path.name}: {error}")

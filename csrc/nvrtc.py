@@ -2,9 +2,8 @@
 
 NVRTC comes with every CUDA build of torch, so no nvcc is needed, and it compiles for a device that
 this machine does not have. One kernel is compiled at a time, for one exact architecture. The result
-lands in Inductor's cache folder under a name that hashes source, headers, options, architecture and
-compiler; it appears there by an atomic rename and carries its own digest, so that processes may
-race or die. Where the folder cannot be written, the result stays in memory.
+is kept (`inductor_q.kept`) under a name that hashes source, headers, options, architecture and
+compiler; where it cannot be kept it stays in memory.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inductor_q.files import write_whole
-from inductor_q.log import warn_once
+from inductor_q import kept
 
 #: Products and sums are not contracted: results equal the eager reference bit for bit.
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -81,7 +79,7 @@ def _load_or_compile(source: str, kernel: str, arch: str) -> Cubin | str:
             found = nvrtc.compile(source, text, headers, kernel, options)
         except RuntimeError as error:
             return f"csrc/{source} was not compiled for {arch} ({kernel}): {error}"
-        _write(name, found)
+        kept.keep(name, found.name.encode() + b"\0" + found.image)
     return found
 
 
@@ -96,30 +94,12 @@ def _file_name(source: str, text: bytes, headers: dict[str, bytes], rest: Sequen
     return f"{Path(source).stem}-{digest.hexdigest()[:20]}.cubin"
 
 
-def _folder() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "qfuse"  # raises OSError where it cannot be made
-
-
 def _read(name: str) -> Cubin | None:
-    """Read what `_write` wrote; return None where there is nothing, or less than was written."""
-    try:
-        digest, _, body = (_folder() / name).read_bytes().partition(b"\n")
-    except OSError:
-        return None
-    if hashlib.sha256(body).hexdigest().encode() != digest:
+    body = kept.read(name)
+    if body is None:
         return None
     mangled, _, image = body.partition(b"\0")
     return Cubin(mangled.decode(), image)
-
-
-def _write(name: str, cubin: Cubin) -> None:
-    body = cubin.name.encode() + b"\0" + cubin.image
-    try:
-        write_whole(_folder() / name, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-    except OSError as error:
-        warn_once(f"compiled kernels are not kept for the next process: {error}")
 
 
 # --- the compiler -------------------------------------------------------------------------------

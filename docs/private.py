@@ -36,7 +36,7 @@ PURPOSES = {
     "torch._inductor.custom_graph_pass": "the hooks, and their `uuid()` in the cache keys",
     "torch._inductor.fx_utils": "what a graph holds in memory",
     "torch._inductor.pattern_matcher": "the order of nodes after a pass",
-    "torch._inductor.runtime.cache_dir_utils": "where reports lie",
+    "torch._inductor.runtime.cache_dir_utils": "where reports and compiled kernels lie",
     "torch._inductor.utils": "empty caches, for tests and benchmarks",
     "torch._inductor.virtualized": "the graph being lowered, loop operations, fake mode",
     "torch._logging": "the structured trace: read by `qfuse explain`, and given our report",

@@ -126,8 +126,7 @@ def qfuse(
     ):
         patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
     key = report_key(gm, example_inputs, context)
-    if resolved.strict:
-        report.tag = context.tag = report_tag(key)
+    report.tag = context.tag = report_tag(key, together=resolved.strict)
     _last = report
     with functorch_config.patch(
         autograd_cache_allow_custom_autograd_functions=bodies_are_cacheable(gm)

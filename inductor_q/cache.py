@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_q import kept
 from inductor_q.context import Context
-from inductor_q.files import write_whole
 from inductor_q.report import Report
 
 _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
@@ -83,15 +83,9 @@ def _layout(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {x.stride()} {x.dtype} {x.device} {x.requires_grad}"
 
 
-def _report_path(key: str) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "qfuse" / "reports" / f"{key[:32]}.json"
-
-
 def store_report(key: str, report: Report) -> None:
     """Keep the report beside Inductor's cache, for the process that hits this cache."""
-    write_whole(_report_path(key), report.to_json())
+    kept.keep(_name(key), report.to_json().encode())
 
 
 def load_report(key: str, fresh: Report) -> Report:
@@ -105,17 +99,24 @@ def load_report(key: str, fresh: Report) -> Report:
     return report
 
 
-def report_tag(key: str) -> str:
+def report_tag(key: str, *, together: bool) -> str:
     """Return the tag that keeps a graph in torch's caches together with its report.
 
-    Where the report is there, this is the tag that the graph was compiled with. Otherwise it is a
-    new one, under which no cached graph is found.
+    Where the report is there, this is the tag that the graph was compiled with. Where it is
+    damaged, or must be found `together` with the graph and is not there, this is a new tag, under
+    which no cached graph is found: compiling again makes the report again.
     """
     report = stored_report(key)
-    return report.tag if report is not None else uuid.uuid4().hex
+    if report is not None:
+        return report.tag
+    return uuid.uuid4().hex if together or kept.is_there(_name(key)) else ""
 
 
 def stored_report(key: str) -> Report | None:
-    """Return the report that a compile has kept under `key`, if it is still there."""
-    path = _report_path(key)
-    return Report.from_dict(json.loads(path.read_text())) if path.exists() else None
+    """Return the report that a compile has kept under `key`, if it is still there and whole."""
+    data = kept.read(_name(key))
+    return None if data is None else Report.from_dict(json.loads(data))
+
+
+def _name(key: str) -> str:
+    return f"reports/{key[:32]}.report"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +18,8 @@ def replacing(path: Path, *, fsync: bool = False) -> Iterator[Path]:
     The permissions are those of any new file, where `tempfile` would keep it to its owner. With
     `fsync` the file is on the disk before it is in place, so a power cut leaves one of both whole.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    # Processes of several machines or containers may share the folder, and a process id.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
     try:
         yield scratch
         if fsync:

@@ -57,6 +57,9 @@ results = []
 for step in json.loads(sys.argv[1]):
     if step == "lose the reports":
         shutil.rmtree(Path(cache_dir()) / "qfuse")
+    elif step == "damage the reports":
+        for path in (Path(cache_dir()) / "qfuse" / "reports").iterdir():
+            path.write_bytes(path.read_bytes()[:-100])
     else:
         results.append(compile(step))
 print(json.dumps(results))
@@ -75,7 +78,7 @@ def copy_of(source: Path, package: Path) -> Path:
     return package
 
 
-LOSE = "lose the reports"
+LOSE, DAMAGE = "lose the reports", "damage the reports"
 
 
 def run(cache: Path, *steps: dict[str, Any] | str, package: Path, train: bool = True) -> list[Any]:
@@ -181,23 +184,31 @@ STRICT = {"qfuse.strict": True}
 def inferred(tmp_path_factory: pytest.TempPathFactory, package: Path) -> tuple[Path, list[Any]]:
     """The same of a process that only infers: a graph, and a compile, of half the size."""
     cache = tmp_path_factory.mktemp("inference")
-    return cache, run(cache, STRICT, STRICT, LOSE, STRICT, {}, train=False, package=package)
+    steps = (STRICT, STRICT, LOSE, STRICT, {}, DAMAGE, {}, {})
+    return cache, run(cache, *steps, train=False, package=package)
 
 
 def test_under_strict_a_graph_is_cached_together_with_its_report(
     inferred: tuple[Path, list[Any]],
 ) -> None:
     """Without the report nobody knows what was fused: it is compiled, and judged, again."""
-    first, second, third, _ = inferred[1]
+    first, second, third, *_ = inferred[1]
     assert (first["aot"], second["aot"], third["aot"]) == (MISS, HIT, MISS)
     assert third["sites"] == second["sites"] == first["sites"] != []
+
+
+def test_a_damaged_report_is_made_again(inferred: tuple[Path, list[Any]]) -> None:
+    """A damaged file ended this compile, and every later one, with json's error."""
+    *_, whole, healed, again = inferred[1]
+    assert (healed["aot"], again["aot"]) == (MISS, HIT)
+    assert again["sites"] == healed["sites"] == whole["sites"] != []
 
 
 def test_inference_is_cached_and_a_changed_source_misses(
     inferred: tuple[Path, list[Any]], package: Path, tmp_path: Path
 ) -> None:
     """Any file of the package counts: torch has lowerings and kernels in no key of its own."""
-    cache, (*_, first) = inferred
+    cache, (_, _, _, first, *_) = inferred
     other = copy_of(package, tmp_path / "package")
     [unchanged] = run(cache, {}, train=False, package=other)
     assert (first["aot"], unchanged["aot"]) == (MISS, HIT)

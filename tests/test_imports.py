@@ -38,6 +38,7 @@ ROOMS = (
     ("kernels",),
     ("csrc", "decode"),
     ("formats",),
+    ("kept",),
     ("exc", "files", "log"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

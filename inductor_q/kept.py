@@ -1,0 +1,58 @@
+"""Keep files for the next process, beside Inductor's cache: compiled kernels and reports.
+
+A file ends in the digest of what precedes it and appears by an atomic rename, so processes may race
+or die, and a damaged file counts as none. Where the folder cannot be written, nothing is kept: that
+is logged once, and is no error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from inductor_q.files import write_whole
+from inductor_q.log import warn_once
+
+
+def folder() -> Path:
+    """Return the folder, which may not exist yet.
+
+    Raises:
+        OSError: the folder around it, which is Inductor's, cannot be made.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "qfuse"
+
+
+def read(name: str) -> bytes | None:
+    """Return what was kept under `name`; None where there is nothing, or not what was written."""
+    try:
+        content = (folder() / name).read_bytes()
+    except OSError:
+        return None
+    data, _, seal = content.rpartition(b"\n")
+    return data if seal == _seal(data) else None
+
+
+def is_there(name: str) -> bool:
+    """Return whether there is a file for `name`, whole or damaged."""
+    try:
+        return (folder() / name).exists()
+    except OSError:
+        return False
+
+
+def keep(name: str, data: bytes) -> Path | None:
+    """Keep `data` under `name`, and return its path; None where that cannot be done."""
+    try:
+        path = folder() / name
+        write_whole(path, data + b"\n" + _seal(data))
+    except OSError as error:
+        warn_once(f"nothing is kept for the next process: {error.strerror or error}")
+        return None
+    return path
+
+
+def _seal(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
