@@ -148,7 +148,8 @@ class ExtendK:
     stage: ClassVar[str] = "joint"
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        groups: dict[tuple[fx.Node, ...], list[_Sum]] = defaultdict(list)
+        groups: dict[tuple[tuple[fx.Node, ...], bool], list[_Sum]] = defaultdict(list)
+        backward = backward_nodes(graph)
         for found in _sums(graph):
             weight = packed_weight(found.bases[0].weight)
             reason = _impossible(found)
@@ -157,9 +158,9 @@ class ExtendK:
             elif reason := _unwanted(found, context):
                 yield Site(found.node, reason, weight, by_choice=True)
             else:
-                groups[found.blocks].append(found)
-        backward = backward_nodes(graph) if groups else set()
-        written = written_inputs(graph) if backward else set()
+                # Forward has no tangents, so it shares no product with what depends on one.
+                groups[found.blocks, found.node in backward].append(found)
+        written = written_inputs(graph) if groups and backward else set()
         order = positions(graph) if groups else {}
         for members in groups.values():
             reason = _chained(members, order) or _group_rejected(members)

@@ -9,13 +9,24 @@ from typing import ClassVar
 from torch import fx
 
 from inductor_q.context import Context
-from inductor_q.passes.graph import CHAINED, MM, SLICE, computed_from, emit, positions, tensor
+from inductor_q.passes.graph import (
+    CHAINED,
+    MM,
+    SLICE,
+    backward_nodes,
+    computed_from,
+    emit,
+    positions,
+    tensor,
+)
 from inductor_q.passes.products import Product
 from inductor_q.passes.runner import Site
 
 
 class Stack(ABC):
-    """A pass that stacks products. It refuses those of which one is computed from another's result.
+    """A pass that stacks products. It refuses those of which one is computed from another's result,
+    and stacks those of forward apart from those that depend on a tangent: forward has none, and
+    under `torch.func.grad` both may read one input.
 
     `side` is the dimension of the results along which they are stacked.
     """
@@ -37,12 +48,14 @@ class Stack(ABC):
         """Emit both sides of the stacked product at the insertion point."""
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        order = positions(graph)
-        for members in self.groups(graph):
-            if len(members) > 1:
-                inputs = [n for m in members for n in (m.lhs, m.rhs)]
-                chained = computed_from(inputs, [m.node for m in members], order)
-                yield Site(members[0].node, CHAINED if chained else "", plan=members)
+        order, backward = positions(graph), backward_nodes(graph)
+        for group in self.groups(graph):
+            for side in (True, False):
+                members = [m for m in group if (m.node in backward) is side]
+                if len(members) > 1:
+                    inputs = [n for m in members for n in (m.lhs, m.rhs)]
+                    chained = computed_from(inputs, [m.node for m in members], order)
+                    yield Site(members[0].node, CHAINED if chained else "", plan=members)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         members = self.arrange(site.plan)

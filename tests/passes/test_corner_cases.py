@@ -14,7 +14,14 @@ from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.passes.extend_k import WRITTEN
 from inductor_q.passes.graph import CHAINED
-from tests.support.compiling import SMALL, Compiled, compile_step, skip_unless_regions_chain, step
+from tests.support.compiling import (
+    SMALL,
+    Compiled,
+    compile_step,
+    no_codegen,
+    skip_unless_regions_chain,
+    step,
+)
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -157,6 +164,56 @@ def test_a_gradient_computed_from_a_gradient_is_not_stacked() -> None:
 
     result = same_as_eager(Module(), x_MK(48, K).detach())
     assert result.reasons["stack_gradients"] == {CHAINED: 1}
+
+
+# --- forward and what depends on a tangent ------------------------------------------------------
+
+
+class ProjectsAgain(torch.autograd.Function):
+    """`base(x) + x @ A' @ B'`, whose gradient of x projects x by a tangent in A's place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, layer: Any) -> Any:
+        ctx.save_for_backward(x, a, b)
+        ctx.layer = layer
+        return layer(x) + x @ a.t() @ b.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, a, b = ctx.saved_tensors
+        like_a = torch.tanh(grad[:R, :K])
+        return torch.tanh(ctx.layer(x) + x @ like_a.t() @ b.t())[:, :K], a.sin(), b.sin(), None
+
+
+def test_a_forward_product_joins_none_that_depends_on_a_tangent() -> None:
+    """extend_k and stack_adapters laid them into one: forward was then without an input."""
+
+    def body(m: Layer, h: Tensor) -> Tensor:
+        y: Tensor = ProjectsAgain.apply(h, m.a, m.b, m.base)  # type: ignore[no-untyped-call]
+        return y
+
+    result = same_as_eager(Layer(body), x_MK(48, K))
+    assert result.applied["extend_k"] == 2
+
+
+def test_func_grad_over_an_adapter_that_requires_grad() -> None:
+    """Its own backward is part of forward, and again has products with the adapter's weights."""
+    module = testing.lora_linear(K, K, adapter_dtype=BF16)
+    trained = {n: p.detach().clone() for n, p in module.named_parameters() if "lora_" in n}
+    frozen = {n: p for n, p in module.named_parameters() if "lora_" not in n}
+
+    def loss(adapter: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = torch.func.functional_call(module, {**frozen, **adapter}, (torch.tanh(x),))
+        return y.tanh().float().pow(2).sum()  # type: ignore[no-any-return]
+
+    x = x_MK(2, 4, K).detach()
+    expected = torch.func.grad(loss)(trained, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.func.grad(loss), backend=qfuse, options=SMALL)
+    with no_codegen():
+        found = compiled({n: p.requires_grad_() for n, p in trained.items()}, x)
+    for name, grad in expected.items():
+        assert testing.relative_error(found[name], grad) < CLOSE, name
 
 
 class Rotating(nn.Module):
