@@ -184,7 +184,7 @@ STRICT = {"qfuse.strict": True}
 def inferred(tmp_path_factory: pytest.TempPathFactory, package: Path) -> tuple[Path, list[Any]]:
     """The same of a process that only infers: a graph, and a compile, of half the size."""
     cache = tmp_path_factory.mktemp("inference")
-    steps = (STRICT, STRICT, LOSE, STRICT, {}, DAMAGE, {}, {})
+    steps: list[dict[str, Any] | str] = [STRICT, STRICT, LOSE, STRICT, {}, DAMAGE, {}, {}]
     return cache, run(cache, *steps, train=False, package=package)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inductor_q import files, kept
+from inductor_q import kept
 from inductor_q.log import warn_once
 
 
@@ -65,7 +65,7 @@ def test_processes_of_two_machines_with_one_id(
     """Ranks in containers share the folder, and often their process ids."""
     replace = os.replace
     waiting: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(files.os, "replace", lambda a, b: waiting.append((a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: waiting.append((a, b)))
     kept.keep("file", b"the first")
     kept.keep("file", b"the second")
     for paths in waiting:
