@@ -39,7 +39,8 @@ from inductor_q.passes.runner import CAPTURED, Site
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 QFUSE = torch.ops.qfuse
 
-#: On an H200 (torch 2.11) the compiled kernel differed from the operator's own definition there.
+#: On an H200 (torch 2.11) the compiled kernel differed from the operator's own definition there:
+#: tables of the second sequence were not found (see `block_tables`). Not measured again since.
 PADDED_BLOCKS = (
     "padding together with a window or documents: FlexAttention was wrong under both on a GPU"
 )

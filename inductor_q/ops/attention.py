@@ -158,28 +158,30 @@ def _block_tables(
     blocks = (length + BLOCK - 1) // BLOCK
     # The last block is filled up with its last position, so that it meets nothing else for that.
     index = torch.arange(blocks * BLOCK, device=device).clamp(max=length - 1)
-    in_blocks = documents[:, index].view(batch, blocks, BLOCK)
+    # All have FlexAttention's four dimensions from here on. To a dimension that a view adds at the
+    # end Inductor gives the stride 0, by which the kernels would find a sequence's tables.
+    in_blocks = documents[:, index].view(batch, 1, blocks, BLOCK)
     low, high = in_blocks.amin(-1), in_blocks.amax(-1)
     place = torch.arange(blocks, device=device)
     behind = place[:, None] - place[None]
     # Documents ascend: two blocks share one where their ranges overlap, and the later block's first
     # is then the earlier one's last.
-    meet = (low[:, :, None] <= high[:, None, :]) & (behind >= 0)
+    meet = (low[..., :, None] <= high[..., None, :]) & (behind >= 0)
     one = (low == high) & (place < length // BLOCK)
-    whole = meet & (behind > 0) & one[:, :, None] & one[:, None, :]
+    whole = meet & (behind > 0) & one[..., :, None] & one[..., None, :]
     if window is not None:
         nearest = behind * BLOCK - (BLOCK - 1)
         meet, whole = meet & (nearest < window), whole & (behind * BLOCK + (BLOCK - 1) < window)
     if valid is not None:
         given.append(torch.where(valid != 0, documents, -1))
-        keys = (given[-1] >= 0)[:, index].view(batch, 1, blocks, BLOCK)
+        keys = (given[-1] >= 0)[:, index].view(batch, 1, 1, blocks, BLOCK)
         meet, whole = meet & keys.any(-1), whole & keys.all(-1)
     some = meet & ~whole
     tables: list[Tensor] = []
-    for blocks_of in (some, whole, some.transpose(1, 2), whole.transpose(1, 2)):
+    for blocks_of in (some, whole, some.mT, whole.mT):
         order, _ = _partition(blocks_of)
-        tables.append(blocks_of.sum(-1, dtype=torch.int32).unsqueeze(1).contiguous())
-        tables.append(order.to(torch.int32).unsqueeze(1).contiguous())
+        tables.append(blocks_of.sum(-1, dtype=torch.int32))
+        tables.append(order.to(torch.int32))
     return [*given, *tables]
 
 

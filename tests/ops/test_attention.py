@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from inductor_q import ops, testing
@@ -132,6 +134,24 @@ def test_tables_of_valid_keys(lengths: tuple[int, ...] | None, window: int | Non
     assert_tables(tables, possible & filled & ~whole, whole)
 
 
+@pytest.mark.parametrize("length", [100, 600])
+def test_tables_are_no_views(length: int) -> None:
+    """Inductor lays a result out in its own dimensions, but gives one that a view adds the stride
+    0, by which FlexAttention's kernels would find the first sequence's tables for all of them."""
+
+    def make(positions: Tensor, valid: Tensor) -> list[Tensor]:
+        return attention.block_tables(positions, valid, 2, length, 200, CPU)[-8:]
+
+    positions, valid = packed(60, length - 60).expand(2, -1).contiguous(), padding(length)
+    traced = make_fx(make, decomposition_table=select_decomp_table())(positions, valid)
+    (made,) = traced.graph.output_node().args
+    assert isinstance(made, (list, tuple)) and len(made) == 8
+    for node in made:
+        assert isinstance(node, torch.fx.Node) and isinstance(node.target, torch._ops.OpOverload)
+        assert not node.target.is_view, node.format_node()
+        assert node.meta["val"].is_contiguous()
+
+
 @pytest.mark.parametrize("form", ["mask", "flex"])
 @pytest.mark.parametrize("window", [None, 1, 30, 64], ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
@@ -201,22 +221,24 @@ def test_opcheck(length: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [130, 1000, 1024, 3000])
-@pytest.mark.parametrize("case", ["documents", "window"])
+@pytest.mark.parametrize("case", ["documents", "window", "padded window", "all"])
 def test_gpu_blocks_against_float64(case: str, length: int) -> None:
     """Error no larger than 1.25 times that of torch's attention with the mask; a document's rows do
-    not move a bit when another document changes."""
+    not move a bit when another document changes. The two sequences have other tables."""
     first = length // 3
-    lengths = (first, 1, length - first - 1)
-    positions = packed(*lengths) if case == "documents" else None
+    rest = length - first
+    both = torch.cat([packed(first, 1, rest - 1), packed(first, *(20,) * (rest // 20), rest % 20)])
+    positions = both if case in ("documents", "all") else None
+    valid = padding(length) if case in ("padded window", "all") else None
     window = None if case == "documents" else length // 4
     leaves = [rows(2, h, length, 128, dtype=torch.bfloat16, device="cuda") for h in (8, 2, 2)]
-    given = None if positions is None else positions.cuda()
+    given = [None if x is None else x.cuda() for x in (positions, valid)]
 
     def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        made = attention.block_tables(given, None, 2, length, window, query.device)
+        made = attention.block_tables(given[0], given[1], 2, length, window, query.device)
         return attention.block_attention(query, key, value, made, window, None)
 
-    mask = seen(positions, None, length, window)[:, None].cuda()
+    mask = seen(positions, valid, length, window)[:, None].cuda()
     query, key, value = leaves
     doubles = query.double(), key.double(), value.double()
     exact = attend(doubles[0], doubles[1], doubles[2], attn_mask=mask, enable_gqa=True)
