@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from inductor_q.capture.bnb_state import dequantize as dequantize
     from inductor_q.formats import FORMATS as FORMATS
     from inductor_q.formats import QuantFormat as QuantFormat
+    from inductor_q.integrations.regions import compile as compile
     from inductor_q.options import check_options as check_options
     from inductor_q.options import list_options as list_options
+    from inductor_q.process import report as report
 
 __version__ = "0.1.0"
 
@@ -23,9 +25,11 @@ _PUBLIC = {
     "FORMATS": "inductor_q.formats",
     "QuantFormat": "inductor_q.formats",
     "check_options": "inductor_q.options",
+    "compile": "inductor_q.integrations.regions",
     "dequantize": "inductor_q.capture.bnb_state",
     "last_report": "inductor_q.backend",
     "list_options": "inductor_q.options",
+    "report": "inductor_q.process",
 }
 
 __all__ = [
@@ -33,9 +37,11 @@ __all__ = [
     "QuantFormat",
     "__version__",
     "check_options",
+    "compile",
     "dequantize",
     "last_report",
     "list_options",
+    "report",
 ]
 
 

@@ -31,15 +31,15 @@ from inductor_q.capture.dynamo import (
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
+from inductor_q.graph_report import SCHEMA_VERSION, PassRecord, Report
 from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
-from inductor_q.log import log
+from inductor_q.log import log, warn_once
 from inductor_q.logits import with_logits
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.chunk_loss import would_chunk
 from inductor_q.passes.runner import CAPTURED
-from inductor_q.report import SCHEMA_VERSION, PassRecord, Report
 from inductor_q.resolved import Resolved
 
 # The fused pointwise dequantization needs these: it has about 60 operations and five reads, and
@@ -50,13 +50,29 @@ FUSION_LIMITS = {
     "realize_acc_reads_threshold": 32,
 }
 
-_last: Report | None = None
+_reports: list[Report] = []  # one for each graph of this process
+_breaks_before = 0  # what torch had counted at the last reset
 _written: dict[str, list[Report]] = {}  # what this process has put into each report file
 
 
 def last_report() -> Report | None:
-    """Return the report of the latest compile in this process, or None before the first."""
-    return _last
+    """Return the report of the latest graph of this process, or None before the first.
+
+    `graph` says which one it is; `inductor_q.report()` sums up all of them.
+    """
+    return _reports[-1] if _reports else None
+
+
+def reports() -> tuple[Report, ...]:
+    """Return the report of each graph that this process has compiled since the last reset."""
+    return tuple(_reports)
+
+
+def graph_breaks() -> int:
+    """Return how many graph breaks torch has counted since the last reset."""
+    from torch._dynamo.utils import counters
+
+    return max(sum(counters["graph_break"].values()) - _breaks_before, 0)
 
 
 def qfuse(
@@ -81,12 +97,13 @@ def qfuse(
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
-    global _last
     lowerings.register()
     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
     device = device_of(example_inputs)
     resolved = resolve(mode, options, device=device, dynamic=dynamic)
     report = new_report(resolved, device)
+    place = len(_reports)
+    _reports.append(report)
     if resolved.report and resolved.report not in _written:
         _write(resolved.report)  # before time goes into compiling
     sources = input_sources(gm)
@@ -97,7 +114,6 @@ def qfuse(
         context.budget = memory.measure(resolved.memory, device, example_inputs)
     if not quantized and context.budget is None and not would_chunk(gm.graph, context):
         # Nothing of ours applies: this is Inductor, at no cost.
-        _last = report
         compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
         _tell(report, resolved)
         return compiled
@@ -106,7 +122,6 @@ def qfuse(
         # take these inputs for what they are afterwards and refuse them as they are.
         sites = [context.describe("canonicalize", r.node, rejected=r.reason) for r in packing]
         report.add(PassRecord("canonicalize", 0, 0.0), sites)
-        _last = report
         _tell(report, resolved)
         return gm.forward
     report.weights, report.off = list(weights), passes_off(resolved)
@@ -127,7 +142,6 @@ def qfuse(
         patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
     key = report_key(gm, example_inputs, context)
     report.tag = context.tag = report_tag(key, together=resolved.strict)
-    _last = report
     with functorch_config.patch(
         autograd_cache_allow_custom_autograd_functions=bodies_are_cacheable(gm)
         or functorch_config.autograd_cache_allow_custom_autograd_functions
@@ -139,7 +153,7 @@ def qfuse(
     if len(report.passes) > captured or not behind:
         store_report(key, report)
     else:  # the AOTAutograd cache had it: no pass behind it has run
-        _last = report = load_report(key, report)
+        _reports[place] = report = load_report(key, report)
     _tell(report, resolved)
     if report.memory is not None and device.type == "cuda":
         compiled = memory.measuring(
@@ -161,9 +175,10 @@ def qfuse_backend() -> Any:
 
 
 def _reset() -> None:
-    """Forget the last report; `torch.compiler.reset()` calls this."""
-    global _last
-    _last = None
+    """Forget the reports; `torch.compiler.reset()` calls this."""
+    global _breaks_before
+    _reports.clear()
+    _breaks_before += graph_breaks()
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()
@@ -195,6 +210,8 @@ def _measured(report: Report, resolved: Resolved, most: int, *, exact: bool) -> 
 
 def _tell(report: Report, resolved: Resolved) -> None:
     log.info(report.summary())
+    if nothing := report.nothing_fused():
+        warn_once(f"qfuse: {nothing}; run `qfuse explain` for the causes")
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "qfuse_report", "encoding": "json"},

@@ -16,7 +16,7 @@ from torch import fx
 
 from inductor_q import kept
 from inductor_q.context import Context
-from inductor_q.report import Report
+from inductor_q.graph_report import Report
 
 _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
 
@@ -95,6 +95,7 @@ def load_report(key: str, fresh: Report) -> Report:
         report = fresh
         report.lost = True
     report.options = fresh.options
+    report.graph = fresh.graph
     report.cached = True
     return report
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 
 from inductor_q.capture.dynamo import input_index, module_names, module_path
 from inductor_q.capture.library import Weight
 from inductor_q.formats import get_format
 from inductor_q.frames import user_frame
+from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.logits import Recipe
-from inductor_q.report import Report, SiteRecord
 from inductor_q.resolved import Budget, Resolved
 
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
@@ -132,7 +133,9 @@ def new_report(resolved: Resolved, device: torch.device) -> Report:
         "qfuse.numerics": resolved.numerics,
         "qfuse.memory": resolved.memory,
     }
+    compile_id = CompileContext.current_compile_id()
     return Report(
+        graph=f"{compile_id}, {'training' if torch.is_grad_enabled() else 'inference'}",
         preset=resolved.preset.name,
         preset_reason=resolved.preset.reason,
         torch=torch.__version__,

@@ -407,3 +407,19 @@ class NotAModelFactory(QfuseError, ValueError):
         "{name!r} is no model factory: {problem}. "
         "Give package.module:function, a function without arguments that returns the model"
     )
+
+
+class NoRegion(QfuseError, ValueError):
+    message = (
+        "{model} names no layers that could be compiled by themselves (_no_split_modules); "
+        'compile it with regions="model".'
+    )
+    model: str
+
+
+class OptionsWithoutCompile(QfuseError, ValueError):
+    message = (
+        "QfuseCallback has {given!j} and enabled=False, so nothing would use them; "
+        'drop them, or set enabled=True or enabled="auto".'
+    )
+    given: Sequence[str]

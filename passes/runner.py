@@ -25,8 +25,8 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from inductor_q.context import Context
+from inductor_q.graph_report import PassRecord
 from inductor_q.passes.graph import is_nested
-from inductor_q.report import PassRecord
 
 #: The stage of Dynamo's graph, which may mutate and switch modes: AOTAutograd removes dead nodes.
 CAPTURED = "captured"

@@ -30,7 +30,7 @@ from inductor_q.capture.bnb_graph import CPU_PACKED, overload, packs_anew
 from inductor_q.capture.library import Refused
 from inductor_q.diagnostics.observation import observe
 from inductor_q.exc import NotFused, UnwritableOutput
-from inductor_q.report import Report
+from inductor_q.graph_report import Report
 from tests.support.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
 from tests.support.processes import ROOT, environment
 from tests.support.quantized import packs_on_cpu

@@ -24,11 +24,11 @@ from inductor_q.cache import report_key
 from inductor_q.context import Context, new_report
 from inductor_q.diagnostics import observe
 from inductor_q.exc import InvalidOptionValue
+from inductor_q.graph_report import Report
 from inductor_q.hooks import Partitioner
 from inductor_q.memory import _Ladder, measuring
 from inductor_q.options import _memory as budget_of
 from inductor_q.records import MemoryRecord
-from inductor_q.report import Report
 from inductor_q.resolved import Budget
 from tests.support.compiling import compile_step, count_ops, gradients, partition
 from tests.support.resolving import on_cpu

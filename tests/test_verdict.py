@@ -14,9 +14,9 @@ from inductor_q import testing
 from inductor_q.diagnostics import observe
 from inductor_q.diagnostics.explanation import Explanation, Layer
 from inductor_q.exc import NotFused
+from inductor_q.graph_report import PassRecord, Report, SiteRecord
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.runner import CAPTURED
-from inductor_q.report import PassRecord, Report, SiteRecord
 from inductor_q.verdict import (
     ALL_OFF,
     CAPTURED_PASSES,

@@ -22,11 +22,11 @@ from inductor_q.capture.dynamo import (
     parameter_name,
     source_name,
 )
+from inductor_q.capture.live import Quantized, module_path, quantized_layers
 from inductor_q.diagnostics.dry_run import DryRun, dry_run
 from inductor_q.diagnostics.explanation import SavedTensors
-from inductor_q.diagnostics.live import Quantized, module_path, quantized_layers
 from inductor_q.diagnostics.saved import saved_tensors
-from inductor_q.report import Report
+from inductor_q.graph_report import Report
 
 
 @dataclass

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from inductor_q.capture.live import Quantized
 from inductor_q.diagnostics.explanation import ATTENTION, STATUSES, Layer, LayerStatus, Step
-from inductor_q.diagnostics.live import Quantized
-from inductor_q.report import Report, SiteRecord
+from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.verdict import Verdict, match
 
 UNSEEN = "its forward ran uncompiled, or did not run"

@@ -18,10 +18,10 @@ from torch import fx
 
 from inductor_q.capture.dynamo import counterparts
 from inductor_q.context import Context, new_report
+from inductor_q.graph_report import Report
 from inductor_q.hooks import passes_off, run_stage
 from inductor_q.options import resolve
 from inductor_q.passes.runner import CAPTURED
-from inductor_q.report import Report
 
 
 @dataclass

@@ -45,9 +45,16 @@ FIXES: tuple[Fix, ...] = (
     ),
     Fix(
         "the hook of enable_input_require_grads() cannot be compiled, and only reentrant "
-        "checkpointing needs it: call inductor_q.integrations.prepare_checkpointing(model) once, "
-        "before training or the Trainer's train()",
+        "checkpointing needs it: give a Trainer callbacks=[inductor_q.integrations.QfuseCallback()] "
+        "instead of compiling the model, or call prepare_checkpointing(model) of the same package "
+        "once, before training",
         frame=r"(transformers|peft)/.*: make_inputs_require_grad",
+    ),
+    Fix(
+        "TRL computes the loss in a function that cannot be compiled: give the trainer "
+        "callbacks=[inductor_q.integrations.QfuseCallback()] instead of compiling the model; it "
+        "compiles the decoder inside",
+        frame=r"trl/kernels/chunked_logprob\.py|trl/.*: _fused_forward",
     ),
     Fix(
         "the eager experts loop over the experts that were hit: call "

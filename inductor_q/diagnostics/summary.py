@@ -24,7 +24,7 @@ from inductor_q.diagnostics.explanation import (
     SavedTensors,
     SuppressedError,
 )
-from inductor_q.report import Report
+from inductor_q.graph_report import Report
 from inductor_q.verdict import UNKNOWN
 
 NO_GPU = (

@@ -1,8 +1,24 @@
 """What makes other libraries' ways of training fit into one graph: called by name, never unasked.
 
-These functions change the model that they are given and nothing else: no class, no configuration.
+What is here changes the model or the trainer that it is given and nothing else: no class, no
+configuration.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 
-__all__ = ["prepare_checkpointing"]
+if TYPE_CHECKING:
+    from inductor_q.integrations.trainer import QfuseCallback as QfuseCallback
+    from inductor_q.integrations.trainer import compile_trainer as compile_trainer
+
+__all__ = ["QfuseCallback", "compile_trainer", "prepare_checkpointing"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("QfuseCallback", "compile_trainer"):  # transformers is imported with them
+        return getattr(importlib.import_module("inductor_q.integrations.trainer"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

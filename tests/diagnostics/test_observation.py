@@ -20,8 +20,8 @@ from inductor_q import testing
 from inductor_q.diagnostics import coverage, recompiles
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observation import observe
+from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.passes.causal_attention import CausalAttention
-from inductor_q.report import Report, SiteRecord
 from tests.support.compiling import skip_unless_regions_chain
 from tests.support.processes import environment
 

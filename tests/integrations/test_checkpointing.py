@@ -91,7 +91,7 @@ def test_without_it_the_graph_breaks() -> None:
     torch._dynamo.reset()
     with observe() as observation:
         step(model, torch.compile(model, backend="eager"))
-    assert any("prepare_checkpointing(model)" in b.fix for b in observation.explanation().breaks)
+    assert any("QfuseCallback" in b.fix for b in observation.explanation().breaks)
 
 
 def test_eager_mode_keeps_its_gradients() -> None:

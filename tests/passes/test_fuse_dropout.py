@@ -14,10 +14,10 @@ from torch._inductor import config, inductor_prims
 
 import inductor_q
 from inductor_q import testing
+from inductor_q.graph_report import Report
 from inductor_q.kernels import dropout_reference
 from inductor_q.kernels.calls import DropoutProject
 from inductor_q.kernels.dropout import keep_mask
-from inductor_q.report import Report
 from tests.support.compiling import compile_step, count_ops, partition, step
 
 peft = pytest.importorskip("peft")

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import inductor_q
 from inductor_q import testing
+from inductor_q.graph_report import Report
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.passes.graph import CAT
 from inductor_q.passes.products import DEQUANTIZE
-from inductor_q.report import Report
 from tests.support.compiling import count_ops, gradients, partition
 
 for extra in ("bitsandbytes", "peft", "transformers"):

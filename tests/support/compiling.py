@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import inductor_q
 from inductor_q.backend import qfuse
-from inductor_q.report import Report
+from inductor_q.graph_report import Report
 
 #: Small enough to compile in a second, so every plan must pay from the first row on; and out of no
 #: graph cache, so that the passes run (compiled C++ kernels are taken again).

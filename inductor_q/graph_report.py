@@ -21,11 +21,13 @@ SCHEMA_VERSION = 1
 class Report:
     """Report what one compile did. Everything in it is plain data; `to_json` is its file form.
 
+    `graph` is torch's number of the graph, as in its logs: the frame, and which of its compiles.
     `weights` are the paths of all packed weights that the graph reads, also those that no pass
     knows; `off` are the passes that are switched off. `lost` means that the graph came from a cache
     and the report of the compile that filled it is gone. `tag` is that of `Context`.
     """
 
+    graph: str = ""
     preset: str = ""
     preset_reason: str = ""
     torch: str = ""
@@ -82,9 +84,19 @@ class Report:
             return verdict.LOST
         return verdict.unmatched(self.off, [record.name for record in self.passes])
 
+    def nothing_fused(self) -> str:
+        """Say why, where the graph has quantized layers and against expectation none is fused."""
+        judged = self.verdicts()
+        wrong = Counter(v.reason for v in judged.values() if not v.is_accepted)
+        if self.off or self.lost or not wrong or wrong.total() < len(judged):
+            return ""
+        reason, _ = wrong.most_common(1)[0]
+        return f"graph {self.graph}: {verdict.counted(judged)}: {reason}"
+
     def summary(self) -> str:
-        """Sum up in one line the preset and why, the fused layers, each pass and its sites."""
-        parts = [f"preset {self.preset} ({self.preset_reason})"]
+        """Sum up in one line the graph, preset and why, fused layers, each pass and its sites."""
+        parts = [f"graph {self.graph}"] if self.graph else []
+        parts.append(f"preset {self.preset} ({self.preset_reason})")
         if judged := self.verdicts():
             parts.append(verdict.counted(judged) if not self.lost else verdict.unknown(judged))
         sites = []

@@ -33,8 +33,13 @@ class Quantized:
 
 def quantized_layers() -> tuple[Quantized, ...]:
     """Find every packed weight of every live module; paths count from the root of its tree."""
+    return layers_of(*_roots())
+
+
+def layers_of(*roots: nn.Module) -> tuple[Quantized, ...]:
+    """Find every packed weight of the given modules; paths count from each of them."""
     found: dict[int, Quantized] = {}
-    for root in _roots():
+    for root in roots:
         for path, module in root.named_modules():
             for name, tensor in packed_tensors(module):
                 if id(tensor) not in found:

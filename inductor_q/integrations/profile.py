@@ -1,0 +1,50 @@
+"""Record chosen steps of a training: a trace for Chrome or Perfetto, and what the GPU allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from inductor_q.log import log
+
+_MOST_EVENTS = 1_000_000  # of a memory snapshot
+
+
+class StepProfile:
+    """Record from the first to the last of `steps`, which count from 1, and write to `folder`."""
+
+    def __init__(self, folder: Path, steps: Collection[int]) -> None:
+        self.folder = folder
+        self.first, self.last = min(steps), max(steps)
+        self._running: Any = None
+
+    def begin(self, step: int) -> None:
+        """Start where `step` is the first."""
+        if step != self.first or self._running is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+        self._running = profile(activities=activities, profile_memory=True)
+        self._running.start()
+
+    def end(self, step: int | None = None) -> None:
+        """Stop and write where `step` is the last, or training ends before it."""
+        if self._running is None or (step is not None and step < self.last):
+            return
+        self._running.stop()
+        rank = os.environ.get("RANK", "0")
+        trace = self.folder / f"trace.rank{rank}.json"
+        self._running.export_chrome_trace(str(trace))
+        self._running = None
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory.rank{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        log.info("steps %d to %d are in %s", self.first, self.last, trace)

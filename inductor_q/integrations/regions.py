@@ -1,0 +1,148 @@
+"""Compile of a model what can be one graph: `inductor_q.compile(model)`.
+
+Which module that is depends on who calls the model. A causal language model is compiled whole, with
+its loss. Where a trainer has replaced its forward (TRL computes the loss in a function of its own
+that Dynamo cannot trace), the decoder inside is. What is compiled is changed in place: a module's
+call goes to its compiled form, so names, saved files and `isinstance` stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from inductor_q.backend import qfuse_backend
+from inductor_q.exc import NoRegion
+from inductor_q.integrations.checkpointing import prepare_checkpointing
+from inductor_q.log import log
+
+Regions = Literal["auto", "model", "layers"]
+
+
+def compile(
+    model: nn.Module,
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    regions: Regions = "auto",
+) -> nn.Module:
+    """Compile a model in place with qfuse, and return it.
+
+    Gradient checkpointing is prepared for one graph, and bitsandbytes is kept from repacking 4-bit
+    weights on a CPU. `generate` and other calls with a cache of keys and values run in eager mode:
+    they would need a graph for every length.
+
+    Args:
+        model: a transformers model, PEFT's wrapper around one, or any other module.
+        options, mode, dynamic: as of `torch.compile(backend="qfuse")`.
+        regions: "model" compiles all that can be one graph; "layers" each layer by itself, which
+            suits FSDP2 and compiles sooner; "auto" is "model".
+
+    Raises:
+        NoRegion: there are no layers to compile.
+    """
+    regions_found = compiled_regions(model, regions)
+    prepare_checkpointing(model)
+    keep_layout(model)
+    _part_adapter_lists(model)
+    module: Any
+    for module in regions_found:
+        compiled = torch.compile(
+            module._call_impl,
+            backend=qfuse_backend(),
+            options=dict(options) if options else None,
+            mode=mode,
+            dynamic=dynamic,
+            **_own_limit(len(regions_found) == 1),
+        )
+        module._compiled_call_impl = _without_cache(module, compiled)
+    return model
+
+
+def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Module]:
+    """Return the modules of `model` that `compile` gives to torch.compile."""
+    base = base_model(model)
+    if regions == "layers":
+        names = set(getattr(base, "_no_split_modules", None) or ())
+        layers = [m for m in model.modules() if type(m).__name__ in names]
+        if not layers:
+            raise NoRegion(model=type(base).__name__)
+        return layers
+    return [base.base_model if _is_replaced(base) else model]
+
+
+def base_model(model: nn.Module) -> Any:
+    """Return the model inside of PEFT's wrapper, or the model itself."""
+    get: Any = getattr(model, "get_base_model", None)
+    return get() if get else model
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights that lie on a CPU for inference.
+
+    Its kernel for packed weights has no backward: after an evaluation training would go wrong.
+    """
+    kept: list[Any] = [
+        layer
+        for layer in model.modules()
+        if getattr(layer, "support_avx512bf16_for_cpu", False)
+        and isinstance(layer.weight, torch.Tensor)
+        and layer.weight.device.type == "cpu"
+    ]
+    for layer in kept:
+        layer.support_avx512bf16_for_cpu = False
+    if kept:
+        log.info("%d 4-bit layers keep their layout on the CPU in evaluation", len(kept))
+
+
+def _part_adapter_lists(model: nn.Module) -> None:
+    """Give each of PEFT's layers a list of its active adapters that is its own.
+
+    They share one at first, and no longer once adapters were switched, as DPO's reference pass does
+    and undoes: Dynamo would compile the same state again.
+    """
+    for layer in model.modules():
+        active: Any = vars(layer).get("_active_adapter")
+        if isinstance(active, list):
+            vars(layer)["_active_adapter"] = list(active)
+
+
+def _is_replaced(model: nn.Module) -> bool:
+    """Whether somebody has replaced the forward of a transformers model.
+
+    accelerate wraps it too, for autocast, and keeps the one before as `_original_forward`.
+    """
+    held = vars(model)
+    forward = held.get("_original_forward", held.get("forward"))
+    return (
+        hasattr(model, "base_model_prefix")
+        and forward is not None
+        and getattr(forward, "__func__", forward) is not type(model).forward
+    )
+
+
+def _own_limit(alone: bool) -> dict[str, Any]:
+    """Return what gives a region graphs and a limit of its own, where torch has that (2.13).
+
+    All modules share one frame, and so the eight graphs that it may have: training, evaluation and
+    a reference pass, two for each, of two models. Layers have to share theirs.
+    """
+    own = {"recompile_limit": 16, "isolate_recompiles": alone}
+    known = inspect.signature(torch.compile).parameters
+    return own if own.keys() <= known.keys() else {}
+
+
+def _without_cache(module: Any, compiled: Any) -> Any:
+    """Return a call of `module` that is compiled unless keys and values are cached."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            return module._call_impl(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return call

@@ -1,0 +1,134 @@
+"""Train with qfuse under transformers' Trainer, and TRL's trainers, which are made of it.
+
+    trainer = SFTTrainer(model, args=arguments, train_dataset=data, callbacks=[QfuseCallback()])
+
+This module imports transformers, and is imported only when somebody asks for what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from inductor_q.exc import MissingExtra, OptionsWithoutCompile
+from inductor_q.integrations.profile import StepProfile
+from inductor_q.integrations.regions import Regions, compile, keep_layout
+from inductor_q.log import log
+from inductor_q.options import check_options
+from inductor_q.process import report
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise MissingExtra(
+        package="transformers", extra="transformers", feature="QfuseCallback"
+    ) from error
+
+
+class QfuseCallback(TrainerCallback):
+    """Compile the model of a Trainer with qfuse when training begins, and say what came of it.
+
+    What is compiled, and what is prepared for it, is as of `inductor_q.compile`. After the first
+    step one line says how many layers are fused, in how many graphs with how many breaks; at the
+    end another one does where that has changed.
+
+    Args:
+        options, mode, dynamic: as of `torch.compile(backend="qfuse")`.
+        regions: as of `inductor_q.compile`.
+        enabled: "auto" compiles where there is a GPU, and otherwise warns and ignores the options.
+        profile: a folder for a Chrome trace, and on a GPU a memory snapshot, of `profile_steps`.
+
+    Raises:
+        OptionsWithoutCompile: there are options, and `enabled` is False.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        regions: Regions = "auto",
+        enabled: bool | Literal["auto"] = True,
+        profile: str | Path | None = None,
+        profile_steps: Collection[int] = (4, 5),
+    ) -> None:
+        given = {"options": options, "mode": mode}
+        if not enabled and (unused := [name for name, value in given.items() if value]):
+            raise OptionsWithoutCompile(given=unused)
+        if enabled == "auto":
+            enabled = torch.cuda.is_available()
+            if not enabled:
+                log.warning("QfuseCallback: there is no GPU, so nothing is compiled")
+        if options:
+            check_options(dict(options))
+        self.enabled = enabled
+        self.settings: dict[str, Any] = {**given, "dynamic": dynamic, "regions": regions}
+        self.profile = StepProfile(Path(profile), profile_steps) if profile else None
+        self._said = ""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.enabled:
+            keep_layout(kwargs["model"])
+            _take_over(args)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.enabled:
+            compile(kwargs["model"], **self.settings)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.profile:
+            self.profile.begin(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.profile:
+            self.profile.end(state.global_step)
+        if not self._said:
+            self._say(state, kwargs["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.profile:
+            self.profile.end()
+        self._say(state, kwargs["model"])
+
+    def _say(self, state: Any, model: nn.Module) -> None:
+        """Print the line, where it is new."""
+        if not self.enabled:
+            return
+        now = report(model)
+        line = now.summary()
+        if line != self._said and state.is_world_process_zero:
+            print(line, flush=True)
+            if now.layers and not now.fused:
+                log.warning("qfuse: the model has quantized layers, and none is fused")
+        self._said = line
+
+
+def compile_trainer(trainer: Any, **settings: Any) -> Any:
+    """Give a trainer that exists already a `QfuseCallback` with these settings; return the trainer.
+
+    Call it before `train()` and before the first evaluation.
+    """
+    callback = QfuseCallback(**settings)
+    callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    trainer.add_callback(callback)
+    return trainer
+
+
+def _take_over(args: Any) -> None:
+    """Keep accelerate from compiling the model too, which would be whole and of another backend."""
+    if not getattr(args, "torch_compile", False):
+        return
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DynamoBackend
+
+    AcceleratorState().dynamo_plugin.backend = DynamoBackend.NO
+    log.warning(
+        "torch_compile_backend=%r is ignored: QfuseCallback compiles", args.torch_compile_backend
+    )

@@ -1,0 +1,100 @@
+"""The report of a process: what became of the quantized layers over all of its graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import get_args
+
+from torch import nn
+
+from inductor_q import backend
+from inductor_q.capture.live import layers_of, quantized_layers
+from inductor_q.graph_report import Report
+from inductor_q.verdict import Status, Verdict, counted, match
+
+UNSEEN = "its forward ran uncompiled, or did not run"
+
+_BEST_FIRST: tuple[Status, ...] = get_args(Status)
+
+
+@dataclass(frozen=True)
+class ProcessReport:
+    """Sum up the graphs that qfuse has compiled in this process.
+
+    `layers` judges each quantized layer, by module path, as its worst graph does; one that no graph
+    read is rejected. `breaks` counts the graph breaks of everything that Dynamo has compiled;
+    `qfuse explain` also finds those that torch's counters miss.
+    """
+
+    reports: tuple[Report, ...] = ()
+    layers: dict[str, Verdict] = field(default_factory=dict)
+    breaks: int = 0
+
+    @property
+    def graphs(self) -> int:
+        return len(self.reports)
+
+    @property
+    def fused(self) -> int:
+        return sum(verdict.status == "fused" for verdict in self.layers.values())
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether each layer is fused, or left to its library by choice, without a break."""
+        return not self.breaks and all(verdict.is_accepted for verdict in self.layers.values())
+
+    def reasons(self) -> Counter[str]:
+        """Count the reasons why layers are not fused."""
+        return Counter(v.reason for v in self.layers.values() if not v.is_accepted)
+
+    def summary(self) -> str:
+        """Sum up in one line the fused layers, the graphs and the breaks, and what to do next."""
+        line = (
+            f"qfuse: {counted(self.layers)}; "
+            f"{_several(self.graphs, 'graph')}, {_several(self.breaks, 'break')}"
+        )
+        for reason, count in self.reasons().most_common(1):
+            line += f"; {count} not fused: {reason}"
+        return line if self.is_clean else f"{line}; run `qfuse explain` for the causes"
+
+
+def report(model: nn.Module | None = None) -> ProcessReport:
+    """Return what became of quantized layers over all graphs of this process.
+
+    Args:
+        model: count the layers of this model only; otherwise those of every model that is alive,
+            where a graph read some layer of it, or of all where no graph read any.
+    """
+    found = quantized_layers() if model is None else layers_of(model)
+    reports = backend.reports()
+    judged: dict[str, Verdict] = {}
+    for one in reports:
+        for path, verdict in one.verdicts().items():
+            judged[path] = _worse(judged.get(path), verdict)
+    trees: dict[int, list[str]] = {}
+    for layer in found:
+        trees.setdefault(layer.tree, []).append(layer.module)
+    read = [paths for paths in trees.values() if any(match(p, judged) for p in paths)]
+    layers = _by_path((p for paths in read or trees.values() for p in paths), judged)
+    if model is None:  # models that are gone by now
+        named = {match(path, judged) for path in layers}
+        layers |= {path: verdict for path, verdict in judged.items() if path not in named}
+    return ProcessReport(reports, layers, backend.graph_breaks())
+
+
+def _by_path(paths: Iterable[str], judged: dict[str, Verdict]) -> dict[str, Verdict]:
+    names = {path: match(path, judged) for path in paths}
+    unseen = Verdict("rejected", UNSEEN)
+    return {path: judged[name] if name else unseen for path, name in names.items()}
+
+
+def _worse(one: Verdict | None, other: Verdict) -> Verdict:
+    if one is None or _BEST_FIRST.index(other.status) > _BEST_FIRST.index(one.status):
+        return other
+    return one
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,137 @@
+"""transformers' Trainer with one import, and what `QfuseCallback` refuses, says and writes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import inductor_q
+from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
+from inductor_q.integrations import QfuseCallback
+from inductor_q.integrations.regions import base_model, compiled_regions, keep_layout
+from tests.support.trainers import COMMON, model, rows, tokenizer, train
+
+for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
+    pytest.importorskip(extra)
+
+from transformers import (  # noqa: E402
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+
+def trainer(out: Path, *, layers: int = 1, **settings: Any) -> Any:
+    arguments: Any = TrainingArguments(output_dir=str(out), **{**COMMON, **settings})
+    pad: Any = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    data: Any = rows(40)
+    return Trainer(model(layers), arguments, pad, data, data[:4])
+
+
+def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> None:
+    """On a CPU with AVX512-BF16 the step after an evaluation used to fail."""
+    settings: dict[str, Any] = {
+        "max_steps": 8,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "torch_compile": True,  # accelerate would compile the model too
+    }
+    compiled = train(lambda: trainer(tmp_path, **settings), compiled=True)
+    settings["torch_compile"] = False
+    eager = train(lambda: trainer(tmp_path, **settings), compiled=False)
+    assert (compiled.graphs, compiled.breaks) == (3, [])
+    for key in ("loss", "eval_loss"):
+        assert len(compiled.logged(key)) == len(eager.logged(key)) > 1
+        assert compiled.logged(key) == pytest.approx(eager.logged(key), rel=1e-3)
+
+
+def test_options_reach_the_backend_and_are_checked_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UnknownOption, match=r"qfuse\.numerics"):
+        QfuseCallback(options={"qfuse.numeric": "strict"})
+    options = {"qfuse.numerics": "strict"}
+    train(lambda: trainer(tmp_path, max_steps=1), compiled=True, options=options)
+    report = inductor_q.last_report()
+    assert report is not None and report.numerics == "strict"
+
+
+def test_options_without_compile_are_refused() -> None:
+    with pytest.raises(OptionsWithoutCompile, match="QfuseCallback has options and enabled=False"):
+        QfuseCallback(options={"qfuse.numerics": "strict"}, enabled=False)
+    QfuseCallback(enabled=False)
+
+
+def test_auto_compiles_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"qfuse.numerics": "strict"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not QfuseCallback(options=options, enabled="auto").enabled
+    assert "nothing is compiled" in caplog.text
+
+
+def test_layers_share_a_graph(tmp_path: Path) -> None:
+    """The first layer's input requires no gradient: its graph is one of its own."""
+
+    def make() -> Any:
+        return trainer(tmp_path, layers=3, max_steps=1)
+
+    compiled = train(make, compiled=True, regions="layers")
+    assert (compiled.graphs, compiled.breaks) == (2, [])
+
+
+def test_regions_follow_who_calls_the_model() -> None:
+    whole = model()
+    base = base_model(whole)
+    assert compiled_regions(whole) == [whole]
+    base._original_forward = base.forward  # accelerate wraps a model for autocast
+    base.forward = lambda *args, **kwargs: base._original_forward(*args, **kwargs)
+    assert compiled_regions(whole) == [whole]
+    del base._original_forward
+    assert compiled_regions(whole) == [base.model]
+    assert compiled_regions(whole, "layers") == list(base.model.layers)
+    plain = nn.Linear(2, 2)
+    assert compiled_regions(plain) == [plain]
+    with pytest.raises(NoRegion, match="Linear names no layers"):
+        compiled_regions(plain, "layers")
+
+
+def test_generation_stays_eager_and_copies_are_not_compiled() -> None:
+    torch.compiler.reset()
+    compiled = inductor_q.compile(model(), dynamic=True)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        cache = compiled(input_ids=ids, use_cache=True, past_key_values=_cache()).past_key_values
+    assert cache.get_seq_length() == 4
+    assert inductor_q.report(compiled).graphs == 0
+    assert copy.deepcopy(compiled)._compiled_call_impl is None
+
+
+def _cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def test_the_layout_is_kept_on_a_cpu_only() -> None:
+    layers: list[Any] = [nn.Linear(2, 2, device=device) for device in ("meta", "cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True
+    keep_layout(nn.ModuleList(layers))
+    assert [layer.support_avx512bf16_for_cpu for layer in layers] == [True, False]
+
+
+def test_a_profile_of_chosen_steps(tmp_path: Path) -> None:
+    out = tmp_path / "profile"
+    steps = (2, 3)
+    train(lambda: trainer(tmp_path, max_steps=4), compiled=True, profile=out, profile_steps=steps)
+    trace = json.loads((out / "trace.rank0.json").read_text())
+    names = [str(event.get("name")) for event in trace["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2

@@ -1,0 +1,94 @@
+"""Train small QLoRA models with transformers' and TRL's trainers, in eager mode and with qfuse."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from examples.finetune import TEXT
+from inductor_q import testing
+from inductor_q.integrations import compile_trainer
+from tests.support.compiling import no_codegen
+
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+@dataclass
+class Run:
+    """Hold what a training has logged and compiled."""
+
+    log: list[dict[str, Any]]
+    graphs: int
+    breaks: list[str]
+    recompiles: list[str]
+
+    def logged(self, key: str) -> list[float]:
+        return [float(entry[key]) for entry in self.log if key in entry]
+
+
+def tokenizer() -> Any:
+    """Make a tokenizer of bytes, with a chat template, as the models of `testing` read them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    vocabulary |= {"<s>": 256, "</s>": 257, "<pad>": 258}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def texts(count: int, seed: int = 0, shortest: int = 20, longest: int = 120) -> list[str]:
+    """Cut pieces of different lengths from a real text."""
+    whole, choose = TEXT.read_text(encoding="utf-8"), random.Random(seed)
+    starts = [choose.randrange(len(whole) - longest) for _ in range(count)]
+    return [whole[start : start + choose.randint(shortest, longest)] for start in starts]
+
+
+def model(layers: int = 1) -> Any:
+    """Make a small QLoRA model, with bitsandbytes' flags as on a CPU with AVX512-BF16."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=layers, pad_token_id=258)
+    made = testing.qlora_model(config, adapter_dtype=torch.bfloat16)
+    for layer in made.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = True
+    return made
+
+
+def train(
+    make: Callable[[], Any], *, compiled: bool, codegen: bool = False, **settings: Any
+) -> Run:
+    """Train with the trainer that `make` returns; `settings` are those of `compile_trainer`."""
+    import transformers
+
+    torch.compiler.reset()
+    transformers.set_seed(0)
+    trainer = make()
+    if compiled:
+        compile_trainer(trainer, **settings)
+    without = contextlib.nullcontext() if codegen else no_codegen()
+    with testing.CompileTrace() as trace, without:
+        trainer.train()
+    return Run(trainer.state.log_history, trace.graphs, trace.breaks, trace.recompiles)
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Make rows of tokens for transformers' Trainer, of different lengths."""
+    encode = testing.ByteTokenizer().encode
+    return [{"input_ids": encode(text)} for text in texts(count, seed)]

@@ -1,0 +1,83 @@
+"""The report of a process counts layers over all graphs, and says when nothing was fused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import inductor_q
+from inductor_q import testing
+from inductor_q.process import UNSEEN
+from tests.support.compiling import no_codegen
+from tests.support.packed import Gptq
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+
+class Two(nn.Module):
+    """Two layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = testing.lora_linear(64, 64, r=4, seed=1)
+        self.second = testing.lora_linear(64, 64, r=4, seed=2)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        if both:
+            torch._dynamo.graph_break()
+            y = self.second(y)
+        return y
+
+
+def run(model: nn.Module, **kwargs: bool) -> None:
+    torch.compiler.reset()
+    with no_codegen():
+        compiled = torch.compile(model, backend=inductor_q.backend.qfuse)
+        x = torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)
+        compiled(x, **kwargs).sum().backward()
+
+
+def test_layers_are_counted_over_all_graphs() -> None:
+    model = Two()
+    run(model)
+    found = inductor_q.report(model)
+    assert (found.graphs, found.breaks, found.fused, len(found.layers)) == (2, 1, 2, 2)
+    assert "2 of 2 quantized layers fused; 2 graphs, 1 break; run `qfuse exp" in found.summary()
+    last = inductor_q.last_report()
+    assert last is not None and last.summary().startswith("qfuse: graph 1/0, training; preset")
+
+
+def test_a_layer_that_no_graph_reads_counts() -> None:
+    model = Two()
+    run(model, both=False)
+    found = inductor_q.report(model)
+    assert (found.fused, found.breaks) == (1, 0) and not found.is_clean
+    assert found.layers["second.proj"].reason == UNSEEN
+    assert f"1 of 2 quantized layers fused; 1 graph, 0 breaks; 1 not fused: {UNSEEN}" in (
+        found.summary()
+    )
+    assert len(inductor_q.report().layers) >= 2  # other tests' models may live
+
+
+def test_a_reset_forgets() -> None:
+    model = Two()
+    run(model)
+    torch.compiler.reset()
+    found = inductor_q.report(model)
+    assert (found.graphs, found.breaks, found.fused, len(found.layers)) == (0, 0, 0, 2)
+
+
+def test_a_graph_in_which_nothing_is_fused_warns(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "inductor_q")
+    model = Two()
+    run(model, both=False)
+    assert "0 of 1" not in caplog.text
+    model.first = Gptq()
+    run(model, both=False)
+    assert caplog.text.count("0 of 1 quantized layer fused") == 1
+    assert "run `qfuse explain`" in caplog.text
