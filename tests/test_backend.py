@@ -415,7 +415,7 @@ def test_report_file_without_a_quantized_weight(
         )
     (written,) = json.loads(path.read_text())["compiles"]
     assert written["passes"] == written["sites"] == []
-    assert sum(r.getMessage().startswith("qfuse: preset") for r in caplog.records) == 1
+    assert sum(r.getMessage().startswith("qfuse: graph") for r in caplog.records) == 1
 
 
 def test_report_that_cannot_be_written_is_told_before_compiling(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_one_line_at_info(caplog: pytest.LogCaptureFixture) -> None:
         result = compile_step(lora(), x_MK())
     lines = [r.getMessage() for r in caplog.records if r.name == "inductor_q"]
     assert lines.count(result.report.summary()) == 1
-    (line,) = [x for x in lines if x.startswith("qfuse: preset")]
+    (line,) = [x for x in lines if x.startswith("qfuse: graph")]
     assert "preset cpu (" in line and "extend_k 2" in line and "\n" not in line
 
 
@@ -485,4 +485,4 @@ def test_torch_logs_takes_our_logger() -> None:
             text=True,
         )
         assert result.returncode == 0, result.stderr
-        assert ("qfuse: preset cpu" in result.stderr) == told, result.stderr
+        assert ("; preset cpu" in result.stderr) == told, result.stderr
