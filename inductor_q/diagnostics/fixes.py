@@ -45,9 +45,9 @@ FIXES: tuple[Fix, ...] = (
     ),
     Fix(
         "the hook of enable_input_require_grads() cannot be compiled, and only reentrant "
-        "checkpointing needs it: give a Trainer callbacks=[inductor_q.integrations.QfuseCallback()] "
-        "instead of compiling the model, or call prepare_checkpointing(model) of the same package "
-        "once, before training",
+        "checkpointing needs it: give a Trainer inductor_q.integrations.QfuseCallback() as a "
+        "callback instead of compiling the model, or call prepare_checkpointing(model) of the same "
+        "package once, before training",
         frame=r"(transformers|peft)/.*: make_inputs_require_grad",
     ),
     Fix(
