@@ -56,7 +56,7 @@ class Report:
 
     @property
     def bytes_saved(self) -> int:
-        """The bytes of dequantized weights that stock autograd would keep for backward."""
+        """The bytes of dequantized weights and of logits that stock would keep for backward."""
         return sum(site.bytes_saved * (1 + len(site.also)) for site in self.sites)
 
     def applied(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class Report:
         if sites:
             parts.append(f"sites: {', '.join(sites)}")
         if self.bytes_saved:
-            parts.append(f"{self.bytes_saved / 2**20:.1f} MiB of weights not saved for backward")
+            parts.append(f"{self.bytes_saved / 2**20:.1f} MiB not saved for backward")
         if self.memory is not None:
             parts.append(str(self.memory))
         if self.cached:

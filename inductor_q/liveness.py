@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_q.capture.example import hint
 from inductor_q.ops.linear_cross_entropy import rows_of_chunk
-from inductor_q.passes.extend_k import EXTEND
+from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
 from inductor_q.passes.graph import CAT, VIEWS
 
 _JOINTS = (CAT, EXTEND)
@@ -156,7 +156,7 @@ class _Kinds:
         if self.is_view(node):
             return True
         readers = list(self.readers(node))
-        if len(readers) == 1 and readers[0].target in _JOINTS:
+        if len(readers) == 1 and _is_part(node, readers[0]):
             return node.op == "call_function"
         return (
             self.is_elementwise(node)
@@ -171,6 +171,13 @@ class _Kinds:
                 yield from self.readers(user)
             else:
                 yield user
+
+
+def _is_part(node: fx.Node, joint: fx.Node) -> bool:
+    """Whether an operation lays a value beside others; one with dropout also reads seeds and A."""
+    if joint.target is EXTEND_DROPPED:
+        return storages(node).keys() == storages(joint.all_input_nodes[0]).keys()
+    return joint.target in _JOINTS
 
 
 def _elements(node: fx.Node) -> int:

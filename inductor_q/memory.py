@@ -34,7 +34,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from inductor_q.capture.example import example, hint
 from inductor_q.context import Context
 from inductor_q.liveness import Liveness, simulate, storages, tensor_bytes
-from inductor_q.passes.extend_k import EXTEND
+from inductor_q.passes.extend_k import EXTEND_DROPPED, WIDE
+from inductor_q.passes.fuse_dropout import PROJECT
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import ADD, VIEWS, is_tangent
 from inductor_q.passes.keep_packed import computed_from_inputs, static_inputs
@@ -293,13 +294,15 @@ def cost_of(node: fx.Node) -> float | None:
     elif node.target is SCATTER2SCATTER:
         result, _ = node.meta["val"]
         operations = 2 * hint(result.numel()) * hint(example(node.args[0]).shape[-1])
+    elif node.target in (PROJECT, EXTEND_DROPPED):
+        operations = 2 * example(node.args[0]).numel() * example(node.args[3]).shape[0]
     elif (place := _PRODUCTS.get(node.target)) is not None:
         operations = 2 * example(node).numel() * example(node.args[place]).shape[-1]
     elif node.target is aten.convolution.default or torch.Tag.nondeterministic_seeded in getattr(
         node.target, "tags", ()
     ):
         return None
-    elif getattr(node.target, "namespace", "") in ("aten", "prims") or node.target is EXTEND:
+    elif getattr(node.target, "namespace", "") in ("aten", "prims") or node.target in WIDE:
         operations = 0
     else:
         return None

@@ -22,6 +22,7 @@ from torch import fx
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
+from inductor_q.frames import user_frame
 from inductor_q.logits import Recipe
 from inductor_q.passes.causal_mask import same_size
 from inductor_q.passes.runner import CAPTURED, Site
@@ -82,9 +83,9 @@ class ChunkLoss:
                 continue
             value = head.terms[0].x.meta["example_value"]
             logits = hint(_value(node.args[0]).shape[0]) * hint(_value(node.args[0]).shape[1])
-            provider = "chunks of the logits"
+            provider = "qfuse.linear_cross_entropy"
             if head.returned:
-                provider += ", computed again when they are read"
+                provider += ", logits on demand"
             yield Site(
                 node,
                 plan=head,
@@ -153,7 +154,10 @@ def _head(node: fx.Node, context: Context) -> _Head:
     if given["size_average"] is not None or given["reduce"] is not None:
         raise _Refused("the loss is reduced by an argument that torch deprecates: use reduction=")
     if given["reduction"] not in ("mean", "sum"):
-        raise _Refused("the loss is not reduced: each row has a gradient of its own to scale")
+        raise _Refused(
+            "reduction='none': each row has a gradient of its own to scale, which 'sum' and 'mean' "
+            "do not"
+        )
     logits, target = _value(given["input"]), _value(given["target"])
     if logits is None or target is None or logits.dim() != 2 or target.dim() != 1:
         raise _Refused("the logits are not a matrix with a label for each row")
@@ -271,8 +275,10 @@ def _returned(logits: fx.Node, way: Sequence[fx.Node]) -> dict[fx.Node, torch.dt
         elif _is_cast(user):
             todo += [(user, other) for other in user.users]
         elif not (user.op == "call_method" and user.target in _SIZES):
-            name = getattr(user.target, "__name__", user.target)
-            raise _Refused(f"the graph reads its logits: {name}")
+            name, where = getattr(user.target, "__name__", user.target), user_frame(user)
+            raise _Refused(
+                f"the graph reads its logits: {name}" + (f" at {where}" if where else "")
+            )
     return found
 
 
@@ -287,7 +293,10 @@ def _check_size(node: fx.Node, context: Context) -> None:
         rows = MANY  # another batch may have any number
     count = rows * hint(columns)
     if count < least and context.resolved.loss != "chunked":
-        raise _Refused(f"{count} logits, fewer than chunk_loss.min_logits={least}")
+        raise _Refused(
+            f"{count} logits, fewer than chunk_loss.min_logits={least} of the preset "
+            "(qfuse.loss='chunked' has no such limit)"
+        )
 
 
 def _divisor(node: fx.Node, reduction: str) -> tuple[fx.Node | None, fx.Node]:

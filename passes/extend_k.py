@@ -77,6 +77,7 @@ from inductor_q.passes.runner import Site
 COLUMN_MULTIPLE = 64  # cuBLAS takes longer for a K that is no multiple of it
 EXTEND = torch.ops.qfuse.extend.default
 EXTEND_DROPPED = torch.ops.qfuse.extend_dropped.default
+WIDE = (EXTEND, EXTEND_DROPPED)
 _LAYOUT = {
     *VIEWS,
     PERMUTE,
@@ -154,7 +155,7 @@ class ExtendK:
             weight = packed_weight(found.bases[0].weight)
             reason = _impossible(found)
             if reason:
-                yield Site(found.node, reason, weight)
+                yield Site(found.node, reason, weight, by_choice=reason == FACTOR)
             elif reason := _unwanted(found, context):
                 yield Site(found.node, reason, weight, by_choice=True)
             else:
@@ -255,16 +256,18 @@ def _from_dropout(leaf: fx.Node) -> bool:
 
 def _hidden(leaf: fx.Node) -> str:
     """Return which cast or factor keeps a term from being an adapter's product; empty if none."""
-    reason = ""
+    found: set[object] = set()
     node = leaf
     while node.target in VIEWS or node.target in (CAST, CLONE, MUL):
-        if node.target is CAST and tensor(node.args[0]).dtype is torch.float32:
-            reason = FLOAT32
-        elif node.target is MUL:
-            reason = reason or FACTOR
+        widened = node.target is CAST and tensor(node.args[0]).dtype is torch.float32
+        found.add(FLOAT32 if widened else node.target)
         node = arg(node, 0)
     product = as_product(node)
-    return reason if product is not None and _as_low(product) is not None else ""
+    if product is None or _as_low(product) is None:
+        return ""
+    if MUL in found and tensor(node).dtype is not torch.float32:
+        return FACTOR  # a mask of dropout is float32 under autocast, and the product is not
+    return FLOAT32 if FLOAT32 in found else FACTOR if MUL in found else ""
 
 
 # --- refusing -----------------------------------------------------------------------------------
@@ -328,7 +331,7 @@ def _group_rejected(members: Sequence[_Sum]) -> str:
         base.cols * (len(m.bases) + len(m.lows) - 1) for m in members for base in m.bases[:1]
     )
     if 2 * copied > saved:
-        opaque = ", ".join(sorted({_producer(x).name for x in blocks if not _writes_anywhere(x)}))
+        opaque = ", ".join(sorted({_kernel(x) for x in blocks if not _writes_anywhere(x)}))
         return f"the input comes from {opaque}, which cannot write into a wider buffer"
     return ""
 
@@ -357,6 +360,15 @@ def _producer(node: fx.Node) -> fx.Node:
     while node.target in _LAYOUT:
         node = arg(node, 0)
     return node
+
+
+def _kernel(node: fx.Node) -> str:
+    """Name the operation that computes a tensor."""
+    node = _producer(node)
+    while node.target is operator.getitem:
+        node = arg(node, 0)
+    called = node.args[0] if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+    return str(called if isinstance(called, torch._ops.OpOverload) else node.target)
 
 
 def _writes_anywhere(node: fx.Node) -> bool:

@@ -58,7 +58,7 @@ PROJECT = torch.ops.qfuse.dropout_project.default
 GRAD = torch.ops.qfuse.dropout_grad.default
 STRICT = "qfuse.numerics='strict' keeps every product as written"
 EAGER = "torch._inductor.config.fallback_random asks for the numbers of eager"
-PROVIDER = "masks in the kernel"
+PROVIDER = "qfuse.dropout_project"
 MAX_RANK = 64  # of the kernels
 
 
@@ -282,7 +282,8 @@ def _unwanted(found: _Dropout, context: Context) -> str:
 
 
 def _groups(graph: fx.Graph, found: Sequence[_Dropout]) -> list[list[_Dropout]]:
-    """Group what shares an input, a rank and a rate, and adds up its gradients of the input."""
+    """Group what shares an input, a rank, a dtype and a rate, and adds up its gradients of the
+    input."""
     roots = {leaf: root for root, leaves in sums(graph) for leaf in leaves} if found else {}
     groups: dict[object, list[_Dropout]] = defaultdict(list)
     for dropout in found:
@@ -291,7 +292,8 @@ def _groups(graph: fx.Graph, found: Sequence[_Dropout]) -> list[list[_Dropout]]:
             root = roots.get(of_x)
             alike = root and same_shape(root, of_x) and tensor(root).dtype == tensor(of_x).dtype
             root = root if alike and len(of_x.users) == 1 else of_x
-        groups[peel_rows(dropout.x), dropout.p, dropout.projection.cols, root].append(dropout)
+        kind = dropout.p, dropout.projection.cols, tensor(dropout.projection.node).dtype
+        groups[peel_rows(dropout.x), kind, root].append(dropout)
     order = positions(graph) if groups else {}
     split: list[list[_Dropout]] = []
     for members in groups.values():
@@ -329,7 +331,8 @@ def _rewrite(graph: fx.Graph, plan: _Group) -> None:
     with graph.inserting_before(members[-1].of_a):
         like = members[-1].of_a
         grad = _joined(graph, [as_matrix(graph, m.grad) for m in members], 1)
-        both = emit(graph, GRAD, (*shared, grad, count, first.p), like)
+        wanted = first.of_x is not None
+        both = emit(graph, GRAD, (*shared, grad, count, first.p, wanted), like)
         of_a = emit(graph, operator.getitem, (both, 0), like)
         for i, member in enumerate(members):
             part = _part(graph, of_a, 0, i, count, rank, member.of_a)

@@ -25,11 +25,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
+from inductor_q.passes.extend_k import WIDE
+from inductor_q.passes.fuse_dropout import PROJECT
 from inductor_q.passes.graph import VIEWS, arg, backward_nodes, tensor
 from inductor_q.passes.products import as_product, is_projection
 from inductor_q.passes.runner import Site
 
-EXTEND = torch.ops.qfuse.extend.default
 RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _ATTENTION = "_scaled_dot_product_"
 
@@ -87,8 +88,10 @@ def _below_views(node: fx.Node) -> fx.Node:
 def _projected(node: fx.Node) -> fx.Node | None:
     """Return x where the node is an adapter's `x A'`. (A product of a wide buffer is none, and what
     extend_k projects into one comes with the buffer, which is filled again anyway.)"""
+    if node.target is PROJECT:
+        return arg(node, 0)
     product = as_product(node)
-    if product is None or product.x.target is EXTEND or not is_projection(product):
+    if product is None or product.x.target in WIDE or not is_projection(product):
         return None
     return product.x
 

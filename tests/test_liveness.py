@@ -86,6 +86,19 @@ def test_parts_are_written_into_a_concatenation() -> None:
     assert lived(joined, owned=["0"]).peak == 2 * SIZE
 
 
+def test_what_dropout_reads_beside_its_input_is_written() -> None:
+    """The input of a widened product is made in its place there, the adapters are not."""
+    rank = 4
+
+    def extended(x: Tensor) -> Tensor:
+        seeds, a = torch.zeros(1, dtype=torch.int64), x[:rank] @ x
+        wide: Tensor = torch.ops.qfuse.extend_dropped(x @ x, seeds, 0, a, 1, 0.5, 0)
+        return wide
+
+    wide, a, seeds = 4 * SIDE * (SIDE + rank), 4 * rank * SIDE, 8
+    assert lived(extended, owned=["0"]).peak == wide + a + seeds
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_logits_of_a_chunk_are_counted(trained: bool) -> None:
     """Of 512 rows 128 at a time, beside the gradients; a trained head's is summed in float32."""

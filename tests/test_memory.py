@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,11 +27,11 @@ from inductor_q.diagnostics import observe
 from inductor_q.exc import InvalidOptionValue
 from inductor_q.graph_report import Report
 from inductor_q.hooks import Partitioner
-from inductor_q.memory import _Ladder, measuring
+from inductor_q.memory import _Ladder, cost_of, measuring
 from inductor_q.options import _memory as budget_of
 from inductor_q.records import MemoryRecord
 from inductor_q.resolved import Budget
-from tests.support.compiling import compile_step, count_ops, gradients, partition
+from tests.support.compiling import compile_step, count_ops, gradients, op_name, partition
 from tests.support.resolving import on_cpu
 
 # --- the choice, of peaks that are made up -------------------------------------------------------
@@ -253,6 +254,24 @@ def test_masks_of_dropout() -> None:
     forward, backward = (count_ops(graph) for graph in runs[1].partitioned)
     assert forward["inductor_seeds"] == 1 and not backward["inductor_seeds"]
     assert backward["inductor_random"]
+
+
+def test_what_projections_under_dropout_cost() -> None:
+    """They can be computed again: their masks come from seeds. Their gradients can not."""
+
+    def ops(x: Tensor, seeds: Tensor, a: Tensor) -> list[Tensor]:
+        dropped = (x, seeds, 0, a)
+        low = torch.ops.qfuse.dropout_project(*dropped, 2, 0.5)
+        wide = torch.ops.qfuse.extend_dropped(*dropped, 2, 0.5, 0)
+        return [low, wide, *torch.ops.qfuse.dropout_grad(*dropped, low, 2, 0.5, True)]
+
+    given = torch.empty(2048, 4096), torch.zeros(1, dtype=torch.int64), torch.empty(2048, 4096)
+    graph = make_fx(ops, tracing_mode="fake")(*given).graph
+    costs = {op_name(node): cost_of(node) for node in graph.nodes if op_name(node)}
+    product = 2 * 2048 * 4096 * 2048 / 200
+    assert costs["qfuse.dropout_project"] == product
+    assert costs["qfuse.extend_dropped"] == max(product, 4 * 2048 * (4096 + 6144 + 2048) + 8)
+    assert costs["qfuse.dropout_grad"] is None
 
 
 # --- around the plan -----------------------------------------------------------------------------

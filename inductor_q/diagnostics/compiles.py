@@ -72,9 +72,10 @@ class Compiles:
         if self.dry_runs and one.backend != "qfuse":
             with self._noted(one):
                 weights = packed_weights(gm, sources, example_inputs)
-                if is_quantized(gm, weights):
-                    dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
-                    one.dry = dry_run(gm, device_of(example_inputs), dynamic, sources, weights)
+                dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
+                dry = dry_run(gm, device_of(example_inputs), dynamic, sources, weights)
+                if is_quantized(gm, weights) or dry.would_chunk(gm.graph):
+                    one.dry = dry
         if one.dry is not None:
             with self._noted(one, ends=False):  # it only looks
                 one.dry.captured(gm.graph)

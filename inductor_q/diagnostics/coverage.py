@@ -1,4 +1,4 @@
-"""Fusion coverage: what became of each quantized layer, and of attention, by module path.
+"""Fusion coverage: what became of each quantized layer, attention and loss, by module path.
 
 It is put together from the reports of the compiles (one site per pass and layer), the names of the
 graphs' inputs (what a graph read at all) and the layers alive in the process (what there is to
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from inductor_q.capture.live import Quantized
-from inductor_q.diagnostics.explanation import ATTENTION, STATUSES, Layer, LayerStatus, Step
+from inductor_q.diagnostics.explanation import BESIDE, STATUSES, Layer, LayerStatus, Step
 from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.verdict import Verdict, match
 
@@ -58,14 +58,14 @@ def layers(
     return (*found.values(), *rest.values())
 
 
-def attention(reports: Iterable[tuple[Report, bool]]) -> tuple[Layer, ...]:
-    """Return one record per layer that calls attention under a mask; see `layers` for `reports`."""
+def beside(kind: str, reports: Iterable[tuple[Report, bool]]) -> tuple[Layer, ...]:
+    """Return one record per module that a pass of `BESIDE` looked at; see `layers`."""
     covered: dict[str, Layer] = {}
     for report, would in reports:
-        for site in (s for s in report.sites if s.pass_name == "causal_attention"):
+        for site in (s for s in report.sites if s.pass_name == BESIDE[kind]):
             one = Layer(
                 module=site.module or site.source,
-                kind=ATTENTION,
+                kind=kind,
                 format="",
                 status="canonical" if site.rejected else "fused",
                 reason=site.rejected,
@@ -152,4 +152,4 @@ def _uncovered(weight: Quantized, read: Mapping[str, str]) -> Layer:
     )
 
 
-__all__ = ["BLIND", "FAILED", "UNSEEN", "attention", "layers"]
+__all__ = ["BLIND", "FAILED", "UNSEEN", "beside", "layers"]

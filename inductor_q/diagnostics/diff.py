@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from inductor_q.diagnostics.explanation import STATUSES, Explanation, Frame, Layer
+from inductor_q.diagnostics.explanation import BESIDE, STATUSES, Explanation, Frame, Layer
 from inductor_q.diagnostics.render import words
 from inductor_q.diagnostics.render.tree import paths
 
@@ -39,7 +39,7 @@ def compare(before: Explanation, after: Explanation, *, noise: float = NOISE) ->
         *_exits(before, after),
         *_causes(before, after),
         *_layers(before.layers, after.layers),
-        *_layers(before.attention, after.attention),
+        *(c for kind in BESIDE for c in _layers(getattr(before, kind), getattr(after, kind))),
         *_saved(before, after),
         *_seconds(before, after, noise),
         *_environment(before, after),

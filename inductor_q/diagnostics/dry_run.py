@@ -21,6 +21,7 @@ from inductor_q.context import Context, new_report
 from inductor_q.graph_report import Report
 from inductor_q.hooks import passes_off, run_stage
 from inductor_q.options import resolve
+from inductor_q.passes.chunk_loss import would_chunk
 from inductor_q.passes.runner import CAPTURED
 
 
@@ -38,6 +39,11 @@ class DryRun:
     def captured(self, graph: fx.Graph) -> None:
         """Run the captured stage: each of its passes looks at the graph as it is."""
         self._run(CAPTURED, graph, edit=False)
+
+    def would_chunk(self, graph: fx.Graph) -> bool:
+        """Whether the graph has a loss that qfuse computes in chunks, with no packed weight."""
+        with _no_guards(graph):
+            return would_chunk(graph, self.context)
 
     def joint(self, graph: fx.Graph) -> None:
         """Run the joint stage on a copy that is kept for the partition stage."""

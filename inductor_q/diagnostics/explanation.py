@@ -16,8 +16,13 @@ SCHEMA_VERSION = 1
 LayerStatus = Literal["fused", "left", "canonical", "rejected", "unseen"]
 STATUSES: tuple[LayerStatus, ...] = get_args(LayerStatus)
 
-#: The kind of a layer that calls attention under a mask: "fused" without it, or "canonical".
-ATTENTION = "attention"
+#: What is told beside quantized layers: a field of `Explanation`, whose name is the kind of its
+#: records, and the pass that they are about: "fused" by it, or "canonical" where it stood back.
+BESIDE = {
+    "attention": "causal_attention",
+    "loss": "chunk_loss",
+    "checkpointing": "keep_checkpointed",
+}
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Layer:
-    """Give the fusion coverage of one quantized linear or expert, or of attention under a mask.
+    """Give the fusion coverage of one quantized linear or expert, of attention under a mask, of a
+    loss, or of what a checkpointed module keeps.
 
     `status`: "fused" (its dequantization is in a rewritten product), "left" (to its library, since
     a threshold prefers that), "canonical" (recognized, its adapter or product left alone),
@@ -203,6 +209,8 @@ class Explanation:
     saved: tuple[SavedTensors, ...] = ()
     layers: tuple[Layer, ...] = ()
     attention: tuple[Layer, ...] = ()
+    loss: tuple[Layer, ...] = ()
+    checkpointing: tuple[Layer, ...] = ()
     memory: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     dump: str = ""

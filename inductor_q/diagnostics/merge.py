@@ -105,6 +105,8 @@ def merge(runs: Sequence[Explanation]) -> Explanation:
         saved=_worst(runs, lambda r: r.saved, lambda s: s.op, "bytes"),
         layers=_layers(run.layers for run in runs),
         attention=_layers(run.attention for run in runs),
+        loss=_layers(run.loss for run in runs),
+        checkpointing=_layers(run.checkpointing for run in runs),
         memory=tuple(_said(runs, lambda run: run.memory)),
         warnings=(*warnings, *_warnings(runs)),
     )

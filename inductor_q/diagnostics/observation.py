@@ -78,7 +78,7 @@ class Observation:
 
     def explanation(self) -> Explanation:
         """Return everything seen so far, as plain data."""
-        from inductor_q.diagnostics.coverage import attention, layers
+        from inductor_q.diagnostics.coverage import beside, layers
         from inductor_q.diagnostics.summary import Run
 
         run = Run(self.handler.events, self.compiles.all)
@@ -102,7 +102,9 @@ class Observation:
             phases=run.phases(),
             saved=run.saved(),
             layers=layers(run.reports(), live, run.read(), all_trees=self.whole_process),
-            attention=attention(run.reports()),
+            attention=beside("attention", run.reports()),
+            loss=beside("loss", run.reports()),
+            checkpointing=beside("checkpointing", run.reports()),
             memory=tuple(dict.fromkeys(str(r.memory) for r, _ in run.reports() if r.memory)),
             warnings=(
                 *run.warnings(self.forced),

@@ -338,13 +338,18 @@ class DropoutGrad(Call):
     grad: Tensor
     count: int
     p: float
+    of_x: bool  # whether x needs a gradient
 
     @property
     def device(self) -> torch.device:
         return self.x.device
 
     def empty(self) -> tuple[Tensor, Tensor] | None:
-        return None if self.x.numel() else (torch.zeros_like(self.a), torch.zeros_like(self.x))
+        return None if self.x.numel() else (torch.zeros_like(self.a), self.new_of_x())
+
+    def new_of_x(self) -> Tensor:
+        """Allocate the gradient of x, which has no rows where none is needed."""
+        return self.x.new_empty((self.x.shape[0] if self.of_x else 0, self.x.shape[1]))
 
     def check(self) -> None:
         check_dropped(self.x, self.seeds, self.index, self.a, self.count, self.p)

@@ -30,12 +30,13 @@ class Grad(Provider[DropoutGrad]):
     def run(self, call: DropoutGrad) -> tuple[Tensor, Tensor]:
         scale = 1 / (1 - call.p)
         of_a = []
-        of_x = torch.zeros_like(call.x)
+        of_x = call.new_of_x().zero_()
         pairs = zip(call.a.chunk(call.count), call.grad.chunk(call.count, 1), strict=True)
         for i, (a, grad) in enumerate(pairs):
             keep = _keep(call, i)
             of_a.append(grad.t() @ call.x.where(keep, 0.0) * scale)
-            of_x += (grad @ a * scale).where(keep, 0.0)
+            if call.of_x:
+                of_x += (grad @ a * scale).where(keep, 0.0)
         return torch.cat(of_a), of_x
 
 

@@ -69,7 +69,7 @@ class Grad(_Triton, Provider[DropoutGrad]):
         a = call.a.contiguous()
         parts, blocks = _blocks(rows, GRAD_PART), _blocks(columns, COLUMNS)
         partial = call.x.new_empty((parts, *a.shape), dtype=torch.float32)
-        of_a, of_x = torch.empty_like(a), call.x.new_empty((rows, columns))
+        of_a, of_x = torch.empty_like(a), call.new_of_x()
         numbers = (call.grad.stride(0), call.index, *threshold(call.p))
         _launch(
             "grad_a",
@@ -79,6 +79,8 @@ class Grad(_Triton, Provider[DropoutGrad]):
             {**_ranks(call), "PART": GRAD_PART, **_columns(columns)},
         )
         _finish(partial, of_a, 1 / (1 - call.p))
+        if not call.of_x:
+            return of_a, of_x
         constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **_ranks(call)}
         del constants["TOTAL"]
         _launch(

@@ -43,18 +43,30 @@ def dropout_project(
 
 
 def dropout_grad(
-    x: Tensor, seeds: Tensor, index: int, a: Tensor, grad: Tensor, count: int, p: float
+    x: Tensor,
+    seeds: Tensor,
+    index: int,
+    a: Tensor,
+    grad: Tensor,
+    count: int,
+    p: float,
+    *,
+    of_x: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute both gradients of `dropout_project` under the same masks, in one reading of x.
+    """Compute the gradients of `dropout_project` under the same masks.
 
     Args:
         x, seeds, index, a, count, p: those of `dropout_project`.
         grad: [M, count * r], the gradient of its result.
+        of_x: whether x needs one.
 
     Returns:
-        The gradients of `a` [count * r, K] and of x [M, K], in the dtype of x.
+        The gradients of `a` [count * r, K] and of x [M, K], or [0, K] if it needs none, in the
+        dtype of x.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.qfuse.dropout_grad(x, seeds, index, a, grad, count, p)
+    result: tuple[Tensor, Tensor] = torch.ops.qfuse.dropout_grad(
+        x, seeds, index, a, grad, count, p, of_x
+    )
     return result
 
 
@@ -104,10 +116,9 @@ def _grad(*args: Any) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _fake_grad(
-    x: Tensor, seeds: Tensor, index: int, a: Tensor, grad: Tensor, count: int, p: float
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(a.shape), x.new_empty(x.shape)
+def _fake_grad(*args: Any) -> tuple[Tensor, Tensor]:
+    call = DropoutGrad(*args)
+    return call.x.new_empty(call.a.shape), call.new_of_x()
 
 
 def _extend(

@@ -17,12 +17,15 @@ import torch
 from torch import nn
 
 from inductor_q import testing
+from inductor_q.backend import qfuse
 from inductor_q.diagnostics import coverage, recompiles
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.observation import observe
+from inductor_q.diagnostics.render import words
 from inductor_q.graph_report import Report, SiteRecord
+from inductor_q.integrations import prepare_checkpointing
 from inductor_q.passes.causal_attention import CausalAttention
-from tests.support.compiling import skip_unless_regions_chain
+from tests.support.compiling import no_codegen, skip_unless_regions_chain
 from tests.support.processes import environment
 
 
@@ -291,6 +294,75 @@ def test_what_cannot_be_told_of_attention_hides_no_quantized_layer(
     assert "no such mask" in told
 
 
+ALWAYS = {
+    "extend_k.min_rows": 1,
+    "fuse_dropout.min_rows": 1,
+    "causal_attention.min_positions": 1,
+}
+
+
+def test_the_recipe_of_trainers() -> None:
+    """Mask, dropout, checkpointing and loss of a model under autocast: what is done, or why not."""
+    for extra in ("bitsandbytes", "peft", "transformers"):
+        pytest.importorskip(extra)
+    config = testing.tiny_llama_config(num_hidden_layers=1)
+    model = testing.qlora_model(config, dropout=0.05, randomize_adapters=True)
+    prepare_checkpointing(model)
+    model.gradient_checkpointing_enable()
+    ids = torch.randint(0, 256, (2, 32))
+    mask = torch.ones_like(ids)
+    mask[0, 20:] = 0
+
+    def run(backend: Any, **options: Any) -> Explanation:
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(model, backend=backend, options=options or None)
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                found = compiled(input_ids=ids, attention_mask=mask, labels=ids)
+            found.loss.backward()
+
+        return observed(step)
+
+    def told(found: Explanation) -> dict[str, list[tuple[str, str]]]:
+        return {
+            kind: [(layer.status, layer.reason) for layer in getattr(found, kind)]
+            for kind in ("attention", "loss", "checkpointing")
+        }
+
+    with no_codegen():
+        done = run(qfuse, **{"qfuse.thresholds": ALWAYS, "qfuse.loss": "chunked"})
+    assert not done.breaks
+    again = (
+        "attention of 32 positions is computed again, fewer than "
+        "keep_checkpointed.min_positions=1048576"
+    )
+    assert told(done) == {
+        "attention": [("fused", "")],
+        "loss": [("fused", "")],
+        "checkpointing": [("canonical", again), ("fused", "")],
+    }
+    [loss] = done.loss
+    provider = "qfuse.linear_cross_entropy, logits on demand"
+    assert (loss.module, loss.steps[0].provider) == ("base_model.model", provider)
+    assert {layer.status for layer in done.layers} == {"fused"}
+    passes = [{s.pass_name for s in layer.steps if not s.rejected} for layer in done.layers]
+    assert all("fuse_dropout" in found for found in passes)
+
+    would = run(graphs)  # by a CPU's own preset
+    assert {layer.status for layer in would.layers} == {"fused"}
+    refused = {name: reason for name, reason, _ in words.refusals(would)}
+    least = "of the preset"
+    assert refused["fuse_dropout"].endswith(least)
+    assert refused["extend_k"].startswith("a factor that cannot move (a dropout mask")
+    titles = [title for _, title, _ in words.beside(would)]
+    assert titles[:2] == [
+        "Attention: 0 of 1 mask would be left out",
+        "Loss: 0 of 1 head would be computed in chunks",
+    ]
+    assert "qfuse.loss='chunked' has no such limit" in would.loss[0].reason
+
+
 def test_what_became_of_attention_is_no_quantized_layer() -> None:
     attention = SiteRecord("causal_attention", "sdpa", module="0.self_attn", provider="sdpa")
     refused = replace(attention, provider="", rejected="it may hold padding", by_choice=True)
@@ -298,7 +370,7 @@ def test_what_became_of_attention_is_no_quantized_layer() -> None:
     reports = [(Report(sites=[attention, linear]), True), (Report(sites=[refused]), True)]
     [layer] = coverage.layers(reports, (), {})
     assert layer.module == "0.self_attn.q_proj"
-    [one] = coverage.attention(reports)
+    [one] = coverage.beside("attention", reports)
     assert (one.module, one.kind, one.would) == ("0.self_attn", "attention", True)
     assert (one.status, one.reason) == ("canonical", "it may hold padding"), "the worst compile"
     assert [s.provider for s in one.steps] == ["sdpa", ""]

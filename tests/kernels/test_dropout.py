@@ -102,6 +102,8 @@ def test_against_what_is_written_out(rows: int) -> None:
     grads = ops.dropout.dropout_grad(x, seeds, index, a, low, count, p)
     for mine, right in zip((actual, *grads), (expected, of_a, of_x), strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=1e-5)
+    alone, none = ops.dropout.dropout_grad(x, seeds, index, a, low, count, p, of_x=False)
+    assert torch.equal(alone, grads[0]) and none.shape == (0, 24)
     wide = ops.dropout.extend_dropped(x.view(rows, 1, 24), seeds, index, a, count, p, 2)
     assert torch.equal(wide.view(rows, 32), torch.cat([x, actual, torch.zeros(rows, 2)], 1))
 
@@ -111,7 +113,9 @@ def test_opcheck() -> None:
     given = (x, seeds, index, a, count, p)
     opcheck(QFUSE.dropout_project.default, given)
     opcheck(QFUSE.extend_dropped.default, (*given, 5))
-    opcheck(QFUSE.dropout_grad.default, (x, seeds, index, a, torch.randn(40, 6), count, p))
+    for of_x in (True, False):
+        grad = torch.randn(40, 6)
+        opcheck(QFUSE.dropout_grad.default, (x, seeds, index, a, grad, count, p, of_x))
 
 
 def test_wrong_arguments() -> None:
@@ -163,7 +167,7 @@ def test_gpu_kernels(rows: int, columns: int, count: int, rank: int, dtype: torc
         given = (x.to(cast), seeds, 1, a.to(cast))
         project.run(DropoutProject(*given, count, 0.05, out))
         assert not out[:, count * rank :].any()
-        grads = grad.run(DropoutGrad(*given, low.to(cast), count, 0.05))
+        grads = grad.run(DropoutGrad(*given, low.to(cast), count, 0.05, True))
         results.append((out[:, : count * rank], *grads))
     for mine, eager, exact in zip(*results, strict=True):
         floor = torch.finfo(dtype).eps / 16  # where eager is exact by chance

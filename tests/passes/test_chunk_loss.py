@@ -22,8 +22,8 @@ HIDDEN, VOCABULARY = 64, 50
 CHUNKS: dict[str, Any] = {
     "qfuse.thresholds": {"chunk_loss.min_logits": 0, "chunk_loss.elements": VOCABULARY * 8}
 }
-ALONE = "chunks of the logits"
-RETURNED = f"{ALONE}, computed again when they are read"
+ALONE = "qfuse.linear_cross_entropy"
+RETURNED = f"{ALONE}, logits on demand"
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -196,8 +196,8 @@ class ComputesItsHead(Model):
     [
         (Model(label_smoothing=0.1), {}, "label smoothing"),
         (Model(weight=torch.ones(VOCABULARY)), {}, "weights of classes"),
-        (LossOnly(shifted_loss, reduction="none"), {}, "not reduced"),
-        (ReadsItsLogits(), {}, "the graph reads its logits: logsumexp"),
+        (LossOnly(shifted_loss, reduction="none"), {}, "reduction='none'"),
+        (ReadsItsLogits(), {}, f"the graph reads its logits: logsumexp at {__file__}"),
         (NoProduct(), {}, "come from tanh, not from a product"),
         (RoundsItsLogits(), {}, "are torch.float32, and rounded to torch.bfloat16"),
         (ReturnsSome(), {}, "in another shape"),

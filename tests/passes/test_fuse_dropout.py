@@ -18,6 +18,8 @@ from inductor_q.graph_report import Report
 from inductor_q.kernels import dropout_reference
 from inductor_q.kernels.calls import DropoutProject
 from inductor_q.kernels.dropout import keep_mask
+from inductor_q.passes.extend_k import EXTEND_DROPPED
+from inductor_q.passes.fuse_dropout import GRAD, PROJECT
 from tests.support.compiling import compile_step, count_ops, partition, step
 
 peft = pytest.importorskip("peft")
@@ -282,6 +284,46 @@ class ByHand(nn.Module):
             dropped = nn.functional.dropout(read, P)
         result: Tensor = torch.tanh(self.base(h) + dropped @ self.a.t() @ self.b.t())
         return result
+
+
+def test_no_gradient_of_an_input_that_needs_none() -> None:
+    """Neither kernel nor memory goes into it: the first layer's input is frozen embeddings."""
+    model, x = block(), batch().detach()
+    (_, backward), (output, grads), _ = partitioned(model, x)
+    wanted = [node.args[-1] for node in backward.find_nodes(op="call_function", target=GRAD)]
+    assert sorted(wanted) == [False, True]  # q, k and v read x, and o what they make of it
+    reference = masked(model)
+    expected, right = step(reference, x, module=reference)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    for name, value in grads.items():
+        torch.testing.assert_close(value, right[name], rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_two_dtypes_are_apart() -> None:
+    class Mixed(nn.Module):
+        """One adapter rounds what dropout leaves of the input, the other does not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = block().q.base_layer
+            self.down = nn.Parameter(torch.randn(2, RANK, WIDTH) / 8)
+            self.up = nn.Parameter(torch.randn(2, WIDTH, RANK) / 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(x)
+            result: Tensor = self.base(h)
+            for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+                low = nn.functional.dropout(h, P).to(dtype) @ self.down[i].to(dtype).t()
+                result = result + low.float() @ self.up[i].t()
+            return torch.tanh(result)
+
+    model = Mixed()
+    (forward, _), (output, _), report = partitioned(model, batch())
+    assert report.applied()["fuse_dropout"] == 2 and output.isfinite().all()
+    found = forward.find_nodes(op="call_function", target=PROJECT)
+    wide = forward.find_nodes(op="call_function", target=EXTEND_DROPPED)
+    dtypes = [node.meta["val"].dtype for node in (*found, *wide)]
+    assert sorted(map(str, dtypes)) == ["torch.bfloat16", "torch.float32"]
 
 
 def test_an_adapter_of_another_input_than_its_layer() -> None:

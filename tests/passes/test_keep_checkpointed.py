@@ -31,9 +31,11 @@ ATTENTION = {**WIDE, "keep_checkpointed.min_positions": 32}
 SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def checkpointed(**keywords: Any) -> Any:
+def checkpointed(*, dropout: float = 0.0, **keywords: Any) -> Any:
     config = testing.tiny_llama_config(num_hidden_layers=LAYERS)
-    model = testing.qlora_model(config, adapter_dtype=torch.bfloat16, randomize_adapters=True)
+    model = testing.qlora_model(
+        config, adapter_dtype=torch.bfloat16, randomize_adapters=True, dropout=dropout
+    )
     prepare_checkpointing(model)
     keywords = {"use_reentrant": False, **keywords}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
@@ -93,9 +95,13 @@ def compiled(thresholds: Mapping[str, int], *, off: bool = False, **keywords: An
     own, exact = eager()
     allowed = 1.25 * testing.relative_error(own, exact)
     assert testing.relative_error(vector(model), exact) <= allowed
+    return Run(forward, backward, _last())
+
+
+def _last() -> Report:
     report = inductor_q.last_report()
     assert report is not None
-    return Run(forward, backward, report)
+    return report
 
 
 def test_plain_adapters() -> None:
@@ -133,6 +139,20 @@ def test_wide_buffers_and_attention() -> None:
     assert count_ops(after.forward)[SDPA] == LAYERS and count_ops(after.backward)[SDPA] == 0
     kept = {(64, 16): LAYERS, (2, 32, 64): 1, (2, 4, 32, 16): LAYERS}  # o_proj's projection
     assert after.kept - before.kept == kept
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_projections_under_dropout(extended: bool) -> None:
+    """They are kept as others are. A product of a buffer that is wide by them is no projection."""
+    thresholds = {**(WIDE if extended else PLAIN), "fuse_dropout.min_rows": 1}
+    options = {"qfuse.thresholds": thresholds}
+    forward, backward = partition(step, checkpointed(dropout=0.1), options)
+    run = Run(forward, backward, _last())
+    assert run.report.applied()["fuse_dropout"] == 7 * LAYERS
+    # Of o_proj and down_proj, or where attention cannot write into a wider buffer; the last result.
+    projections = LAYERS if extended else 2 * LAYERS
+    assert run.report.applied()["keep_checkpointed"] == projections + 1
+    assert run.kept[64, 16] == projections
 
 
 def save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

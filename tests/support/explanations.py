@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from inductor_q.diagnostics.explanation import (
-    ATTENTION,
     Compile,
     CudagraphSkip,
     Exit,
@@ -94,7 +93,7 @@ def attention(layers: int, *, padded: tuple[int, ...] = ()) -> tuple[Layer, ...]
         provider = "" if reason else "sdpa, grouped keys"
         return Layer(
             module=f"base_model.model.model.layers.{index}.self_attn",
-            kind=ATTENTION,
+            kind="attention",
             format="",
             status="canonical" if reason else "fused",
             reason=reason,

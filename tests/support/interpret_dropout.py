@@ -35,7 +35,8 @@ def main() -> None:
         dropout_triton.PROJECT.run(DropoutProject(x, seeds, 1, a, count, p, out))
         dropout_reference.PROJECT.run(DropoutProject(x, seeds, 1, a, count, p, expected))
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
-        call = DropoutGrad(x, seeds, 2, a, torch.randn(rows, count * rank), count, p)
+        low, of_x = torch.randn(rows, count * rank), number != 1
+        call = DropoutGrad(x, seeds, 2, a, low, count, p, of_x)
         actual = dropout_triton.GRAD.run(call)
         for mine, right in zip(actual, dropout_reference.GRAD.run(call), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-4)

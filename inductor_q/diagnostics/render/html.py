@@ -43,7 +43,7 @@ def render(run: Explanation, *, missed: Sequence[str] = (), folder: Path = Path(
         run=run,
         missed=missed,
         tree=build(run.layers),
-        attention=build(run.attention),
+        beside=[(kind, title, build(records)) for kind, title, records in words.beside(run)],
         dumped=dumped(run.dump, folder) if run.dump else {},
         policy=policy,
         script=Markup(script),

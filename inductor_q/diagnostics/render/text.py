@@ -91,7 +91,8 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     )
     yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
     yield f"Fusion: {words.coverage(run)}", [*_fusion(run)]
-    yield f"Attention: {words.masks(run)}", [*_modules(run.attention)]
+    for _, title, records in words.beside(run):
+        yield title, [*_modules(records)]
     yield (
         f"Saved for backward: {words.size(run.saved_bytes)}",
         columns([(s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved]),

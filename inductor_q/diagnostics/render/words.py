@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inductor_q.diagnostics.explanation import (
-    ATTENTION,
+    BESIDE,
     Explanation,
     Frame,
     Layer,
@@ -23,6 +23,12 @@ UNSUPPRESS = (
     "torch._dynamo.config.suppress_errors turned this into eager execution: set it to False (and "
     "unset TORCHDYNAMO_SUPPRESS_ERRORS), and it raises"
 )
+
+_STOOD_BACK = {
+    "attention": "still masked",
+    "loss": "left whole",
+    "checkpointing": "computed again",
+}
 
 _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
@@ -79,9 +85,18 @@ def coverage(run: Explanation) -> str:
     return _share(run.layers, "quantized layer", "fused")
 
 
-def masks(run: Explanation) -> str:
-    """Say how many masks of attention are left out, or would be."""
-    return _share(run.attention, "mask", "left out")
+def beside(run: Explanation) -> list[tuple[str, str, Sequence[Layer]]]:
+    """List kind, title and records of what is told beside quantized layers."""
+    said = {
+        "attention": ("mask", "left out"),
+        "loss": ("head", "computed in chunks"),
+        "checkpointing": ("part", "kept, of layers that backward computes again"),
+    }
+    return [
+        (kind, f"{kind.capitalize()}: {_share(records, *said[kind])}", records)
+        for kind in BESIDE
+        if (records := getattr(run, kind))
+    ]
 
 
 def _share(layers: Sequence[Layer], noun: str, done: str) -> str:
@@ -137,7 +152,7 @@ def outcome(layer: Layer) -> str:
         return fused_by([layer])
     said = {
         "left": "would be left to its library" if layer.would else "left to its library",
-        "canonical": "still masked" if layer.kind == ATTENTION else "recognized, not fused",
+        "canonical": _STOOD_BACK.get(layer.kind, "recognized, not fused"),
         "rejected": "not fused",
         "unseen": "in no compiled graph",
     }[layer.status]
@@ -156,7 +171,8 @@ def fused_by(layers: Sequence[Layer]) -> str:
             dict.fromkeys(map(_applied, filter(lambda s: not s.rejected, layer.steps)), 1)
         )
     named = [name if n == len(layers) else f"{name} in {n}" for name, n in counts.items()]
-    done = "would be fused" if layers[0].would else "fused"
+    done = "kept" if layers[0].kind == "checkpointing" else "fused"
+    done = f"would be {done}" if layers[0].would else done
     return f"{done} by {', '.join(named)}" if named else done
 
 
@@ -166,14 +182,14 @@ def _applied(step: Step) -> str:
 
 
 def refusals(run: Explanation) -> list[tuple[str, str, int]]:
-    """List passes that stood back at fused layers: pass, reason, at how many of them.
+    """List passes that stood back, where no layer says so: pass, reason, at how many layers.
 
     Reasons that differ only in a number (of rows, say) count as one, in the words that came first.
     """
     found: dict[tuple[str, str], tuple[str, set[str]]] = {}
     for layer in run.layers:
         for step in layer.steps:
-            if step.rejected and layer.status == "fused":
+            if step.rejected and step.rejected != layer.reason:
                 key = step.pass_name, re.sub(r"\d+", "0", step.rejected)
                 found.setdefault(key, (step.rejected, set()))[1].add(layer.module)
     return [(name, reason, len(at)) for (name, _), (reason, at) in found.items()]
