@@ -278,8 +278,9 @@ def _causal(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], ma
 
 
 def _blocks(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], mask: _Mask) -> Site:
-    if arguments["dropout_p"] != 0:
-        return Site(node, rejected="FlexAttention drops no scores out", by_choice=True)
+    if dropout := arguments["dropout_p"]:
+        reason = f"attention drops scores out (dropout_p={dropout}), and FlexAttention drops none"
+        return Site(node, rejected=reason, by_choice=True)
     result = node.meta["example_value"]
     if result.device.type == "cuda" and result.shape[-1] < LEAST_FEATURES:
         reason = f"FlexAttention takes no heads of fewer than {LEAST_FEATURES} features"
@@ -301,7 +302,11 @@ def _blocks(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], ma
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    return {**_PARAMETERS, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    given = {**_PARAMETERS, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    dropout = _value(given["dropout_p"])
+    if isinstance(dropout, torch.SymFloat) and dropout.node.expr.is_number:
+        given["dropout_p"] = float(dropout)  # an input by dynamic=True, fixed by a guard
+    return given
 
 
 def _checkpoints(module: torch.nn.Module) -> Iterator[tuple[fx.Node, fx.GraphModule]]:

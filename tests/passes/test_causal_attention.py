@@ -311,6 +311,30 @@ def test_a_mask_is_kept_for_few_positions_only() -> None:
     assert found == [f"14 {kept}", f"15 {kept}", VALID_FIRST]
 
 
+def test_packed_rows_of_a_dynamic_graph() -> None:
+    """dynamic=True makes an input of the number that says that no score is dropped."""
+    torch.compiler.reset()
+    model = plain(sliding_window=None).train()
+    backend = CapturedStage(PASS, **ALWAYS)
+    compiled: Any = torch.compile(model, backend=backend, dynamic=True)
+    inputs = batch("documents", 24)
+    expected = plain_step(model, model, inputs)
+    torch.testing.assert_close(plain_step(compiled, model, inputs), expected)
+    found = {site.rejected or site.provider for site in backend.sites}
+    assert found == {DOCUMENTS}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_with_dropout_of_its_own(dynamic: bool) -> None:
+    torch.compiler.reset()
+    model = plain(sliding_window=None, attention_dropout=0.1).train()
+    backend = CapturedStage(PASS, **ALWAYS)
+    compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic)
+    compiled(use_cache=False, **batch("documents", 24))
+    (site,) = backend.sites
+    assert "attention drops scores out (dropout_p=0.1)" in site.rejected
+
+
 def sliced(x: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
     """As layers of transformers 4 do."""
     attend = torch.nn.functional.scaled_dot_product_attention
