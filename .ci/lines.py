@@ -16,25 +16,25 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 4300,
-    "csrc": 1975,
+    "benchmarks": 4450,
+    "csrc": 2220,
     "docs": 920,
     "examples": 650,
-    "inductor_q": 4010,
-    "inductor_q/capture": 1590,
+    "inductor_q": 3985,
+    "inductor_q/capture": 1540,
     "inductor_q/commands": 550,
     "inductor_q/decode": 450,
     "inductor_q/diagnostics": 5280,
     "inductor_q/experts": 900,
     "inductor_q/formats": 1250,
-    "inductor_q/integrations": 510,
+    "inductor_q/integrations": 480,
     "inductor_q/kbit": 1200,
-    "inductor_q/kernels": 4700,
+    "inductor_q/kernels": 4875,
     "inductor_q/ops": 1850,
     "inductor_q/presets": 330,
     "lowerings": 480,
-    "passes": 4215,
-    "tests": 26190,
+    "passes": 4280,
+    "tests": 26300,
 }
 
 

@@ -27,6 +27,7 @@ NAMES = (
     "bench_moe",
     "bench_moe_model",
     "bench_recipe",
+    "bench_rows",
     "bench_step",
     "bench_thresholds",
 )

@@ -17,6 +17,7 @@ from inductor_q.kernels.calls import (
 )
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.dispatch import serve
+from inductor_q.ops.linear import compute
 
 
 def qfuse_dequantize(
@@ -37,6 +38,13 @@ def qfuse_grouped_gram(*args: Any) -> Tensor:
     """Serve the op, whose arguments were checked when it was traced."""
     result: Tensor = serve("grouped_gram", GroupedGram(*args))
     return result
+
+
+def qfuse_linear(
+    x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    """Serve the op, whose arguments were checked when it was traced."""
+    return compute(x, operands, format, shape, bias)
 
 
 def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:

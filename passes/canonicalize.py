@@ -5,14 +5,17 @@ bitsandbytes' `gemm_4bit`, its `dequantize_4bit` chains (the backward of 0.50, b
 and a plain matrix product. A cast of a dequantization is folded into it, so that values, which are
 computed in float32, are rounded once.
 
-It refuses fewer rows than the preset's `canonicalize.min_rows`: there bitsandbytes' own kernel
-reads packed bytes and is not beaten by a dequantization and a product. A dequantized weight that
-the graph returns is refused too, for it has no product here; the dequantization itself is ours.
+A linear layer of few rows becomes `qfuse::linear` instead where a kernel of ours reads the packed
+weight (up to the preset's `linear_rows.max_rows`). Elsewhere fewer rows than the preset's
+`canonicalize.min_rows` are refused: bitsandbytes' own kernel reads packed bytes and is not beaten
+by a dequantization and a product. A dequantized weight that the graph returns is refused too, for
+it has no product here; the dequantization itself is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +24,10 @@ from torch import fx
 from inductor_q import capture
 from inductor_q.capture.library import Decoded, Linear, Refused, Weight
 from inductor_q.context import Context
-from inductor_q.kernels.calls import DTYPES
+from inductor_q.formats import get_format
+from inductor_q.kernels.calls import DTYPES, LinearRows
+from inductor_q.kernels.dispatch import served_by
+from inductor_q.kernels.provider import REFERENCE
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,
@@ -47,6 +53,13 @@ LEAVES = (
 )
 
 
+@dataclass(frozen=True)
+class FewRows:
+    """A linear layer of few rows, whose packed weight a kernel of ours reads."""
+
+    linear: Linear
+
+
 class Canonicalize:
     name: ClassVar[str] = "canonicalize"
     stage: ClassVar[str] = "joint"
@@ -59,8 +72,11 @@ class Canonicalize:
             if isinstance(found, Refused):
                 yield Site(node, found.reason, found.weight)
                 continue
-            reason = _too_few_rows(found, context)
             weight = found.weight.operands[0]
+            if isinstance(found, Linear) and (provider := _for_few_rows(found, context)):
+                yield Site(node, "", weight, plan=FewRows(found), provider=provider)
+                continue
+            reason = _too_few_rows(found, context)
             provider = context.dequantizer(tensor(node).device, found.weight)
             yield Site(node, reason, weight, plan=found, by_choice=True, provider=provider)
             if isinstance(found, Decoded) and _leaves(node):
@@ -68,9 +84,11 @@ class Canonicalize:
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         node = site.node
-        plan: Linear | Decoded = site.plan
+        plan: FewRows | Linear | Decoded = site.plan
         with graph.inserting_before(node):
-            if isinstance(plan, Linear):
+            if isinstance(plan, FewRows):
+                new = _emit_few_rows(graph, node, plan.linear)
+            elif isinstance(plan, Linear):
                 new = _emit_linear(graph, node, plan)
             else:
                 new = emit_dequantize(graph, plan.weight, plan.dtype, node)
@@ -79,6 +97,19 @@ class Canonicalize:
         if isinstance(plan, Decoded):
             for weight in (new, *_fold_casts(graph, new, plan, context.numerics)):
                 _split_bias(graph, weight)
+
+
+def _for_few_rows(found: Linear, context: Context) -> str:
+    """Name the kernel that reads the packed weight for so few rows; empty where there is none."""
+    x, count = tensor(found.x), rows(found.x)
+    known = all(isinstance(size, int) for size in x.shape)  # code for any number of rows decodes
+    if not known or not 0 < count <= context.threshold("linear_rows.max_rows"):
+        return ""
+    operands, fmt = [tensor(o) for o in found.weight.operands], get_format(found.weight.format)
+    features, columns = found.weight.shape
+    call = LinearRows(x.reshape(count, columns), operands, fmt, (features, columns), None)
+    name = served_by("linear_rows", call)
+    return "" if name == REFERENCE else name
 
 
 def _too_few_rows(found: Linear | Decoded, context: Context) -> str:
@@ -122,6 +153,22 @@ def _emit_linear(graph: fx.Graph, node: fx.Node, plan: Linear) -> fx.Node:
     if tensor(bias).dtype != dtype:
         bias = emit(graph, CAST, (bias, dtype), node)
     return emit(graph, ADD, (y, bias), node)
+
+
+def _emit_few_rows(graph: fx.Graph, node: fx.Node, plan: Linear) -> fx.Node:
+    """Emit `qfuse::linear`, to which the adapters are added behind."""
+    x, weight = plan.x, plan.weight
+    args = (x, list(weight.operands), weight.format, list(weight.shape), plan.bias)
+    y = emit(graph, torch.ops.qfuse.linear.default, args, node)
+    if not plan.adapters:
+        return y
+    matrix, dtype = as_matrix(graph, x), tensor(node).dtype
+    for a, b, scaling in plan.adapters:
+        added = _emit_adapter(graph, matrix, a, b, scaling, dtype, node)
+        if len(tensor(node).shape) != 2:
+            added = emit(graph, RESHAPE, (added, list(tensor(node).shape)), node)
+        y = emit(graph, ADD, (y, added), node)
+    return y
 
 
 def _emit_adapter(

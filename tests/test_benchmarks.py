@@ -29,6 +29,7 @@ from benchmarks import (  # noqa: E402
     bench_moe,
     bench_moe_model,
     bench_recipe,
+    bench_rows,
     bench_step,
     bench_tiles,
     harness,
@@ -340,6 +341,13 @@ def test_bench_loss(tmp_path: Path) -> None:
     bench_loss.main(["--device", "cpu", "--quick", "--out", str(out)])
     rows = check_file(out, "bench_loss", set(bench_loss.PEERS))
     assert all(row["extra"]["error"] < 0.01 for row in rows)
+
+
+def test_bench_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    bench_rows.main(["--device", "cpu", "--quick", "--out", str(out)])
+    rows = check_file(out, "bench_rows", set(bench_rows.PEERS))
+    assert all(row["extra"]["error"] < 0.01 for row in rows if row["peer"] != "dense")
 
 
 def test_bench_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,10 +122,6 @@ def _packs_nothing(graph: fx.Graph) -> Sequence[Refused]:
     return ()
 
 
-def _stops_nothing(graph: fx.Graph) -> Sequence[fx.Node]:
-    return ()
-
-
 def _has_not_packed(module: nn.Module, name: str) -> Packed | None:
     return None
 
@@ -147,8 +143,6 @@ class Library:
         is_product: whether a node that `match` knows, and a pass may leave alone, is a product.
         packs_anew: finds calls of Dynamo's graph whose weights the same graph packs in another way.
             Such a graph runs once.
-        stops_gradients: finds calls through which Dynamo's graph needs gradients that their kernel
-            does not have.
         packed: returns what a module holds under a name, if this library has packed it. It looks at
             types and plain attributes only, and runs nothing of a module.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
@@ -163,7 +157,6 @@ class Library:
     match: Callable[[fx.Node], Match] = _matches_nothing
     is_product: Callable[[fx.Node], bool] = _is_no_product
     packs_anew: Callable[[fx.Graph], Sequence[Refused]] = _packs_nothing
-    stops_gradients: Callable[[fx.Graph], Sequence[fx.Node]] = _stops_nothing
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
     find_experts: Callable[[fx.Graph], ExpertLayers] = _finds_no_experts

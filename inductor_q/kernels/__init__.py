@@ -12,6 +12,8 @@ from inductor_q.kernels import (
     dropout_reference,
     dropout_triton,
     grouped_gram_triton,
+    linear_rows_cuda,
+    linear_rows_reference,
     quantize_kbit_cuda,
     quantize_kbit_reference,
     quantize_kbit_triton,
@@ -60,6 +62,10 @@ PROVIDERS: dict[str, Table] = {
             scatter2scatter_grouped_mm.GRAM,
             scatter2scatter_reference.GRAM,
         ),
+    },
+    "linear_rows": {
+        "cpu": (linear_rows_reference.KERNEL,),
+        "cuda": (linear_rows_cuda.KERNEL, linear_rows_reference.KERNEL),
     },
     "softmax_loss": {
         "cpu": (softmax_loss_reference.KERNEL,),

@@ -295,6 +295,25 @@ class SoftmaxLoss(Call):
 
 
 @dataclass(frozen=True)
+class LinearRows(Call):
+    """One call as a kernel gets it: return `x @ weight.t() + bias`, contiguous, for a few rows."""
+
+    x: Tensor  # [M, K]
+    operands: Sequence[Tensor]
+    fmt: QuantFormat
+    shape: tuple[int, int]  # [N, K]
+    bias: Tensor | None  # [N], in the dtype of x
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def empty(self) -> Tensor | None:
+        rows, features = self.x.shape[0], self.shape[0]
+        return None if rows and features else self.x.new_empty((rows, features))
+
+
+@dataclass(frozen=True)
 class DropoutProject(Call):
     """One call as a kernel gets it: write the projections of `x` under dropout into `out`.
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from inductor_q.exc import WrongShape
-from inductor_q.kernels.calls import check_device
+from inductor_q.formats import get_format
+from inductor_q.kernels.calls import LinearRows, check_device, check_operands
+from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
 from inductor_q.ops.library import define, define_autograd
 
 
@@ -57,9 +60,26 @@ def _linear(
     x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
 ) -> Tensor:
     check_input(x, operands, shape, bias)
+    return compute(x, operands, format, shape, bias)
+
+
+def compute(
+    x: Tensor, operands: Sequence[Tensor], format: str, shape: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    """Compute the op of checked arguments: a few rows from packed bytes, more by decoding first."""
+    bias = None if bias is None else bias.to(x.dtype)
+    if has_few_rows(x):
+        rows, features = x.reshape(-1, x.shape[-1]), shape[0]
+        check_operands(operands, get_format(format), shape, x.dtype)
+        call = LinearRows(rows, operands, get_format(format), (features, shape[1]), bias)
+        result: Tensor = serve("linear_rows", call)
+        return result.view(*x.shape[:-1], features)
     weight = torch.ops.qfuse.dequantize(operands, format, shape, x.dtype)
-    y = torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    return y.contiguous()
+    return torch.nn.functional.linear(x, weight, bias).contiguous()
+
+
+def has_few_rows(x: Tensor) -> bool:
+    return x.numel() <= MOST_ROWS * x.shape[-1]
 
 
 def _fake(

@@ -79,6 +79,12 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: with so many rows a wider GEMM "
             "costs less than the adapter's products do; measured where a preset says otherwise",
         ),
+        # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
+        "linear_rows.max_rows": Entry(
+            value=16,
+            evidence="a start value, not a measured crossover: two products of tensor cores share "
+            "what is decoded; measured where a preset says otherwise",
+        ),
         # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
         "canonicalize.min_rows": Entry(
             value=2,

@@ -16,7 +16,7 @@ import pytest
 
 from inductor_q.csrc import nvrtc
 from inductor_q.csrc.nvrtc import Cubin
-from inductor_q.kernels import scatter2scatter_cuda
+from inductor_q.kernels import linear_rows_cuda, scatter2scatter_cuda
 from inductor_q.log import warn_once
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,15 @@ SOURCES = {
                 ("quantize", ("true", "false")),
             )
             for k, scale, dtype, layout in itertools.product(BITS, SCALES, TYPES, layouts)
+        ],
+    ),
+    "linear_rows.cu": Source(
+        tuple(arch for arch in ARCHS if arch != "sm_75"),
+        [
+            f"linear<{dtype}, {scale}, {strips}, {linear_rows_cuda.DEPTH}>"
+            for dtype in ("BFloat16", "Float16")
+            for scale in ("Plain", "Nested")
+            for strips in linear_rows_cuda.STRIPS
         ],
     ),
     "scatter2scatter.cu": Source(

@@ -14,7 +14,7 @@ from torch import nn
 import inductor_q
 from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
 from inductor_q.integrations import QfuseCallback
-from inductor_q.integrations.regions import base_model, compiled_regions
+from inductor_q.integrations.regions import base_model, compiled_regions, keep_layout
 from tests.support.trainers import COMMON, model, rows, tokenizer, train
 
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
@@ -118,6 +118,14 @@ def _cache() -> Any:
     from transformers import DynamicCache
 
     return DynamicCache()
+
+
+def test_the_layout_is_kept_on_a_cpu_only() -> None:
+    layers: list[Any] = [nn.Linear(2, 2, device=device) for device in ("meta", "cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True
+    keep_layout(nn.ModuleList(layers))
+    assert [layer.support_avx512bf16_for_cpu for layer in layers] == [True, False]
 
 
 def test_a_profile_of_chosen_steps(tmp_path: Path) -> None:
