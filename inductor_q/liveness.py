@@ -28,7 +28,7 @@ from torch._inductor.fx_utils import get_storage
 from torch.utils._pytree import tree_leaves
 
 from inductor_q.capture.example import hint
-from inductor_q.ops.linear_cross_entropy import rows_of_chunk
+from inductor_q.ops.linear_cross_entropy import rows_of_chunk, slice_of
 from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
 from inductor_q.passes.graph import CAT, VIEWS
 
@@ -110,9 +110,12 @@ def workspace(node: fx.Node) -> int:
     values = [operand.meta["val"] for operand in operands]
     rows, columns = hint(labels.meta["val"].shape[0]), hint(values[count].shape[0])
     chunk = min(rows, rows_of_chunk(rows, columns, elements))
+    weights, dtype = values[count : 2 * count], values[0].dtype
+    others = [hint(w.shape[1]) for w in weights if w.dtype != dtype]
+    rounded = slice_of(weights, dtype) * dtype.itemsize + 4 * chunk * max(others, default=0)
     trained = zip(values[count:], wanted[count:], strict=True)
     sums = 4 * sum(hint(v.numel()) for v, wants in trained if wants) if chunk < rows else 0
-    return chunk * columns * int(values[0].itemsize) + sums
+    return chunk * columns * int(dtype.itemsize) + int(rounded) + sums
 
 
 def _last_uses(nodes: list[fx.Node], written: Collection[fx.Node]) -> dict[fx.Node, int]:

@@ -315,10 +315,13 @@ def _divisor(node: fx.Node, reduction: str) -> tuple[fx.Node | None, fx.Node]:
 
 
 def _cast(graph: fx.Graph, term: _Term, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-    """The operands of a product in the dtype of the logits, as autocast makes them."""
+    """The operands of a product in the dtype of the logits, as autocast makes them; but a float32
+    weight that does not train, which the op rounds part by part."""
+    given = _value(term.weight)
+    keeps = given.dtype is torch.float32 and dtype.itemsize == 2 and not given.requires_grad
     x, weight = (
-        node if _value(node).dtype == dtype else graph.call_method("to", (node, dtype))
-        for node in (term.x, term.weight)
+        node if _value(node).dtype == dtype or kept else graph.call_method("to", (node, dtype))
+        for node, kept in ((term.x, False), (term.weight, keeps))
     )
     return x, weight
 

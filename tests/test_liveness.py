@@ -115,3 +115,20 @@ def test_logits_of_a_chunk_are_counted(trained: bool) -> None:
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     expected = 4 * (rows * wide + 128 * vocabulary + 2) + 2 * trained * 4 * vocabulary * wide
     assert simulate(module.graph, names).peak == expected
+
+
+def test_a_float32_head_is_rounded_in_part() -> None:
+    """The part is counted, and the gradient of a chunk that is summed over parts in float32."""
+    rows, wide, vocabulary = 512, SIDE, 4096
+
+    def loss(x: Tensor, head: Tensor, labels: Tensor) -> list[Tensor]:
+        result: list[Tensor] = torch.ops.qfuse.linear_cross_entropy_chunks(
+            [x, head], 1, labels, None, False, -100, 128 * vocabulary, [True, False]
+        )
+        return result
+
+    x, labels = torch.empty(rows, wide, dtype=torch.bfloat16), torch.empty(rows).long()
+    module = make_fx(loss, tracing_mode="fake")(x, torch.empty(vocabulary, wide), labels)
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    whole = 2 * (rows * wide + 128 * vocabulary + vocabulary * wide) + 4 * (2 + 128 * wide)
+    assert simulate(module.graph, names).peak == whole

@@ -26,6 +26,11 @@ from inductor_q.ops.library import define, define_composite
 #: Rows of a chunk are a multiple of this, where there are so many.
 STEP = 128
 
+#: So many numbers of a float32 weight are rounded to the inputs' dtype at a time, for each of a
+#: chunk's two products again: 8,192 rows of 4,096. A copy of the whole head would be made once, and
+#: lie there when a step needs the most memory: 1.24 GB of 151,936 rows, where this takes 67 MB.
+SLICE = 1 << 25
+
 #: The gradients of a row's logits are written between this power of two and the next below, times
 #: their softmax: float16 could not hold those of a mean over many rows. Sums of them over rows, the
 #: gradients of weights and bias, it can not: they stay in float32 until backward scales them.
@@ -48,7 +53,8 @@ def linear_cross_entropy(
     Args:
         inputs: each [..., K_i]; the rows of all are the same in number, that of the labels. All
             operands have one dtype: autocast does not change it.
-        weights: each [V, K_i]; a head, and an adapter's B beside it.
+        weights: each [V, K_i]; a head, and an adapter's B beside it. One that does not train may
+            be float32, and is rounded to the inputs' dtype a part at a time.
         bias: [V], or None.
         labels: [...] int64. A label that is neither `ignore_index` nor a row of the weights makes
             the loss NaN.
@@ -150,12 +156,16 @@ def _chunks(
     ]
     sizes = max((end - start for start, end in starts), default=0)
     buffer = torch.empty(sizes, columns, dtype=dtype, device=device)
+    rounded = torch.empty(slice_of(weights, dtype), dtype=dtype, device=device)
     for start, end in starts:
         logits = buffer[: end - start]
         chunk = [x[start:end] for x in inputs]
-        torch.mm(chunk[0], weights[0].t(), out=logits)
-        for x, weight in zip(chunk[1:], weights[1:], strict=True):
-            logits.addmm_(x, weight.t())
+        for i, (x, weight) in enumerate(zip(chunk, weights, strict=True)):
+            for part, values in _parts(weight, rounded):
+                if i == 0:
+                    torch.mm(x, values.t(), out=logits[:, part])
+                else:
+                    logits[:, part].addmm_(x, values.t())
         if bias is not None:
             logits.add_(bias)
         call = SoftmaxLoss(
@@ -167,14 +177,19 @@ def _chunks(
         )
         serve("softmax_loss", call)
         for result, weight in zip(of_inputs, weights, strict=True):
-            if result is not None:
+            if result is not None and weight.dtype == dtype:
                 torch.mm(logits, weight, out=result[start:end])
+            elif result is not None:
+                total = torch.zeros_like(result[start:end], dtype=torch.float32)
+                for part, values in _parts(weight, rounded):
+                    _add_product(total, logits[:, part], values, only=False)
+                result[start:end] = total
         for total, x in zip(summed, chunk, strict=False):
             if total is not None:
                 _add_product(total, logits.t(), x, only=at_once)
         if summed[-1] is not None:
-            part = logits.sum(0, dtype=torch.float32)
-            summed[-1].copy_(part if at_once else summed[-1] + part)
+            own = logits.sum(0, dtype=torch.float32)
+            summed[-1].copy_(own if at_once else summed[-1] + own)
     for result, total in zip([*of_weights, of_bias], summed, strict=True):
         if result is not None and result is not total:
             result.copy_(total)
@@ -194,6 +209,22 @@ def rows_of_chunk(rows: int, columns: int, elements: int) -> int:
 
 def _starts(rows: int, size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def slice_of(weights: Sequence[Tensor], dtype: torch.dtype) -> int:
+    """Return how many numbers of a weight of another dtype are rounded at a time."""
+    others = [w for w in weights if w.dtype != dtype]
+    return max((min(w.numel(), max(SLICE, w.shape[1])) for w in others), default=0)
+
+
+def _parts(weight: Tensor, rounded: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of a weight, as many at a time as `rounded` takes, or all of its dtype."""
+    if weight.dtype == rounded.dtype:
+        yield slice(None), weight
+        return
+    for start, end in _starts(weight.shape[0], max(1, rounded.numel() // weight.shape[1])):
+        part = weight[start:end]
+        yield slice(start, end), rounded[: part.numel()].view(part.shape).copy_(part)
 
 
 def _split(operands: Sequence[Any], count: int) -> tuple[list[Any], list[Any], Any]:

@@ -13,6 +13,7 @@ from inductor_q import testing
 from inductor_q.exc import WrongDevice, WrongShape
 from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.calls import SoftmaxLoss
+from inductor_q.ops import linear_cross_entropy as module
 from inductor_q.ops.linear_cross_entropy import STEP, linear_cross_entropy, rows_of_chunk
 
 ROWS, VOCABULARY = 150, 264
@@ -136,6 +137,36 @@ def test_only_what_trains_gets_a_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(chunked(frozen, labels), frozen[:1]), expected)
     with torch.no_grad():
         torch.testing.assert_close(chunked(tensors, labels), eager(tensors, labels))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("elements", ELEMENTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_head_is_rounded_part_by_part(
+    dtype: torch.dtype, elements: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is that of the rounded head; its gradient is summed in float32."""
+    monkeypatch.setattr(module, "SLICE", 64 * 100)
+    tensors, labels = operands(dtype, device=device)
+    x, head, u, b, bias = tensors
+    wide = torch.randn(head.shape, generator=torch.Generator().manual_seed(3)).to(device) / 10
+    given = [x, wide, u, b.detach().float(), bias]
+    cast = [x, wide.to(dtype), u, b.detach(), bias]
+    trained = [x, u, bias]
+    exact = eager([t.detach().double().requires_grad_() for t in cast], labels)
+    loss, whole = (
+        chunked(given, labels, elements=elements),
+        chunked(cast, labels, elements=elements),
+    )
+    torch.testing.assert_close(loss, whole, rtol=1e-6 if device == "cpu" else 1e-4, atol=0)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-2, atol=0)
+    doubles = [t.detach().double().requires_grad_() for t in cast]
+    right = torch.autograd.grad(eager(doubles, labels), [doubles[0], doubles[2], doubles[4]])
+    ours, theirs = (torch.autograd.grad(one, trained) for one in (loss, whole))
+    for mine, other, one in zip(ours, theirs, right, strict=True):
+        assert mine.dtype == dtype
+        allowed = 1.25 * testing.relative_error(other, one)
+        assert testing.relative_error(mine, one) <= allowed
 
 
 def test_no_rows() -> None:

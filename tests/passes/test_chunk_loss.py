@@ -350,6 +350,9 @@ def test_autocast(dtype: torch.dtype) -> None:
     x, labels = batch()
     (loss, logits), (expected, exact) = call(x, labels), model(x, labels)
     assert found(backend) == [("", RETURNED)]
+    (graph,) = backend.graphs
+    heads = [n for n in graph.find_nodes(op="placeholder") if "head" in n.name]
+    assert heads and all(user.target != "to" for head in heads for user in head.users)
     assert isinstance(logits, Logits) and logits.dtype == torch.float32
     assert not logits._read
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
