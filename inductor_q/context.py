@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 
-from inductor_q.capture.dynamo import input_index, module_names, module_path
+from inductor_q.capture.dynamo import input_index, module_names, module_path, source_name
 from inductor_q.capture.library import Weight
 from inductor_q.formats import get_format
 from inductor_q.frames import user_frame
@@ -107,9 +107,9 @@ class Context:
         if weight is None:
             return ""
         index = input_index(weight)
-        if index is None or index >= len(self.sources):
-            return ""
-        return module_path(self.sources[index])
+        if index is None:  # an input of Dynamo's graph, or of none that is known
+            return module_path(source_name(getattr(weight, "_dynamo_source", None)))
+        return module_path(self.sources[index]) if index < len(self.sources) else ""
 
     def _from_stack(self, node: fx.Node) -> str:
         """Return the innermost module of the traced call, from where the names of the inputs start.

@@ -25,7 +25,10 @@ LOST = (
 )
 UNREWRITTEN = "its dequantized weight is not saved; its product is left as it was"
 
-#: The passes over Dynamo's graph, which are about attention and the loss.
+#: The pass that only makes a weight known to others.
+UNWRAP = "unwrap_weights"
+
+#: The other passes over Dynamo's graph, which are about attention and the loss.
 CAPTURED_PASSES = frozenset({"causal_attention", "chunk_loss"})
 
 # Passes whose sites say nothing about a layer's product.
@@ -93,7 +96,7 @@ def unmatched(off: Iterable[str], ran: Iterable[str]) -> str:
     ran.
     """
     off = [name for name in off if name not in _OTHER_PASSES]
-    if off and _OTHER_PASSES.issuperset(ran):
+    if off and {*_OTHER_PASSES, UNWRAP}.issuperset(ran):
         return ALL_OFF
     return SOME_OFF.format(", ".join(off)) if off else UNKNOWN
 
@@ -134,7 +137,7 @@ def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
 
 def _verdict(sites: Sequence[SiteRecord]) -> Verdict:
     refused = [s.rejected for s in sites if s.rejected and not s.by_choice]
-    rewritten = [s for s in sites if not s.rejected and s.pass_name != "keep_packed"]
+    rewritten = [s for s in sites if not s.rejected and s.pass_name not in ("keep_packed", UNWRAP)]
     preferred = [s.rejected for s in sites if s.rejected and s.by_choice]
     if refused:
         return Verdict("canonical" if rewritten else "rejected", refused[0], tuple(sites))

@@ -1,7 +1,8 @@
 """Passes rewrite an FX graph in terms of qfuse:: ops. Their order has these reasons:
 
-causal_attention and chunk_loss read the graph as Dynamo captured it, before AOTAutograd chooses
-attention's kernels and splits the loss into parts. canonicalize precedes the rest, which then know
+unwrap_weights reads the graph as Dynamo captured it, in which a weight in a tensor subclass is one
+input; so do causal_attention and chunk_loss, before AOTAutograd chooses attention's kernels and
+splits the loss into parts. canonicalize precedes the rest, which then know
 one form. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
 fold_lora precedes the stacking, since a scale or a cast between two products hides that they share
 an input. stack_adapters precedes extend_k, so that one projection serves all of a group's products.
@@ -26,8 +27,10 @@ from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
 from inductor_q.passes.stack_gradients import StackGradients
+from inductor_q.passes.unwrap_weights import UnwrapWeights
 
 PIPELINE: tuple[Pass, ...] = (
+    UnwrapWeights(),  # a weight in a tensor subclass -> qfuse.dequantize of what it is made of
     CausalAttention(),  # a causal mask written out -> is_causal, of keys that are not repeated
     ChunkLoss(),  # the loss of a product with the head, without having all logits at a time
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm

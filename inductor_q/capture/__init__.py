@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from inductor_q.capture.bitsandbytes import BITSANDBYTES
 from inductor_q.capture.expert_layers import ExpertLayer
-from inductor_q.capture.library import ExpertLayers, Library, Match, Packed, Refused
+from inductor_q.capture.library import ExpertLayers, Layout, Library, Match, Packed, Refused
 from inductor_q.capture.own import OWN
 from inductor_q.capture.torchao import TORCHAO
 from inductor_q.capture.transformers import TRANSFORMERS
@@ -47,6 +47,22 @@ def packed_weight(module: nn.Module, name: str) -> Packed | None:
     return None
 
 
+def layout(tensor: Tensor) -> Layout | None:
+    """Return how a subclass of some library's stores the weight that it stands for, or None."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return None
+    for library in LIBRARIES:
+        found = library.layout(tensor)
+        if found is not None:
+            return found
+    return None
+
+
+def is_decoder(method: object) -> bool:
+    """Whether a method of that name returns the values of such a subclass."""
+    return any(method in library.decoders for library in LIBRARIES)
+
+
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module is a layer of experts with fused weights."""
     return any(library.holds_experts(module) for library in LIBRARIES)
@@ -67,7 +83,9 @@ __all__ = [
     "LIBRARIES",
     "find_experts",
     "holds_experts",
+    "is_decoder",
     "is_product",
+    "layout",
     "match",
     "packed_weight",
     "packs_anew",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -100,6 +100,62 @@ class Packed:
         return "experts" if len(self.shape) > 2 else "linear"
 
 
+# --- in a tensor subclass -------------------------------------------------------------------------
+
+#: Calls a function with these arguments: at once, or in a graph, where it returns a node.
+Call: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operand of a format as a subclass holds it: one of its tensors, or a part of one.
+
+    index: which of the last dimension; None for all.
+    transposed: says that it lies in columns where the format has rows.
+    in_bytes: says that its dtype is that of its numbers, and the format takes bytes.
+    is_one: says that it is a factor of the format's that the subclass lacks; the tensor is another.
+    """
+
+    name: str
+    index: int | None = None
+    transposed: bool = False
+    in_bytes: bool = False
+    is_one: bool = False
+
+    def take(self, weight: Any, call: Call) -> Any:
+        """Take the operand out of `weight`, which is what `call` takes."""
+        part = call(getattr, weight, self.name)
+        if self.is_one:
+            return call(torch.ops.aten.new_ones.default, part, [1], dtype=torch.float32)
+        if self.index is not None:
+            part = call(torch.select, part, -1, self.index)
+        if self.transposed:
+            part = call(torch.t, part)
+        return call(torch.ops.aten.view.dtype, part, torch.uint8) if self.in_bytes else part
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor subclass stores a weight: the operands of one of our formats, in their order.
+
+    kind: the library's name for it.
+    reason: says why it cannot be read, where none of our formats is the library's.
+    rounds: says in which other way the library's own product rounds, where it scales its result
+        and not the weight; empty where it multiplies with the values.
+    follows_input: says that the values take the dtype of what they are multiplied with.
+    """
+
+    kind: str
+    format: str = ""
+    parts: tuple[Part, ...] = ()
+    reason: str = ""
+    rounds: str = ""
+    follows_input: bool = False
+
+    def take(self, weight: Any, call: Call) -> list[Any]:
+        return [part.take(weight, call) for part in self.parts]
+
+
 # --- a library ----------------------------------------------------------------------------------
 
 #: Quantizes a weight to the operands of a format.
@@ -126,6 +182,10 @@ def _has_not_packed(module: nn.Module, name: str) -> Packed | None:
     return None
 
 
+def _is_no_subclass(tensor: Tensor) -> Layout | None:
+    return None
+
+
 def _holds_no_experts(module: nn.Module) -> bool:
     return False
 
@@ -143,6 +203,8 @@ class Library:
         is_product: whether a node that `match` knows, and a pass may leave alone, is a product.
         packs_anew: finds calls of Dynamo's graph whose weights the same graph packs in another way.
             Such a graph runs once.
+        layout: returns how a tensor stores its values, if it is of a subclass of this library's.
+        decoders: the methods of such tensors that return their values.
         packed: returns what a module holds under a name, if this library has packed it. It looks at
             types and plain attributes only, and runs nothing of a module.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
@@ -157,6 +219,8 @@ class Library:
     match: Callable[[fx.Node], Match] = _matches_nothing
     is_product: Callable[[fx.Node], bool] = _is_no_product
     packs_anew: Callable[[fx.Graph], Sequence[Refused]] = _packs_nothing
+    layout: Callable[[Tensor], Layout | None] = _is_no_subclass
+    decoders: tuple[str, ...] = ()
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
     find_experts: Callable[[fx.Graph], ExpertLayers] = _finds_no_experts

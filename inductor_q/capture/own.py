@@ -1,4 +1,4 @@
-"""Our own library: `qfuse::linear`, `lora_linear`, and modules that hold k bits or experts."""
+"""Our own library: ops that read packed weights, and modules that hold k bits or experts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from inductor_q.capture.library import Library, Linear, Packed, Stored, Weight
+from inductor_q.capture.library import Decoded, Library, Linear, Packed, Stored, Weight
 from inductor_q.formats import FORMATS
 
 
-def _match(node: fx.Node) -> Linear | None:
+def _match(node: fx.Node) -> Linear | Decoded | None:
+    if node.target is torch.ops.qfuse.dequantize.default:
+        operands, name, shape, dtype = cast(Any, node.args)
+        return Decoded(Weight(tuple(operands), name, tuple(shape)), dtype)
     if node.target is torch.ops.qfuse.linear.default:
         x, operands, name, shape, bias = cast(Any, (*node.args, None))[:5]
         return Linear(x, Weight(tuple(operands), name, tuple(shape)), bias)

@@ -1,20 +1,134 @@
-"""torchao: tensor subclasses, recognized for reports. None of its layouts is one of our formats."""
+"""torchao: weights in tensor subclasses, which look dense to a graph of Dynamo's.
+
+Each class stores a weight in tensors of its own and says in attributes how. What they are in our
+formats is said here, class by class. None is imported: a class is known by its name.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-from inductor_q.capture.library import Library, Packed
+import torch
+from torch import Tensor, nn
+
+from inductor_q.capture.library import Layout, Library, Packed, Part, Stored
+from inductor_q.formats import FORMATS
+
+_NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+ACTIVATIONS = "torchao quantizes its input as well, and multiplies codes with codes"
+PRE_SCALE = "its input is scaled before the product (act_pre_scale)"
+NO_ZERO_POINT = "it has no zero points, or has them in floating point, where ours are integers"
+TRANSPOSED = "it is a transposed view of a packed weight"
+OPAQUE = "only torchao's kernel knows the layout {}"
+ROUNDS = "torchao multiplies with the codes and scales the result, so products round otherwise"
+
+
+def _layout(tensor: Tensor) -> Layout | None:
+    kind = type(tensor)
+    # Parameter goes first: Dynamo traces this in layers of experts and does not know its module.
+    if kind is nn.Parameter or kind.__module__.partition(".")[0] != "torchao":
+        return None
+    read = _READERS.get(kind.__name__)
+    if read is None:
+        reason = f"it is torchao's {kind.__name__}, which none of our formats describes"
+        return Layout(kind.__name__, reason=reason)
+    if getattr(tensor, "act_pre_scale", None) is not None:
+        return Layout(kind.__name__, reason=PRE_SCALE)
+    if any(getattr(tensor, name, None) is not None for name in _OF_ACTIVATIONS):
+        return Layout(kind.__name__, reason=ACTIVATIONS)
+    found = read(tensor)
+    return Layout(kind.__name__, reason=found) if isinstance(found, str) else found
+
+
+#: Attributes that say how an input is quantized.
+_OF_ACTIVATIONS = ("act_quant_kwargs", "activation_quantization", "act_mapping_type")
+
+
+def _granularity(weight: Any) -> str:
+    """Name what shares a scale, as our formats name it: "row", "tensor", or a group's size."""
+    *rows, columns = weight.block_size
+    if [*weight.block_size] == [*weight.shape]:
+        return "tensor"
+    if any(size != 1 for size in rows):
+        return f"blocks of {[*weight.block_size]}"
+    return "row" if columns == weight.shape[-1] else f"g{columns}"
+
+
+def _known(name: str, kind: str, *parts: Part, **more: Any) -> Layout | str:
+    """Return the layout in the format of that name, or why there is none."""
+    if name in FORMATS:
+        return Layout(kind, name, parts, **more)
+    return f"it would be {name}, and there is no such format here"
+
+
+def _int8(weight: Any) -> Layout | str:
+    if not _has_integers(weight):
+        return NO_ZERO_POINT
+    granularity = _granularity(weight)
+    rounds = "" if granularity.startswith("g") else ROUNDS
+    name, parts = f"int8_{granularity}", (Part("qdata"), Part("scale"), Part("zero_point"))
+    return _known(name, "Int8Tensor", *parts, rounds=rounds, follows_input=True)
+
+
+def _intx(weight: Any) -> Layout | str:
+    """Read codes of 2 to 8 bits, of which each has a byte."""
+    if not _has_integers(weight):
+        return NO_ZERO_POINT
+    name, parts = f"int8_{_granularity(weight)}", (Part("qdata"), Part("scale"), Part("zero_point"))
+    return _known(name, "IntxUnpackedToInt8Tensor", *parts)
+
+
+def _has_integers(weight: Any) -> bool:
+    return getattr(weight.zero_point, "dtype", None) is torch.int8
+
+
+def _float8(weight: Any) -> Layout | str:
+    number = _NUMBERS.get(weight.qdata.dtype, str(weight.qdata.dtype))
+    name = f"fp8_{number}_{_granularity(weight)}"
+    return _known(name, "Float8Tensor", Part("qdata"), Part("scale"))
+
+
+def _nvfp4(weight: Any) -> Layout | str:
+    if not weight.qdata.is_contiguous():
+        return TRANSPOSED
+    name = "nvfp4_tiles" if weight.is_swizzled_scales else "nvfp4"
+    has_whole = weight.per_tensor_scale is not None
+    whole = Part("per_tensor_scale") if has_whole else Part("scale", is_one=True)
+    return _known(name, "NVFP4Tensor", Part("qdata"), Part("scale", in_bytes=True), whole)
+
+
+_READERS: Mapping[str, Callable[[Any], Layout | str]] = {
+    "Int8Tensor": _int8,
+    "IntxUnpackedToInt8Tensor": _intx,
+    "Float8Tensor": _float8,
+    "NVFP4Tensor": _nvfp4,
+}
 
 
 def _packed(module: nn.Module, name: str) -> Packed | None:
     tensor = module._parameters.get(name)
-    kind = type(tensor)
-    # Parameter goes first: Dynamo traces this in layers of experts and does not know its module.
-    if tensor is None or kind is nn.Parameter or kind.__module__.partition(".")[0] != "torchao":
+    layout = None if tensor is None else _layout(tensor)
+    if tensor is None or layout is None:
         return None
-    reason = f"it is torchao's {kind.__name__}, which none of our formats describes"
-    return Packed(kind.__name__, tuple(tensor.shape), reason=reason)
+    shape = tuple(tensor.shape)
+    if layout.reason:
+        return Packed(layout.kind, shape, reason=layout.reason)
+    return Packed(layout.kind, shape, partial(_read, tensor, layout))
 
 
-TORCHAO = Library(name="torchao", packed=_packed)
+def _read(tensor: Tensor, layout: Layout) -> Stored:
+    def call(function: Any, *args: Any, **keywords: Any) -> Any:
+        return function(*args, **keywords)
+
+    return Stored(layout.take(tensor, call), layout.format, [*tensor.shape])
+
+
+TORCHAO = Library(
+    name="torchao",
+    layout=_layout,
+    decoders=("dequantize", "get_original_weight"),
+    packed=_packed,
+)

@@ -69,7 +69,8 @@ def as_stack(layer: Any, name: str) -> ExpertStack:
         weight = layer._parameters[name]
         return put_stack(layer, name, {"weight": weight}, DENSE, weight.shape)
     operands, format, shape = packed
-    parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
+    if name not in layer._parameters:
+        parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
     named = dict(zip(operand_names(format), operands, strict=True))
     return put_stack(layer, name, named, format, shape)
 

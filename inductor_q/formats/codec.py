@@ -89,10 +89,20 @@ class Number:
         return scaled(o, o.to_float(code), shared)
 
 
+def sign_extend(o: Ops[I, V], code: V, bits: int) -> V:
+    """Read a code of so many bits as a number in two's complement."""
+    half = 1 << bits - 1
+    return o.where(o.less(code, half), code, o.add_int(code, -2 * half))
+
+
 @dataclass(frozen=True)
 class Affine:
-    """The value is `(code - zero_point) * scale`; the scale comes first in `shared`."""
+    """The value is `(code - zero_point) * scale`; the scale comes first in `shared`.
 
+    signed_bits: is how many bits a code has that is signed; 0 where codes are not.
+    """
+
+    signed_bits: int = 0
     dtypes = ("uint8",)
     values = None
     table = None
@@ -102,4 +112,26 @@ class Affine:
 
     def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
         scale, zero_point = shared
+        code = sign_extend(o, code, self.signed_bits) if self.signed_bits else code
         return o.mul(o.sub(o.to_float(code), zero_point), scale)
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """The value is `number * scale + zero_point`, with the zero point among the values.
+
+    A number is from -8 to 7: its code is in two's complement, or is 8 more where `is_offset`.
+    """
+
+    is_offset: bool
+    dtypes = ("uint8",)
+    values = None
+    table = None
+
+    def operands(self) -> tuple[Operand, ...]:
+        return ()
+
+    def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
+        scale, zero_point = shared
+        number = o.add_int(code, -8) if self.is_offset else sign_extend(o, code, 4)
+        return o.add(o.mul(o.to_float(number), scale), zero_point)

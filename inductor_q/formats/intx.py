@@ -1,24 +1,53 @@
-"""Unsigned integers with a scale and a zero point per group: `(code - zero_point) * scale`.
+"""Integers with a scale and a zero point, per group of a row, per row, or for the whole weight.
 
-Groups run along a row; the first element of a pair lies in the low nibble. A zero point is any
-number from 0 to 255, in one byte.
+`(code - zero_point) * scale`: a code of 4 bits is unsigned and has a zero point from 0 to 255; one
+of 8 bits is signed, and so is its zero point. The first element of a pair lies in the low nibble.
+
+`number * scale + zero_point`: the zero point of `int4_plain` is a value. Its numbers are signed.
 """
 
 from __future__ import annotations
 
-from inductor_q.formats.codec import Affine, Number
+from inductor_q.formats.codec import Affine, Number, Shifted
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.quant_format import QuantFormat
-from inductor_q.formats.scale import GroupScale
+from inductor_q.formats.scale import GroupScale, RowScale, TensorScale
 
-GROUPS = (128,)
+#: The groups of which libraries write weights, by how many bits a code has.
+GROUPS = {4: (128,), 8: (32, 64, 128, 256)}
+PLAIN_GROUPS = (32, 64, 128, 256)
 
-INTX_FORMATS = tuple(
-    QuantFormat(
-        name=f"int4_g{group}",
-        packing=BytePacking(bits=4),
-        codec=Affine(),
-        shared=(GroupScale("scale", group), GroupScale("zero_point", group, Number(("uint8",)))),
-    )
-    for group in GROUPS
+_UINT8, _INT8 = Number(("uint8",)), Number(("int8",))
+
+
+def _int8(of: str, scale: type[RowScale] | type[TensorScale]) -> QuantFormat:
+    shared = (scale("scale"), scale("zero_point", _INT8))
+    return QuantFormat(f"int8_{of}", BytePacking(bits=8), Affine(signed_bits=8), shared)
+
+
+INTX_FORMATS = (
+    *(
+        QuantFormat(
+            name=f"int{bits}_g{group}",
+            packing=BytePacking(bits=bits),
+            codec=Affine(signed_bits=8 if bits == 8 else 0),
+            shared=(
+                GroupScale("scale", group),
+                GroupScale("zero_point", group, _INT8 if bits == 8 else _UINT8),
+            ),
+        )
+        for bits, groups in GROUPS.items()
+        for group in groups
+    ),
+    _int8("row", RowScale),
+    _int8("tensor", TensorScale),
+    *(
+        QuantFormat(
+            name=f"int4_plain_g{group}",
+            packing=BytePacking(bits=4),
+            codec=Shifted(is_offset=False),
+            shared=(GroupScale("scale", group), GroupScale("zero_point", group)),
+        )
+        for group in PLAIN_GROUPS
+    ),
 )

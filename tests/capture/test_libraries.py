@@ -16,7 +16,6 @@ from inductor_q.capture.bitsandbytes import BITSANDBYTES
 from inductor_q.capture.bnb_graph import GEMV, overload
 from inductor_q.capture.library import Decoded, Library, Linear, Match, Refused
 from inductor_q.capture.own import OWN
-from inductor_q.capture.torchao import TORCHAO
 from inductor_q.capture.transformers import TRANSFORMERS
 from inductor_q.experts.packing import pack
 from inductor_q.experts.stack import ExpertStack
@@ -214,29 +213,6 @@ def test_expert_stack(format: str) -> None:
     assert all(one is other for one, other in zip(read.operands, stack.operands, strict=True))
     dense = ExpertStack({"weight": torch.ones(2, N, K)}, "dense", (2, N, K), transposed=False)
     assert OWN.packed(dense, "weight") is None
-
-
-# --- torchao ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        ("Int8WeightOnlyConfig", "Int8Tensor"),
-        ("IntxWeightOnlyConfig", "IntxUnpackedToInt8Tensor"),
-    ],
-)
-def test_torchao(config: str, kind: str) -> None:
-    """Recognized in a module; its product is a plain one, which no library claims."""
-    quantization = pytest.importorskip("torchao.quantization")
-    layer = nn.Linear(K, N, bias=False, dtype=BF16)
-    quantization.quantize_(layer, getattr(quantization, config)())
-    packed = TORCHAO.packed(layer, "weight")
-    assert packed is not None and packed.read is None
-    assert (packed.format, packed.kind, packed.shape) == (kind, "linear", (N, K))
-    assert packed.reason == f"it is torchao's {kind}, which none of our formats describes"
-    assert capture.packed_weight(layer, "weight") == packed
-    assert not matched(layer, TORCHAO)
 
 
 # --- transformers, and what is nobody's ---------------------------------------------------------

@@ -490,16 +490,16 @@ def test_codes_of_another_library_are_refused() -> None:
     assert not [*stacks(net)]
 
 
-def test_experts_that_torchao_packs_are_refused() -> None:
+def test_experts_that_torchao_packs_are_read_as_they_are() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     net = model("olmoe")
     layer = net.model.layers[1].mlp.experts
     rows = quantization.PerRow()
     packed = quantization.Int8Tensor.from_hp(layer.down_proj.detach(), granularity=rows)
     layer.down_proj = nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(exc.AlreadyQuantized, match=r"layers\.1.*torchao's Int8Tensor"):
-        experts.quantize(net)
-    assert not [*stacks(net)]
+    experts.quantize(net)
+    assert layer.down_proj.format == "int8_row"
+    assert torch.equal(layer.down_proj.dequantize(torch.float32), packed.dequantize())
 
 
 def test_another_format_over_packed_experts(told: list[str]) -> None:

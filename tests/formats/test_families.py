@@ -1,4 +1,4 @@
-"""int4, fp8, MXFP4 and NVFP4: every code under every scale, by whoever decodes it."""
+"""Integers, fp8, MX formats and NVFP4: every code under every scale, by whoever decodes it."""
 
 from __future__ import annotations
 
@@ -197,8 +197,11 @@ def test_kernels_that_refuse_say_why() -> None:
     assert reasons == {
         "mxfp4": "csrc/dequantize.cpp does not know the scale of mxfp4",
         "nvfp4": "csrc/dequantize.cpp does not know the scale of nvfp4",
-        "int4_g128": "csrc/dequantize.cpp decodes 4-bit codebooks, not int4_g128",
-        "fp8_e4m3_row": "csrc/dequantize.cpp decodes 4-bit codebooks, not fp8_e4m3_row",
+        **{
+            name: f"csrc/dequantize.cpp decodes 4-bit codebooks, not {name}"
+            for name in NAMES
+            if name not in ("mxfp4", "nvfp4")
+        },
     }
     for name in NAMES:
         fmt = FORMATS[name]
@@ -316,7 +319,11 @@ def test_what_formats_answer() -> None:
         "mxfp4": ((0, 4), 0, True, 32, True),
         "nvfp4": ((0, 4), 0, True, 16, True),
         "int4_g128": ((0, 4), 0, False, 32, True),
+        "int4_plain_g32": ((0, 4), 0, False, 32, True),
+        "int8_g32": (None, 0, False, 32, True),
+        "mxfp8_e4m3": (None, 0, False, 32, True),
         "fp8_e4m3_row": (None, 0, False, 96, True),
+        "fp8_e5m2_tensor": (None, 0, False, 96, False),
     }
 
 

@@ -243,7 +243,10 @@ def test_registry() -> None:
         for blocksize in (32, 64, 128, 256, 512, 1024, 2048, 4096)
         for suffix in ("", "_nested")
     } | {f"kbit{k}_{absmax}" for k in (2, 3, 4, 5) for absmax in ("e4m4", "fp16")}
-    expected |= {"int4_g128", "fp8_e4m3_row", "mxfp4", "nvfp4"}
+    expected |= {"int4_g128", "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_tiles"}
+    expected |= {f"int{of}_g{group}" for of in ("4_plain", "8") for group in (32, 64, 128, 256)}
+    expected |= {"int8_row", "int8_tensor"}
+    expected |= {f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")}
     assert set(FORMATS) == expected
     assert all(fmt.name == name for name, fmt in FORMATS.items())
     assert all(get_format(name) is fmt for name, fmt in FORMATS.items())

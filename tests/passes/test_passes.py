@@ -268,12 +268,14 @@ CASES: dict[str, Case] = {
         lambda: linear(bias=True), {"canonicalize": 2, "keep_packed": 1}, BASE_ONLY
     ),
     "qfuse::dequantize": Case(
-        lambda: ByOp("dequantize"), {"keep_packed": 1}, {"mm": 2, "qfuse.dequantize": 1}
+        lambda: ByOp("dequantize"),
+        {"canonicalize": 1, "keep_packed": 1},
+        {"mm": 2, "qfuse.dequantize": 1},
     ),
-    "qfuse::linear": Case(lambda: ByOp("linear"), {"canonicalize": 1, "keep_packed": 1}, BASE_ONLY),
+    "qfuse::linear": Case(lambda: ByOp("linear"), {"canonicalize": 2, "keep_packed": 1}, BASE_ONLY),
     "qfuse::lora_linear": Case(
         lambda: ByOp("lora_linear"),
-        {**ADAPTER, "canonicalize": 1, "fold_lora": 3, "stack_adapters": 1},
+        {**ADAPTER, "fold_lora": 3, "stack_adapters": 1},
         EXTENDED,
     ),
     "three adapters over one input": Case(Shared, SHARED, SHARED_OPS),

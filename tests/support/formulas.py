@@ -70,8 +70,39 @@ def fp8_e4m3_row(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     return E4M3[qweight.long()].reshape(rows, columns) * scale.double()[:, None]
 
 
+def int4_plain_g32(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale, zero_point = operands
+    codes = _nibbles(qweight, rows, columns)
+    numbers = torch.where(codes > 7, codes - 16, codes).double()
+    scaled = (numbers * _by_group(scale.double(), columns, 32)).float().double()  # is rounded once
+    return scaled + _by_group(zero_point.double(), columns, 32)
+
+
+def int8_g32(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale, zero_point = operands
+    codes = qweight.view(torch.int8).double().reshape(rows, columns)
+    zeros = _by_group(zero_point.double(), columns, 32)
+    return (codes - zeros) * _by_group(scale.double(), columns, 32)
+
+
+def fp8_e5m2_tensor(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale = operands
+    return E5M2[qweight.long()].reshape(rows, columns) * scale.double()
+
+
+def mxfp8_e4m3(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale = operands
+    values = E4M3[qweight.long()].reshape(rows, columns)
+    return values * _by_group(E8M0[scale.long()], columns, 32)
+
+
 FORMULAS: dict[str, Callable[[Sequence[Tensor], int, int], Tensor]] = {
-    f.__name__: f for f in (mxfp4, nvfp4, int4_g128, fp8_e4m3_row)
+    f.__name__: f
+    for f in (
+        *(mxfp4, mxfp8_e4m3, nvfp4),
+        *(int4_g128, int4_plain_g32, int8_g32),
+        *(fp8_e4m3_row, fp8_e5m2_tensor),
+    )
 }
 
 
@@ -105,6 +136,17 @@ def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
     if name == "int4_g128":
         zeros = _CODES.repeat_interleave(n)
         return [_ALL.repeat(256 * n * 8), special.repeat(256), zeros], (256, n * 128)
+    if name == "int4_plain_g32":
+        zeros = special.repeat_interleave(n)
+        return [_ALL.repeat(n * n * 2), special.repeat(n), zeros], (n, n * 32)
+    if name == "int8_g32":  # eight groups have all codes
+        groups = special.repeat_interleave(8)
+        zeros = torch.arange(-128, 128).to(torch.int8).repeat_interleave(8 * n)
+        return [_CODES.repeat(256 * n), groups.repeat(256), zeros], (256, n * 256)
+    if name == "mxfp8_e4m3":
+        return [_CODES.repeat(256), _CODES.repeat_interleave(8)], (256, 256)
+    if name == "fp8_e5m2_tensor":
+        return [_CODES, torch.tensor([0.1])], (1, 256)
     assert name == "fp8_e4m3_row", name
     return [_CODES.repeat(n), special], (n, 256)
 
@@ -112,6 +154,6 @@ def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
 def cases(name: str) -> list[tuple[list[Tensor], tuple[int, int]]]:
     """Return `exhaustive`, and once per SPECIAL number where one number scales the whole tensor."""
     operands, shape = exhaustive(name)
-    if name != "nvfp4":
+    if name not in ("nvfp4", "fp8_e5m2_tensor"):
         return [(operands, shape)]
-    return [([*operands[:2], torch.tensor([factor])], shape) for factor in SPECIAL]
+    return [([*operands[:-1], torch.tensor([factor])], shape) for factor in SPECIAL]

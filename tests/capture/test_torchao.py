@@ -1,0 +1,337 @@
+"""torchao's weights, made by torchao: what is read of them, what passes make of their layers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import inductor_q
+from inductor_q import capture, ops, testing
+from inductor_q.capture import torchao
+from inductor_q.capture.library import Stored
+from inductor_q.passes.unwrap_weights import NO_PRODUCT, TRAINS
+from tests.support.compiling import Compiled, compile_step, no_codegen, partition, step
+from tests.support.quantized import assert_same_bits
+from tests.support.torchao_weights import (
+    BF16,
+    CONFIGS,
+    Adapted,
+    linear,
+    quantization,
+    with_parts,
+)
+
+N, K = 128, 256
+INT4: Any = vars(torch)["int4"]
+DEQUANTIZE = torch.ops.qfuse.dequantize.default
+
+
+def read(weight: Any) -> Stored:
+    module = nn.Module()
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    packed = capture.packed_weight(module, "weight")
+    assert packed is not None and packed.read is not None, packed
+    assert (packed.format, packed.kind, packed.shape) == (type(weight).__name__, "linear", (N, K))
+    return packed.read()
+
+
+def values(weight: Any, dtype: torch.dtype = BF16) -> Tensor:
+    operands, name, shape = read(weight)
+    return ops.dequantize(operands, name, shape, dtype)
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_values_are_torchaos_own(case: str) -> None:
+    config, name = CONFIGS[case]
+    weight = linear(config).weight
+    assert read(weight).format == name
+    assert_same_bits(values(weight), weight.dequantize())
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_every_code_under_every_scale(case: str) -> None:
+    """All codes of a byte, all zero points, and scales of any size."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(name: str, part: Tensor) -> Tensor:
+        if part.dtype.itemsize == 1:
+            codes = torch.arange(part.numel()).to(torch.uint8)
+            if name != "qdata":
+                codes = codes[torch.randperm(part.numel(), generator=generator)]
+            return codes.view(part.dtype).reshape(part.shape)
+        powers = torch.randint(-40, 40, part.shape, generator=generator)
+        return (part.float().abs() * 2.0**powers).to(part.dtype)
+
+    weight = with_parts(linear(CONFIGS[case][0]).weight, change)
+    assert_same_bits(values(weight), weight.dequantize())
+
+
+def quantized(name: str, **more: Any) -> Any:
+    return getattr(quantization, name)(**more)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "activations in 8 bits": (
+        quantized("Int8DynamicActivationInt8WeightConfig"),
+        torchao.ACTIVATIONS,
+    ),
+    "activations in float8": (
+        quantized("Int8DynamicActivationIntxWeightConfig", weight_dtype=INT4),
+        torchao.ACTIVATIONS,
+    ),
+    "group of 16": (
+        quantized("IntxWeightOnlyConfig", granularity=quantization.PerGroup(16)),
+        "it would be int8_g16, and there is no such format here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layout_that_is_not_read(case: str) -> None:
+    config, reason = REFUSED[case]
+    layer = linear(config)
+    packed = capture.packed_weight(layer, "weight")
+    assert packed is not None
+    assert (packed.read, packed.reason) == (None, reason)
+    result = compile_and_step(layer)
+    assert result.reasons["unwrap_weights"] == {reason: 1}
+    assert not result.applied.get("canonicalize")
+
+
+def test_zero_points_that_are_no_integers() -> None:
+    def change(name: str, part: Tensor) -> Tensor:
+        return part.to(BF16) if name == "zero_point" else part
+
+    weight = with_parts(linear(CONFIGS["intx4 row"][0]).weight, change)
+    layout = capture.layout(weight)
+    assert layout is not None and layout.reason == torchao.NO_ZERO_POINT
+
+
+def test_a_class_that_nothing_is_known_of() -> None:
+    kind = type("Int3Tensor", (torch.Tensor,), {"__module__": "torchao.some"})
+    layout = capture.layout(torch.ones(2, 2).as_subclass(kind))
+    assert layout is not None
+    assert layout.reason == "it is torchao's Int3Tensor, which none of our formats describes"
+    assert capture.layout(nn.Parameter(torch.ones(2))) is None
+    assert capture.layout(torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {}))) is None
+
+
+# --- in a graph -----------------------------------------------------------------------------------
+
+
+def inputs(dtype: torch.dtype = BF16) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(2, 8, K, generator=generator).to(dtype).requires_grad_()
+
+
+def compile_and_step(layer: nn.Module, **options: Any) -> Compiled:
+    module = Adapted(layer)
+    with no_codegen():
+        return compile_step(module, inputs(), options=options, fullgraph=True)
+
+
+def in_float64(layer: Any) -> Adapted:
+    """The layer with torchao's own values in a dense weight."""
+    dense = nn.Linear(K, N, bias=layer.bias is not None)
+    dense.weight = nn.Parameter(layer.weight.dequantize().double(), requires_grad=False)
+    if layer.bias is not None:
+        dense.bias = nn.Parameter(layer.bias.double(), requires_grad=False)
+    return Adapted(dense).double()
+
+
+def wide_values(forward: fx.Graph, backward: fx.Graph) -> list[Tensor]:
+    """What passes from forward to backward of the size of the weight, in 16 bits or more."""
+    nodes = [*forward.output_node().all_input_nodes, *backward.find_nodes(op="placeholder")]
+    kept = [node.meta["val"] for node in nodes]
+    wide = [v for v in kept if isinstance(v, Tensor) and v.numel() >= N * K]
+    return [v for v in wide if v.is_floating_point() and v.dtype.itemsize > 1]
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_layer_with_an_adapter(case: str) -> None:
+    """Two decodes, the weight not saved, gradients of the adapter alone, as near as eager's."""
+    config, name = CONFIGS[case]
+    layer = linear(config, bias=case.endswith("row"))
+    module = Adapted(layer)
+    eager, expected = step(module, inputs(), module=module)
+    exact, reference = step(in_float64(layer), inputs(torch.float64))
+    found: dict[str, Any] = {}
+
+    def run(compiled: Any) -> None:
+        found["output"], found["gradients"] = step(compiled, inputs(), module=module)
+
+    forward, backward = partition(run, module)
+    output, gradients = found["output"], found["gradients"]
+    assert gradients.keys() == expected.keys() == {"x0", "a", "b"}
+    for graph in (forward, backward):
+        (decode,) = graph.find_nodes(op="call_function", target=DEQUANTIZE)
+        assert decode.args[1] == name
+    assert not wide_values(forward, backward)
+    report = inductor_q.last_report()
+    assert report is not None
+    assert report.applied()["canonicalize"] == report.applied()["extend_k"] == 1
+    assert [v.status for v in report.verdicts().values()] == ["fused"]
+    bound = 1.25 * testing.relative_error(eager, exact)
+    assert testing.relative_error(output, exact) <= bound < 0.02
+    bound = 1.25 * testing.relative_error(expected["x0"], reference["x0"])
+    assert testing.relative_error(gradients["x0"], reference["x0"]) <= bound < 0.02
+
+
+@pytest.mark.parametrize("case", ["int8 row", "nvfp4"])
+def test_compiled_to_code(case: str) -> None:
+    layer = linear(CONFIGS[case][0])
+    result = compile_step(Adapted(layer), inputs(), fullgraph=True)
+    exact, reference = step(in_float64(layer), inputs(torch.float64))
+    assert testing.relative_error(result.output, exact) < 2**-7
+    assert testing.relative_error(result.gradients["x0"], reference["x0"]) < 2**-7
+
+
+def test_a_checkpointed_segment() -> None:
+    layer = linear(CONFIGS["float8 row"][0])
+    module = Adapted(layer)
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(module, x, use_reentrant=False)
+        return out
+
+    with no_codegen():
+        result = compile_step(run, inputs(), module=module, fullgraph=True)
+    assert result.applied["unwrap_weights"] == 1
+    assert result.ops["qfuse.dequantize"]
+    _, expected = step(run, inputs(), module=module)
+    for name, gradient in expected.items():
+        assert testing.relative_error(result.gradients[name], gradient) < 2**-6, name
+
+
+def test_a_method_that_decodes() -> None:
+    layer = linear(CONFIGS["float8 row"][0])
+    x = inputs()
+    with no_codegen():
+        result = compile_step(lambda x: F.linear(x, layer.weight.dequantize()), x, fullgraph=True)
+    assert result.applied["unwrap_weights"] == result.applied["canonicalize"] == 1
+    assert testing.relative_error(result.output, layer(x)) < 2**-8
+
+
+def test_strict_numerics_leave_a_product_that_scales_its_result() -> None:
+    result = compile_and_step(linear(CONFIGS["int8 row"][0]), **{"qfuse.numerics": "strict"})
+    (reason,) = result.reasons["unwrap_weights"]
+    assert reason == f"{torchao.ROUNDS}: numerics strict leaves it so"
+    grouped = compile_and_step(linear(CONFIGS["int8 group"][0]), **{"qfuse.numerics": "strict"})
+    assert grouped.applied["unwrap_weights"] == 1
+
+
+@pytest.mark.parametrize("case", ["int8 row", "int8 group"])
+def test_an_input_of_another_dtype(case: str) -> None:
+    """torchao casts 8-bit codes to the dtype of the input."""
+    layer = linear(CONFIGS[case][0])
+    x = inputs(torch.float32)
+    expected = layer(x)
+    with no_codegen():
+        result = compile_step(lambda x: layer(x), x, fullgraph=True)
+    assert result.output.dtype is expected.dtype is torch.float32
+    assert result.applied["unwrap_weights"] == 1
+    assert testing.relative_error(result.output, expected) < 2**-8
+
+
+def test_a_weight_that_trains_or_is_looked_up() -> None:
+    layer = linear(CONFIGS["intx4 row"][0])
+    weight = nn.Parameter(layer.weight.detach(), requires_grad=True)
+    with no_codegen():
+        looked_up = compile_step(lambda i: F.embedding(i, layer.weight), torch.arange(4))
+        trained = compile_step(lambda x: F.linear(x, weight), inputs())
+    assert looked_up.reasons["unwrap_weights"] == {NO_PRODUCT.format("embedding"): 1}
+    assert trained.reasons["unwrap_weights"] == {TRAINS: 1}
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+peft: Any = pytest.importorskip("peft")
+transformers: Any = pytest.importorskip("transformers")
+
+
+def train(model: Any, run: Any, steps: int = 3) -> tuple[list[float], Tensor]:
+    """Return the losses of some steps, and the first step's gradients."""
+    parameters = testing.adapter_parameters(model)
+    optimizer = torch.optim.SGD(parameters, lr=0.3)
+    batch = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for _ in range(steps):
+        loss = run(input_ids=batch, labels=batch).loss
+        losses.append(loss.item())
+        loss.backward()
+        assert all(p.grad is not None for p in parameters)
+        grads = [p.grad.double().flatten() for p in parameters if p.grad is not None]
+        gradients.append(torch.cat(grads))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients[0]
+
+
+def adapted(base: Any) -> Any:
+    config = peft.LoraConfig(
+        r=8,
+        target_modules=list(testing.PROJECTIONS),
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
+    torch.manual_seed(1)
+    return peft.get_peft_model(base, config, autocast_adapter_dtype=False).train()
+
+
+@pytest.mark.parametrize("case", ["int8 row", "float8 row", "nvfp4"])
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
+def test_three_steps_of_a_llama(case: str) -> None:
+    config = testing.tiny_llama_config(num_hidden_layers=1)
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+
+    def is_projection(module: nn.Module, path: str) -> bool:
+        return path.endswith(testing.PROJECTIONS)
+
+    quantization.quantize_(base, CONFIGS[case][0], filter_fn=is_projection)
+    model = adapted(base)
+    trained = len(testing.adapter_parameters(model))
+    assert trained == 2 * len(testing.PROJECTIONS)
+    start = copy.deepcopy(testing.adapter_state(model))
+    losses, gradients = train(model, model)
+    testing.load_adapter_state(model, start)
+    torch._dynamo.reset()
+    with no_codegen():
+        found, compiled = train(model, torch.compile(model, backend="qfuse", fullgraph=True))
+    report = inductor_q.last_report()
+    assert report is not None
+    judged = {path: verdict.status for path, verdict in report.verdicts().items()}
+    assert len(judged) == len(testing.PROJECTIONS)
+    assert set(judged.values()) == {"fused"}
+    assert testing.relative_error(compiled, gradients) < 0.05
+    learned = losses[0] - losses[-1]
+    assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 0.1 * learned
+
+
+def test_a_checkpoint_that_transformers_quantizes(tmp_path: Path) -> None:
+    """`TorchAoConfig`, and PEFT's own layers for it."""
+    config = testing.tiny_llama_config(num_hidden_layers=1)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).save_pretrained(tmp_path)
+    asked = transformers.TorchAoConfig(quantized("Int8WeightOnlyConfig"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=BF16, quantization_config=asked
+    )
+    model = adapted(base)
+    layer = model.base_model.model.model.layers[0].mlp
+    assert type(layer.up_proj).__name__ == "TorchaoLoraLinear"
+    x = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0)).to(BF16)
+    with no_codegen():
+        result = compile_step(layer, x.requires_grad_(), fullgraph=True)
+    assert result.applied["canonicalize"] == result.applied["unwrap_weights"] == 3
+    expected, _ = step(layer, x, module=layer)
+    assert testing.relative_error(result.output, expected) < 2**-6
