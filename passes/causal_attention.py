@@ -17,6 +17,10 @@ FlexAttention, which computes the blocks of scores that such a mask leaves; padd
 as the mask hides it. What layers need is made once, before the first. A window that is no shorter
 than the sequence hides nothing. Where only the lengths of other batches could pass it, one guard
 keeps them from this graph; where this one's does, FlexAttention serves every length.
+
+Attention that a model writes out, for a softcap or for sinks, becomes FlexAttention under each of
+these masks. Rows that see no key give zero; in eager they give that with sinks, and a mean of all
+values without. It stays under strict numerics.
 """
 
 from __future__ import annotations
@@ -32,9 +36,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
-from inductor_q.passes.causal_mask import CHECKPOINT, Meaning, Unproven, read, same_size
+from inductor_q.passes.causal_mask import (
+    CHECKPOINT,
+    Meaning,
+    Unproven,
+    read,
+    same_size,
+    written_to,
+)
 from inductor_q.passes.grouped_keys import before_repeat
 from inductor_q.passes.runner import CAPTURED, Site
+from inductor_q.passes.written_attention import Written, additive, fixed, read_written
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 QFUSE = torch.ops.qfuse
@@ -58,19 +70,23 @@ class CausalAttention:
         outside = {} if module is None else _checkpointed(module)
         found: dict[fx.Node, _Mask | Unproven] = {}
         graphs = [graph, *dict.fromkeys(n.graph for n in outside)]
-        for node in (n for g in graphs for n in g.nodes if n.target is ATTENTION):
-            arguments = _arguments(node)
+        for node in (n for g in graphs for n in g.nodes):
+            written = None if node.target is ATTENTION else read_written(node)
+            if isinstance(written, str):
+                yield Site(node, rejected=written, by_choice=True)
+            if isinstance(written, str) or (written is None and node.target is not ATTENTION):
+                continue
+            arguments = _arguments(node) if written is None else dict(written.arguments)
             mask = arguments["attn_mask"]
             if not isinstance(mask, fx.Node) or arguments["is_causal"]:
                 continue
             root = _root(mask, outside)
             if root not in found:
-                meaning = read(root, outside, graphs)
-                found[root] = meaning if isinstance(meaning, Unproven) else _Mask.of(root, meaning)
+                found[root] = _known(root, written is not None, outside, graphs)
             known = found[root]
             if isinstance(known, Unproven):
                 yield Site(node, rejected=known.reason, by_choice=True)
-            elif reason := _of_other_sizes(arguments, root) or _kept(known, context):
+            elif reason := _of_other_sizes(arguments, known.node) or _kept(known, context):
                 yield Site(node, rejected=reason, by_choice=True)
             elif root.graph is not graph and known.shares:
                 reason = "the mask is made inside of a checkpoint"
@@ -78,7 +94,7 @@ class CausalAttention:
             elif known.in_blocks and known.meaning.valid is not None and _on_gpu(root):
                 yield Site(node, rejected=PADDED_BLOCKS, by_choice=True)
             elif known.in_blocks:
-                yield _blocks(node, arguments, graphs, known)
+                yield _blocks(node, arguments, graphs, known, written)
             else:
                 yield _causal(node, arguments, graphs, known)
 
@@ -94,7 +110,8 @@ class CausalAttention:
         made = _given_to(node.graph, graph, mask.shared(graph))
         with node.graph.inserting_before(node):
             if mask.in_blocks:
-                given = (query, key, value, made, mask.meaning.window, arguments["scale"])
+                more = (arguments["scale"], plan.softcap, plan.sinks)
+                given = (query, key, value, made, mask.meaning.window, *more)
                 new = node.graph.call_function(QFUSE.block_attention.default, given)
             else:
                 order, inverse, _ = made
@@ -115,28 +132,31 @@ class _Mask:
         node: in Dynamo's graph.
         meaning: what of it counts; a window that hides nothing at these lengths does not.
         guarded: the window that this takes to hide nothing, which is to be guarded; 0: none.
+        written: whether attention under it is written out: only FlexAttention does the same.
         made: the tensors that all layers under it share, once they are made.
     """
 
     node: fx.Node
     meaning: Meaning
     guarded: int
+    written: bool
     made: list[fx.Node] | None = None
 
     @staticmethod
-    def of(node: fx.Node, meaning: Meaning) -> _Mask:
+    def of(node: fx.Node, meaning: Meaning, *, written: bool) -> _Mask:
         window, length = meaning.window, _value(node).shape[-1]
         if window is None or hint(length) > window:
-            return _Mask(node, meaning, 0)
+            return _Mask(node, meaning, 0, written)
         known = statically_known_true(length <= window)
         if not known and _is_bounded(length):  # by the user, who wants one graph up to there
-            return _Mask(node, meaning, 0)
-        return _Mask(node, replace(meaning, window=None), 0 if known else window)
+            return _Mask(node, meaning, 0, written)
+        return _Mask(node, replace(meaning, window=None), 0 if known else window, written)
 
     @property
     def in_blocks(self) -> bool:
         """Whether it leaves blocks of scores out; else valid keys come first, or all are seen."""
-        return self.meaning.positions is not None or self.meaning.window is not None
+        hides_blocks = self.meaning.positions is not None or self.meaning.window is not None
+        return hides_blocks or self.written
 
     @property
     def shares(self) -> bool:
@@ -207,12 +227,32 @@ class _Plan:
 
     mask: _Mask
     arguments: dict[str, Any]
+    softcap: float | None = None
+    sinks: fx.Node | None = None
+
+
+def _known(
+    root: fx.Node, written: bool, outside: dict[fx.Node, fx.Node], graphs: list[fx.Graph]
+) -> _Mask | Unproven:
+    """What a mask means, one that attention which is written out adds among them."""
+    node = root
+    if written:
+        seen = additive(root)
+        if seen is None:
+            return Unproven("the mask that is added is not made by torch.where of a boolean one")
+        if by := written_to({root}, outside, graphs):
+            return Unproven(f"the mask, or what it is made of, is written to by {by}")
+        node = _root(seen, outside)
+    meaning = read(node, outside, graphs)
+    return meaning if isinstance(meaning, Unproven) else _Mask.of(node, meaning, written=written)
 
 
 def _kept(mask: _Mask, context: Context) -> str:
     """Why a mask stays that is more than causal; empty if it goes."""
     if not mask.shares:
         return ""
+    if mask.written and context.numerics == "strict":
+        return "strict numerics keep attention as it is written out"
     if not mask.in_blocks and context.numerics == "strict":
         return "strict numerics keep what rows of padding see"
     least = context.threshold("causal_attention.min_positions")
@@ -277,7 +317,13 @@ def _causal(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], ma
     return Site(node, plan=_Plan(mask, without), provider=f"sdpa{padded}, grouped keys")
 
 
-def _blocks(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], mask: _Mask) -> Site:
+def _blocks(
+    node: fx.Node,
+    arguments: dict[str, Any],
+    graphs: list[fx.Graph],
+    mask: _Mask,
+    written: Written | None,
+) -> Site:
     if dropout := arguments["dropout_p"]:
         reason = f"attention drops scores out (dropout_p={dropout}), and FlexAttention drops none"
         return Site(node, rejected=reason, by_choice=True)
@@ -285,28 +331,28 @@ def _blocks(node: fx.Node, arguments: dict[str, Any], graphs: list[fx.Graph], ma
     if result.device.type == "cuda" and result.shape[-1] < LEAST_FEATURES:
         reason = f"FlexAttention takes no heads of fewer than {LEAST_FEATURES} features"
         return Site(node, rejected=reason, by_choice=True)
-    found = before_repeat(node, arguments, graphs)
+    found = before_repeat(node, arguments, graphs) if written is None else ""
     repeated = ""
     if not isinstance(found, str):
         arguments |= dict(zip(("key", "value"), found, strict=True))
     elif found:
         repeated = f", repeated keys: {found}"
     meaning = mask.meaning
-    parts = {
+    parts: dict[str, Any] = {
         "documents": meaning.positions,
         "a window": meaning.window,
         "valid keys": meaning.valid,
     }
-    named = ", ".join(name for name, part in parts.items() if part is not None)
-    return Site(node, plan=_Plan(mask, arguments), provider=f"FlexAttention of {named}{repeated}")
+    softcap, sinks = (None, None) if written is None else (written.softcap, written.sinks)
+    parts |= {"a softcap": softcap, "sinks": sinks}
+    named = ", ".join(name for name, part in parts.items() if part is not None) or "all keys"
+    plan = _Plan(mask, arguments, softcap, sinks)
+    return Site(node, plan=plan, provider=f"FlexAttention of {named}{repeated}")
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     given = {**_PARAMETERS, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
-    dropout = _value(given["dropout_p"])
-    if isinstance(dropout, torch.SymFloat) and dropout.node.expr.is_number:
-        given["dropout_p"] = float(dropout)  # an input by dynamic=True, fixed by a guard
-    return given
+    return {**given, "dropout_p": fixed(given["dropout_p"])}
 
 
 def _checkpoints(module: torch.nn.Module) -> Iterator[tuple[fx.Node, fx.GraphModule]]:

@@ -202,7 +202,7 @@ def _disproof(
                 if size == SIZES[0] and evaluation.is_large():
                     reason = "sums or copies as large as a window may be"
                     return _NotProven(f"the mask is computed with {reason}")
-        if written := _written(evaluation.nodes(), outside, graphs):
+        if written := written_to(evaluation.nodes(), outside, graphs):
             return _NotProven(f"the mask, or what it is made of, is written to by {written}")
     except _NotProven as reason:
         return reason
@@ -337,7 +337,7 @@ def _input_name(node: fx.Node) -> str:
     return str(node.target).removeprefix("L_").strip("_")
 
 
-def _written(
+def written_to(
     nodes: set[fx.Node], outside: Mapping[fx.Node, fx.Node], graphs: Iterable[fx.Graph]
 ) -> str:
     """Name the node that writes in place to one of `nodes` or to a view of one; "" if none does."""

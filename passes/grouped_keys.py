@@ -40,7 +40,7 @@ def before_repeat(
         graphs: Dynamo's graph and its subgraphs.
     """
     query, *wide = (arguments[name] for name in ("query", "key", "value"))
-    key, value = map(_repeated, wide)
+    key, value = map(repeated, wide)
     if arguments["enable_gqa"] or (key is None and value is None):
         return ""
     if key is None or value is None or not same_size(_shape(key)[1], _shape(value)[1]):
@@ -49,7 +49,7 @@ def before_repeat(
         return "queries, keys and values differ in size"
     if any(user is not attention and user.target not in _SIZES for n in wide for user in n.users):
         return "repeated keys are used elsewhere"
-    if _written_since(wide, attention):
+    if written_since(wide, attention):
         return "something is written to once keys are repeated"
     if any(not same_size(node.meta["example_value"].stride(-1), 1) for node in (query, key, value)):
         return "features do not lie side by side"
@@ -82,7 +82,7 @@ def no_kernel(device: torch.device, dtype: torch.dtype, head_dim: Any, dropout: 
     return ""
 
 
-def _repeated(node: Any) -> fx.Node | None:
+def repeated(node: Any) -> fx.Node | None:
     """`x` [B, G, S, D] if `node` is `x[:, :, None].expand(B, G, n, S, D).reshape(B, G n, S, D)`."""
     wide = _argument(node, *_RESHAPES)
     one = _argument(wide, "expand")
@@ -92,10 +92,10 @@ def _repeated(node: Any) -> fx.Node | None:
     shapes = [_shape(found) for found in (source, wide, node)]
     if [len(shape) for shape in shapes] != [4, 5, 4]:
         return None
-    (b, g, s, d), repeated, result = shapes
-    n = repeated[2]
+    (b, g, s, d), copied, result = shapes
+    n = copied[2]
     expected = (b, g, n, s, d, b, g * n, s, d)
-    pairs = zip((*repeated, *result), expected, strict=True)
+    pairs = zip((*copied, *result), expected, strict=True)
     return source if all(same_size(*pair) for pair in pairs) else None
 
 
@@ -116,7 +116,7 @@ def _adds_third(node: fx.Node) -> bool:
     return all(index in (_FULL, Ellipsis) for index in where[3:])
 
 
-def _written_since(wide: Iterable[fx.Node], attention: fx.Node) -> bool:
+def written_since(wide: Iterable[fx.Node], attention: fx.Node) -> bool:
     """Whether anything is written to from where keys and values are repeated to where they are
     used: it could be what was repeated. Earlier and later writes do not matter."""
     ahead = set(wide)

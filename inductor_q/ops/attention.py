@@ -14,6 +14,7 @@ and fusions are Inductor's. What a mask needs is made once from its input and sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,6 +193,8 @@ def block_attention(
     tables: Sequence[Tensor],
     window: int | None,
     scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention to the keys of a query's document that are valid and in its window.
 
@@ -201,12 +204,16 @@ def block_attention(
         tables: of `block_tables`.
         window: as given to it.
         scale: of the scores; None: D ** -0.5.
+        softcap: makes of a score `softcap * tanh(score / softcap)`; None: nothing.
+        sinks: [H], a score of each head that takes its share of the softmax and has no value.
 
     Returns:
         [B, H, S, D], zero for queries that see no key. A document's rows do not depend on its
         neighbours, to the bit.
     """
-    result: Tensor = torch.ops.qfuse.block_attention(query, key, value, list(tables), window, scale)
+    result: Tensor = torch.ops.qfuse.block_attention(
+        query, key, value, list(tables), window, scale, softcap, sinks
+    )
     return result
 
 
@@ -217,18 +224,51 @@ def _block_attention(
     tables: Sequence[Tensor],
     window: int | None,
     scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     given, blocks = tables[:-_TABLES], tables[-_TABLES:]
     if query.device.type == "cuda":
-        return _flex(query, key, value, given, blocks, window, scale)
+        return _flex(query, key, value, given, blocks, window, scale, softcap, sinks)
     place = torch.arange(query.shape[-2], device=query.device)
     behind = place[:, None] - place[None]
     mask = (given[0][:, :, None] == given[-1][:, None, :]) & (behind >= 0)
     if window is not None:
         mask = mask & (behind < window)
+    mask = mask.unsqueeze(1)
+    if softcap is not None or sinks is not None:
+        return _written_out(query, key, value, mask, scale, softcap, sinks)
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask.unsqueeze(1), scale=scale, enable_gqa=True
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
     )
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention as models write it out, with its softmax in float32 at least."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = (query @ key.mT) * _scale(query, scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    scores = scores.to(dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    if sinks is not None:
+        column = sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : mask.shape[-1]] * mask  # queries that see no key give zero
+    return weights.to(value.dtype) @ value
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
 def _flex(
@@ -239,6 +279,8 @@ def _flex(
     blocks: Sequence[Tensor],
     window: int | None,
     scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The operator behind `torch.nn.attention.flex_attention`, which Dynamo would trace for it."""
     from torch._higher_order_ops.flex_attention import flex_attention
@@ -251,6 +293,8 @@ def _flex(
         (q >= k) & (of[0][b, q] == of[-1][b, k])
     )
     near: Any = lambda b, h, q, k, *of: causal(b, h, q, k, *of) & (q - k < window)  # noqa: E731
+    cap = math.inf if softcap is None else softcap
+    capped: Any = lambda score, b, h, q, k: torch.tanh(score / cap) * cap  # noqa: E731
     sees = causal if window is None else near
     length = query.shape[-2]
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -259,7 +303,7 @@ def _flex(
         "ROWS_GUARANTEED_SAFE": False,  # of each block of keys, not of all
         "BLOCKS_ARE_CONTIGUOUS": False,
         "WRITE_DQ": True,
-        "OUTPUT_LOGSUMEXP": trains,
+        "OUTPUT_LOGSUMEXP": trains or sinks is not None,
         "OUTPUT_MAX": False,
     }
     # Versions of torch differ in what lies between the tables and the function, which comes last.
@@ -276,11 +320,23 @@ def _flex(
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=noop_mask,
     ).as_tuple()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    result: Tensor = flex_attention(
-        query, key, value, unchanged, (*block_mask, sees), scale, options, (), tuple(given)
-    )[0]
-    return result
+    result: tuple[Tensor, Tensor, Tensor] = flex_attention(
+        query,
+        key,
+        value,
+        unchanged if softcap is None else capped,
+        (*block_mask, sees),
+        _scale(query, scale),
+        options,
+        (),
+        tuple(given),
+    )
+    attended, by_two, _ = result
+    if sinks is None:
+        return attended
+    # The operator gives the logarithm of the softmax's sum to the base 2. A sink is a term more.
+    share = torch.sigmoid(by_two * math.log(2) - sinks.to(by_two.dtype)[:, None])
+    return (attended * share.unsqueeze(-1)).to(attended.dtype)
 
 
 def define_attention() -> None:
@@ -296,6 +352,6 @@ def define_attention() -> None:
     )
     define_composite(
         "block_attention(Tensor query, Tensor key, Tensor value, Tensor[] tables, int? window, "
-        "float? scale) -> Tensor",
+        "float? scale, float? softcap=None, Tensor? sinks=None) -> Tensor",
         _block_attention,
     )

@@ -197,6 +197,41 @@ def test_attention_is_scaled_as_asked() -> None:
         torch.testing.assert_close(form, expected)
 
 
+@pytest.mark.parametrize("form", ["mask", "flex"])
+@pytest.mark.parametrize(("softcap", "sunk"), [(0.7, False), (None, True), (0.7, True)])
+def test_capped_scores_and_sinks(form: str, softcap: float | None, sunk: bool) -> None:
+    """Against float64, gradients of sinks too. Queries that see no key give zero."""
+    length, heads = 150, 4
+    valid = padding(length)
+    leaves = [rows(2, h, length, 16) for h in (heads, 2, 2)]
+    sinks = rows(heads) if sunk else None
+    leaves += [] if sinks is None else [sinks]
+    query, key, value, *_ = leaves
+    tables = attention.block_tables(None, valid, 2, length, 30, CPU)
+    if form == "mask":
+        got = attention.block_attention(query, key, value, tables, 30, None, softcap, sinks)
+    else:
+        given, blocks = tables[:-8], tables[-8:]
+        got = attention._flex(query, key, value, given, blocks, 30, None, softcap, sinks)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    query, key, value, *column = doubles
+    scores = query @ key.repeat_interleave(2, 1).mT / 4
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    mask = seen(None, valid, length, 30)[:, None]
+    scores = scores.masked_fill(~mask, -1e9)
+    for one in column:
+        scores = torch.cat([scores, one.view(1, -1, 1, 1).expand(2, -1, length, 1)], -1)
+    expected = (scores.softmax(-1)[..., :length] * mask) @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+    weight = rows(2, heads, length, 16).detach() + 1
+    for one, other in zip(
+        torch.autograd.grad((got * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), doubles),
+        strict=True,
+    ):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("length", [5, 200])
 def test_opcheck(length: int) -> None:
     x, valid = rows(2, 2, length, 8), torch.arange(length).expand(2, length) % 3
@@ -213,6 +248,10 @@ def test_opcheck(length: int) -> None:
         (qfuse.block_tables.default, of_a_window),
         (qfuse.block_attention.default, (x, x, x, qfuse.block_tables(*of_documents), None, None)),
         (qfuse.block_attention.default, (x, x, x, qfuse.block_tables(*of_a_window), 3, 0.5)),
+        (
+            qfuse.block_attention.default,
+            (x, x, x, qfuse.block_tables(*of_a_window), 3, 0.5, 2.0, rows(2)),
+        ),
     ):
         # A composite op has no fake and no gradient of its own to check, only what it traces to.
         tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

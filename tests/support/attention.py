@@ -33,3 +33,29 @@ def positions(x: Tensor) -> tuple[Tensor, Tensor]:
 def causal(x: Tensor) -> Tensor:
     q, k = positions(x)
     return (k <= q).expand(x.shape[0], 1, -1, -1)
+
+
+def batch(case: str, length: int) -> dict[str, Tensor]:
+    """Inputs of two rows; a case is what of `padded` and `documents` it names."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, 200, (2, length), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    if "padded" in case:
+        mask = torch.ones_like(ids)
+        mask[0, -5:], mask[1, :7], mask[1, 9:11] = 0, 0, 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[1, 11] = -100  # as above: padding comes before it
+        inputs |= {"attention_mask": mask, "labels": labels}
+    if "documents" in case:
+        places = torch.arange(length)
+        rows = [torch.where(places < n, places, places - n) for n in (length // 3, length // 2)]
+        inputs["position_ids"] = torch.stack(rows)
+    return inputs
+
+
+def plain_step(call: Any, model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The loss, and all gradients."""
+    model.zero_grad()
+    loss = call(use_cache=False, **inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
