@@ -51,9 +51,9 @@ class ProcessReport:
 
     def summary(self) -> str:
         """Sum up in one line the fused layers, the graphs and the breaks, and what to do next."""
+        layers = counted(self.layers) if self.layers else "no quantized layer"
         line = (
-            f"qfuse: {counted(self.layers)}; "
-            f"{_several(self.graphs, 'graph')}, {_several(self.breaks, 'break')}"
+            f"qfuse: {layers}; {_several(self.graphs, 'graph')}, {_several(self.breaks, 'break')}"
         )
         for reason, count in self.reasons().most_common(1):
             line += f"; {count} not fused: {reason}"

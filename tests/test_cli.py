@@ -12,15 +12,15 @@ import pytest
 
 from inductor_q import cli
 from inductor_q.commands import COMMANDS
+from tests.support.processes import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTINGS = ("passes", "presets", "formats", "options")
 
 
 def qfuse(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "inductor_q", *args], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-m", "inductor_q", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
 
 
 def test_help_names_every_command_and_loads_no_torch() -> None:
@@ -70,3 +70,31 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+def test_run_puts_qfuse_under_a_script_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = ["tests/targets/plain_trainer.py", str(tmp_path)]
+    alone = subprocess.run(
+        [sys.executable, *script], capture_output=True, text=True, cwd=ROOT, env=environment()
+    )
+    assert "'QFUSE' is not a valid DynamoBackend" in alone.stderr
+    done = qfuse("run", *script)
+    assert done.returncode == 0, done.stderr
+    assert "qfuse: 7 of 7 quantized layers fused; 1 graph, 0 breaks" in done.stdout
+    assert done.stderr.endswith("quantized layers fused; 2 graphs, 0 breaks\n")
+    assert "torch_compile_backend='qfuse'" not in done.stderr  # nothing to warn of
+
+
+def test_run_forces_every_compile(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))\n"
+        "sys.exit(3)\n"
+    )
+    done = qfuse("run", str(script))
+    assert done.returncode == 3
+    assert "qfuse: no quantized layer; 1 graph, 0 breaks" in done.stderr
+    missing = qfuse("run", str(tmp_path / "none.py"))
+    assert (missing.returncode, len(missing.stderr.splitlines())) == (2, 1)

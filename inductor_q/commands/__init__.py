@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Protocol
 
-from inductor_q.commands import diff, doctor, explain, formats, options, passes, presets
+from inductor_q.commands import diff, doctor, explain, formats, options, passes, presets, run
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,6 +24,6 @@ class Command(Protocol):
     def main(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[Command, ...] = (doctor, explain, diff, passes, presets, formats, options)
+COMMANDS: tuple[Command, ...] = (doctor, run, explain, diff, passes, presets, formats, options)
 
 __all__ = ["COMMANDS", "Command"]

@@ -9,6 +9,7 @@ call goes to its compiled form, so names, saved files and `isinstance` stay as t
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -74,6 +75,15 @@ def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Mod
             raise NoRegion(model=type(base).__name__)
         return layers
     return [base.base_model if _is_replaced(base) else model]
+
+
+def local_device_map() -> dict[str, int | str]:
+    """Return the `device_map` of `from_pretrained` that puts all of a model on one device.
+
+    It is the GPU of this process by `LOCAL_RANK`, as DDP needs it, or the CPU. A model that FSDP or
+    ZeRO-3 shards takes none.
+    """
+    return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
 
 
 def base_model(model: nn.Module) -> Any:

@@ -129,6 +129,6 @@ def _take_over(args: Any) -> None:
     from accelerate.utils import DynamoBackend
 
     AcceleratorState().dynamo_plugin.backend = DynamoBackend.NO
-    log.warning(
-        "torch_compile_backend=%r is ignored: QfuseCallback compiles", args.torch_compile_backend
-    )
+    if args.torch_compile_backend != "qfuse":  # which accelerate takes under `qfuse run`
+        backend = args.torch_compile_backend
+        log.warning("torch_compile_backend=%r is ignored: QfuseCallback compiles", backend)

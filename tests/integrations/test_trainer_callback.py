@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import inductor_q
+from examples.common import byte_tokenizer
 from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
 from inductor_q.integrations import QfuseCallback
 from inductor_q.integrations.regions import base_model, compiled_regions, keep_layout
-from tests.support.trainers import COMMON, model, rows, tokenizer, train
+from tests.support.trainers import COMMON, model, rows, train
 
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
@@ -29,7 +30,7 @@ from transformers import (  # noqa: E402
 
 def trainer(out: Path, *, layers: int = 1, **settings: Any) -> Any:
     arguments: Any = TrainingArguments(output_dir=str(out), **{**COMMON, **settings})
-    pad: Any = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    pad: Any = DataCollatorForLanguageModeling(byte_tokenizer(), mlm=False)
     data: Any = rows(40)
     return Trainer(model(layers), arguments, pad, data, data[:4])
 

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from examples.common import byte_tokenizer
 from inductor_q import testing
-from tests.support.trainers import COMMON, Run, model, texts, tokenizer, train
+from tests.support.trainers import COMMON, Run, model, texts, train
 
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
+TOKENIZER = byte_tokenizer()
 Make = Callable[..., Any]
 
 
@@ -24,7 +26,11 @@ def sft(out: Path, **settings: Any) -> Any:
     data = datasets.Dataset.from_dict({"text": texts(40)})
     arguments = trl.SFTConfig(output_dir=str(out), **{**COMMON, "max_length": 128, **settings})
     return trl.SFTTrainer(
-        model(), args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer()
+        model(),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=TOKENIZER,
     )
 
 
@@ -39,7 +45,7 @@ PAIR = ("prompt", "chosen", "rejected")
 def dpo(out: Path, **settings: Any) -> Any:
     arguments = trl.DPOConfig(output_dir=str(out), **{**COMMON, "max_length": 128, **settings})
     return trl.DPOTrainer(
-        model(), args=arguments, train_dataset=pairs(), processing_class=tokenizer()
+        model(), args=arguments, train_dataset=pairs(), processing_class=TOKENIZER
     )
 
 
@@ -47,7 +53,7 @@ def kto(out: Path, **settings: Any) -> Any:
     data = pairs().rename_column("chosen", "completion").remove_columns("rejected")
     data = data.add_column("label", [index % 2 == 0 for index in range(len(data))])
     arguments = trl.KTOConfig(output_dir=str(out), **{**COMMON, "max_length": 128, **settings})
-    return trl.KTOTrainer(model(), args=arguments, train_dataset=data, processing_class=tokenizer())
+    return trl.KTOTrainer(model(), args=arguments, train_dataset=data, processing_class=TOKENIZER)
 
 
 def grpo(out: Path, **settings: Any) -> Any:
@@ -60,7 +66,7 @@ def grpo(out: Path, **settings: Any) -> Any:
         model(),
         args=arguments,
         train_dataset=pairs().select_columns(["prompt"]),
-        processing_class=tokenizer(),
+        processing_class=TOKENIZER,
         reward_funcs=variety,
     )
 
@@ -80,7 +86,7 @@ def reward(out: Path, **settings: Any) -> Any:
         peft.get_peft_model(base, adapter),
         args=arguments,
         train_dataset=pairs(),
-        processing_class=tokenizer(),
+        processing_class=TOKENIZER,
     )
 
 

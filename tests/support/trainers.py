@@ -39,21 +39,6 @@ class Run:
         return [float(entry[key]) for entry in self.log if key in entry]
 
 
-def tokenizer() -> Any:
-    """Make a tokenizer of bytes, with a chat template, as the models of `testing` read them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate(letters)}
-    vocabulary |= {"<s>": 256, "</s>": 257, "<pad>": 258}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    fast: Any = PreTrainedTokenizerFast
-    return fast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-
-
 def texts(count: int, seed: int = 0, shortest: int = 20, longest: int = 120) -> list[str]:
     """Cut pieces of different lengths from a real text."""
     whole, choose = TEXT.read_text(encoding="utf-8"), random.Random(seed)

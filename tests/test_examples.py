@@ -1,0 +1,42 @@
+"""The examples with trainers, as they are shipped, at toy size on a text of the repository."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import inductor_q
+from tests.support.compiling import no_codegen
+
+for extra in ("accelerate", "bitsandbytes", "datasets", "peft", "transformers", "trl"):
+    pytest.importorskip(extra)
+
+
+def run(name: str, out: Path, *options: str, codegen: bool) -> list[float]:
+    """Run an example for four steps; every layer has to be fused, without a break."""
+    torch.compiler.reset()
+    main = importlib.import_module(f"examples.{name}").main
+    with contextlib.nullcontext() if codegen else no_codegen():
+        trainer = main(["--steps", "4", "--length", "96", "--output", str(out), *options])
+    report = inductor_q.report(trainer.model)
+    assert report.is_clean and report.fused == len(report.layers) == 14
+    assert report.graphs <= 4
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_sft(tmp_path: Path) -> None:
+    losses = run("sft", tmp_path, "--packing", codegen=False)
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo", "trainer"])
+def test_with_code(name: str, tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    assert len(run(name, tmp_path, "--profile", str(traces), codegen=True)) == 4
+    assert json.loads((traces / "trace.rank0.json").read_text())["traceEvents"]
