@@ -16,7 +16,7 @@ FOLDERS = ("inductor_q", "passes", "lowerings")
 
 #: The use of each name, by the start of the name; the longest that fits counts.
 PURPOSES = {
-    "torch._C": "whether a call is being traced; nodes that switch gradients; logits' metadata",
+    "torch._C": "whether a call is traced or transformed; switches of gradients; logits' metadata",
     "torch._C._has_storage": "what a graph holds in memory",
     "torch._C._nn": "a product, as Dynamo traces `torch.nn.functional.linear`",
     "torch._dynamo": "the list of backends; Dynamo's settings, in checks and advice",

@@ -55,7 +55,10 @@ _TRACERS = tuple(
 
 
 def _is_traced(operands: Sequence[Tensor]) -> bool:
-    """Whether fake tensors or `make_fx` trace outside of Dynamo: they need an op, and lack data."""
+    """Whether fake tensors or `make_fx` trace outside of Dynamo, or `torch.func` transforms the
+    caller: they need an op, and what is allocated among them lacks data."""
+    if torch._C._are_functorch_transforms_active():
+        return True
     if torch._C._len_torch_dispatch_stack() > 0 and any(
         torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
     ):

@@ -13,6 +13,7 @@ from inductor_q.formats import get_format
 from inductor_q.kernels.calls import LinearRows, check_device, check_operands
 from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
+from inductor_q.ops.dequantize import dequantize
 from inductor_q.ops.library import define, define_autograd
 
 
@@ -32,12 +33,17 @@ def linear(
 
     Returns:
         [..., N] in the dtype of `x`. Gradients reach `x` and `bias`; the backward decodes the
-        weight again instead of saving it.
+        weight again instead of saving it; inside of `torch.func.grad` and the like it does not.
 
     Raises:
         WrongShape, WrongDevice: the last dimension of `x` is not K, or `x` lies on
             another device.
     """
+    if torch._C._are_functorch_transforms_active():
+        # An op with a formula for its gradient knows neither torch.func.grad nor vmap.
+        check_input(x, operands, shape, bias)
+        weight = dequantize(operands, format, shape, x.dtype)
+        return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     result: Tensor = torch.ops.qfuse.linear(x, list(operands), format, list(shape), bias)
     return result
 

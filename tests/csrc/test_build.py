@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from inductor_q.csrc import build
 from inductor_q.log import warn_once
+from tests.support.processes import environment
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
 Loader = Callable[[str], Any]
@@ -135,4 +138,31 @@ def test_build_race(load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with ThreadPoolExecutor(4) as pool:
         libraries: list[Any] = list(pool.map(build.load.__wrapped__, ["answer.cpp"] * 4))
     assert [library.answer() for library in libraries] == [42] * 4
+    assert len(built(tmp_path)) == 1
+
+
+_RANK = """
+import os, sys, time
+from pathlib import Path
+from inductor_q.csrc import build
+here = Path(os.environ["SOURCES"])
+build.__file__ = str(here / "build.py")
+(here / f"ready-{os.environ['RANK']}").touch()
+deadline = time.monotonic() + 300
+while len(list(here.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+    time.sleep(0.001)
+assert build.load("answer.cpp").answer() == 42
+"""
+
+
+def test_two_ranks_at_once(load: Loader, tmp_path: Path) -> None:
+    (tmp_path / "csrc" / "answer.cpp").write_text(ANSWER)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK],
+            env=environment(SOURCES=str(tmp_path / "csrc"), RANK=str(rank)),
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(400) for rank in ranks] == [0, 0]
     assert len(built(tmp_path)) == 1

@@ -260,3 +260,37 @@ def test_gpu_passes_and_gradients(k: int, absmax: str) -> None:
     assert_no_worse_than_eager(result, module, x)
     assert result.applied["canonicalize"] == result.applied["keep_packed"] == 1
     assert result.ops["qfuse.linear"] == 0
+
+
+# --- torch.func ---------------------------------------------------------------------------------
+
+
+def transformed(model: nn.Module) -> list[Tensor]:
+    """Gradients of an input, of an adapter for each row, and values for each row."""
+    named = dict(model.named_parameters())
+    adapter = {n: p.detach() for n, p in named.items() if "lora_" in n}
+    frozen = {n: p for n, p in named.items() if "lora_" not in n}
+
+    def loss(adapter: dict[str, Tensor], x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(model, {**frozen, **adapter}, (x,))
+        return y.float().pow(2).sum()
+
+    x = x_MK().detach()[:4]
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(adapter, x[:, None])
+    values = torch.func.vmap(loss, in_dims=(None, 0))(adapter, x[:, None])
+    return [torch.func.grad(loss, argnums=1)(adapter, x), *each.values(), values]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_transforms_of_torch_func(compiled: bool) -> None:
+    """torch gives an op that has a gradient formula neither a rule for vmap nor one for grad."""
+    model = adapted(bias=True)
+    dense: Any = kbit.dequantize_model(copy.deepcopy(model))
+    call: Any = transformed
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(transformed, backend=qfuse, options=SMALL)
+    with no_codegen():
+        found = call(model)
+    for one, expected in zip(found, transformed(dense), strict=True):
+        assert one.shape == expected.shape and testing.relative_error(one, expected) < 0.02
