@@ -7,6 +7,7 @@ a small model on a CPU. ``whole`` is what stock Inductor makes of transformers' 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,9 +44,8 @@ def _measure(
     dtype: torch.dtype,
 ) -> None:
     tokens, features, vocabulary = shape
-    place = {"device": suite.device, "dtype": dtype}
-    hidden = torch.randn(tokens, features, **place).requires_grad_()  # type: ignore[call-overload]
-    head = torch.randn(vocabulary, features, **place) * 0.02  # type: ignore[call-overload]
+    hidden = torch.randn(tokens, features, device=suite.device, dtype=dtype).requires_grad_()
+    head = torch.randn(vocabulary, features, device=suite.device, dtype=dtype) * 0.02
     labels = torch.randint(0, vocabulary, (tokens,), device=suite.device)
     whole = torch.compile(_whole, dynamic=False)
 
@@ -53,14 +53,14 @@ def _measure(
         return lambda: torch.autograd.grad(loss(), hidden)[0]
 
     def chunked(rows: int) -> Tensor:
-        options = {"mean": True, "ignore_index": -100, "elements": rows * vocabulary}
-        return linear_cross_entropy([hidden], [head], None, labels, None, **options)  # type: ignore[arg-type]
+        given, elements = ([hidden], [head], None, labels, None), rows * vocabulary
+        return linear_cross_entropy(*given, mean=True, ignore_index=-100, elements=elements)
 
     calls = {
         peer: gradient(
-            (lambda: whole(hidden, head, labels))
+            functools.partial(whole, hidden, head, labels)
             if peer == "whole"
-            else (lambda rows=int(peer): chunked(rows))  # type: ignore[misc]
+            else functools.partial(chunked, int(peer))
         )
         for peer in peers
     }

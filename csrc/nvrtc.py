@@ -192,6 +192,12 @@ def library() -> Nvrtc | str:
     return f"NVRTC was not found (torch for CUDA brings it, as does nvidia-cuda-nvrtc){where}"
 
 
+def missing() -> str:
+    """Return why there is no NVRTC; empty where there is one."""
+    found = library()
+    return found if isinstance(found, str) else ""
+
+
 def _open(path: str) -> Nvrtc | str:
     try:
         return Nvrtc(path)

@@ -31,7 +31,7 @@ from inductor_q.capture.dynamo import (
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.files import write_whole
-from inductor_q.graph_report import SCHEMA_VERSION, PassRecord, Report
+from inductor_q.graph_report import REPORT_VERSION, PassRecord, Report
 from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.log import log, warn_once
@@ -190,7 +190,7 @@ qfuse.reset = _reset  # type: ignore[attr-defined]
 def _write(path: str) -> None:
     """Write the reports of this process's compiles so far, so that the file is always whole."""
     documents = [report.to_dict() for report in _written.get(path, ())]
-    text = json.dumps({"schema_version": SCHEMA_VERSION, "compiles": documents}, indent=1)
+    text = json.dumps({"schema_version": REPORT_VERSION, "compiles": documents}, indent=1)
     try:
         write_whole(Path(path), text)
     except OSError as error:

@@ -12,9 +12,9 @@ from typing import Any
 from inductor_q import verdict
 from inductor_q.records import MemoryRecord, PassRecord, SiteRecord
 
-__all__ = ["SCHEMA_VERSION", "MemoryRecord", "PassRecord", "Report", "SiteRecord"]
+__all__ = ["REPORT_VERSION", "MemoryRecord", "PassRecord", "Report", "SiteRecord"]
 
-SCHEMA_VERSION = 1
+REPORT_VERSION = 1  # of the file that `qfuse.report` names
 
 
 @dataclass

@@ -11,10 +11,10 @@ def register() -> None:
 
     Only our namespace is touched: `backend="inductor"` lowers everything else as before.
     """
-    from inductor_q import ops
     from inductor_q.lowerings import dequantize, direct_call, extend
+    from inductor_q.ops.registry import define_ops
 
-    assert ops  # its import defines the ops
+    define_ops()
     dequantize.register()
     direct_call.register()
     extend.register()

@@ -26,6 +26,7 @@ from torch import fx
 from torch._inductor import config, inductor_prims
 
 from inductor_q.context import Context
+from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import (
     ADD,
     CAST,
@@ -56,7 +57,6 @@ NATIVE = torch.ops.aten.native_dropout.default  # kept whole where eager's numbe
 GREATER = torch.ops.aten.gt.Scalar
 PROJECT = torch.ops.qfuse.dropout_project.default
 GRAD = torch.ops.qfuse.dropout_grad.default
-STRICT = "qfuse.numerics='strict' keeps every product as written"
 EAGER = "torch._inductor.config.fallback_random asks for the numbers of eager"
 PROVIDER = "qfuse.dropout_project"
 MAX_RANK = 64  # of the kernels

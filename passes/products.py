@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from inductor_q import ops
+from inductor_q.ops.registry import define_ops
 from inductor_q.passes.graph import (
     ADD,
     CAST,
@@ -23,7 +23,7 @@ from inductor_q.passes.graph import (
     widens,
 )
 
-assert ops  # its import defines the qfuse:: vocabulary
+define_ops()  # the vocabulary
 
 MAX_RANK = 512
 DEQUANTIZE = torch.ops.qfuse.dequantize.default

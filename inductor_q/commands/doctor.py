@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inductor_q.diagnostics.checks import Finding
     from inductor_q.diagnostics.checks.finding import Status
 
-SCHEMA_VERSION = 1
+DOCTOR_VERSION = 1
 
 
 def register(subparsers: Subparsers) -> None:
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     status = worst([*environment, *findings])
     if args.json:
         document = {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": DOCTOR_VERSION,
             "status": status,
             "environment": [asdict(finding) for finding in environment],
             "model": [asdict(finding) for finding in findings],

@@ -12,7 +12,6 @@ results equal the eager reference bit for bit.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from inductor_q.formats import QuantFormat
 from inductor_q.formats.kbit import BLOCK
 from inductor_q.kernels.calls import Dequantize
 from inductor_q.kernels.gpu import unfit
-from inductor_q.kernels.provider import DequantizeProvider, Launch
+from inductor_q.kernels.provider import DequantizeProvider, Launch, TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
 INT32_LIMIT = 2**31
@@ -78,12 +77,7 @@ def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
 """
 
 
-class Triton(DequantizeProvider):
-    name = "triton"
-
-    def missing(self) -> str:
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
-
+class Triton(TritonProvider[Dequantize], DequantizeProvider):
     def refuses(self, call: Dequantize) -> str:
         if refused := unfit(call.out):
             return refused

@@ -6,7 +6,6 @@ the memory traffic, are made on all of the device. A second launch adds the part
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from inductor_q.kernels.calls import DropoutGrad, DropoutProject
 from inductor_q.kernels.dropout import CALL_ROWS, threshold
 from inductor_q.kernels.gpu import unfit
-from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
 #: Larger ranks have not run on a GPU.
@@ -30,17 +29,7 @@ STAGES = 2
 KEPT = 4096
 
 
-class _Triton:
-    name = "triton"
-
-    def missing(self) -> str:
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
-
-    def unknown(self, fmt: object) -> str:
-        return ""
-
-
-class Project(_Triton, Provider[DropoutProject]):
+class Project(TritonProvider[DropoutProject]):
     def refuses(self, call: DropoutProject) -> str:
         return _refuses(call) or unfit(call.out)
 
@@ -60,7 +49,7 @@ class Project(_Triton, Provider[DropoutProject]):
         return call.out
 
 
-class Grad(_Triton, Provider[DropoutGrad]):
+class Grad(TritonProvider[DropoutGrad]):
     def refuses(self, call: DropoutGrad) -> str:
         return _refuses(call)
 

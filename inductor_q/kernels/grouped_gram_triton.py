@@ -6,26 +6,19 @@ through the routing where it is not grouped.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import GroupedGram
 from inductor_q.kernels.gpu import on
-from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.provider import TritonProvider
 
 NARROW = 64  # columns of the narrow side that one program holds
 WIDTH = 128
 ROWS = 64
 
 
-class Triton(Provider[GroupedGram]):
-    name = "triton"
-
-    def missing(self) -> str:
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
-
+class Triton(TritonProvider[GroupedGram]):
     def refuses(self, call: GroupedGram) -> str:
         if min(call.left.shape[1], call.right.shape[1]) > NARROW:
             return f"neither side has at most {NARROW} columns"

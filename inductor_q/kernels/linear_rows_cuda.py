@@ -34,8 +34,7 @@ class Cuda(Provider[LinearRows]):
     name = "cuda"
 
     def missing(self) -> str:
-        library = nvrtc.library()
-        return library if isinstance(library, str) else ""
+        return nvrtc.missing()
 
     def unknown(self, fmt: QuantFormat | None) -> str:
         if fmt is None:

@@ -8,6 +8,7 @@ reason.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -43,6 +44,15 @@ class Provider(Protocol[C]):
     def run(self, call: C) -> Any:
         """Serve a call that it does not refuse, on a machine that misses nothing."""
         ...
+
+
+class TritonProvider(Provider[C], Protocol):
+    """A provider that needs nothing but Triton."""
+
+    name: str = "triton"
+
+    def missing(self) -> str:
+        return "" if importlib.util.find_spec("triton") else "triton is not installed"
 
 
 #: Writes the values of a weight's operands into a matrix, on the current stream.

@@ -29,8 +29,7 @@ class Cuda(Provider[QuantizeKbit]):
     name = "cuda"
 
     def missing(self) -> str:
-        library = nvrtc.library()
-        return library if isinstance(library, str) else ""
+        return nvrtc.missing()
 
     def refuses(self, call: QuantizeKbit) -> str:
         x, codebook = call.x, call.codebook

@@ -7,7 +7,6 @@ plane a sum of shifted bits over it. A code is found by bisection of the thresho
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from inductor_q.formats.minifloat import E4M4
 from inductor_q.kernels.calls import QuantizeKbit
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT, compile_source
 from inductor_q.kernels.gpu import on
-from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.quantize_kbit_reference import allocate, midpoints
 
 
@@ -84,12 +83,7 @@ def quantize(x, thresholds, qweight, absmax, numel, blocks,
 """
 
 
-class Triton(Provider[QuantizeKbit]):
-    name = "triton"
-
-    def missing(self) -> str:
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
-
+class Triton(TritonProvider[QuantizeKbit]):
     def run(self, call: QuantizeKbit, config: Config = DEFAULT) -> tuple[Tensor, Tensor]:
         x = call.x.contiguous()
         qweight, scales = allocate(x, call.k, call.absmax)

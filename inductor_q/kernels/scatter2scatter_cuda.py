@@ -57,9 +57,8 @@ class Cuda(Provider[Scatter2Scatter]):
     name = "cuda"
 
     def missing(self) -> str:
-        library = nvrtc.library()
-        if isinstance(library, str):
-            return library
+        if refused := nvrtc.missing():
+            return refused
         if not importlib.util.find_spec("triton"):
             return "triton is not installed"
         return "" if _may_be_hopper() else NOT_HOPPER

@@ -5,23 +5,17 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 from inductor_q.kernels.calls import SoftmaxLoss
 from inductor_q.kernels.gpu import on
-from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.provider import TritonProvider
 
 BLOCK = 4096
 WARPS = 8
 
 
-class Triton(Provider[SoftmaxLoss]):
-    name = "triton"
-
-    def missing(self) -> str:
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
-
+class Triton(TritonProvider[SoftmaxLoss]):
     def refuses(self, call: SoftmaxLoss) -> str:
         return "" if call.logits.stride(1) == 1 else "the logits of a row lie apart"
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from torch import Tensor
 
 from inductor_q.kernels.calls import TileMap
 from inductor_q.kernels.gpu import on
-from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.tile_map import WIDTH_STEP, height, length
 
 
-class Triton(Provider[TileMap]):
-    name = "triton"
-
-    def missing(self) -> str:
-        return "" if importlib.util.find_spec("triton") else "triton is not installed"
-
+class Triton(TritonProvider[TileMap]):
     def run(self, call: TileMap) -> Tensor:
         import triton
 

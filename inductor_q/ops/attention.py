@@ -40,11 +40,6 @@ def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         `order` [B, S] int64, the old position of each new one, and `inverse`, the new position of
         each old one; and which are valid, bool. Nothing waits for the device.
     """
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.qfuse.valid_first(valid)
-    return result
-
-
-def _valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_valid = valid != 0
     return *_partition(is_valid), is_valid
 
@@ -70,7 +65,7 @@ def reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         order, inverse: [B, S] of `valid_first`. The gradient is read in the order `inverse`, so
             nothing is added up.
     """
-    result: Tensor = torch.ops.qfuse.reorder(x, order, inverse)
+    result: Tensor = _Reorder.apply(x, order, inverse)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -81,12 +76,7 @@ def restore(x: Tensor, order: Tensor, inverse: Tensor, valid: Tensor) -> Tensor:
         x: [B, H, S, D], the result of attention.
         order, inverse, valid: [B, S] of `valid_first`.
     """
-    result: Tensor = torch.ops.qfuse.restore(x, order, inverse, valid)
-    return result
-
-
-def _restore(x: Tensor, order: Tensor, inverse: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid[:, None, :, None], _reorder(x, inverse, order), 0.0)
+    return torch.where(valid[:, None, :, None], reorder(x, inverse, order), 0.0)
 
 
 class _Reorder(torch.autograd.Function):
@@ -104,11 +94,6 @@ class _Reorder(torch.autograd.Function):
 def _take(x: Tensor, order: Tensor) -> Tensor:
     sequence = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     return x.transpose(1, 2)[sequence, order].transpose(1, 2)
-
-
-def _reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    result: Tensor = _Reorder.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return result
 
 
 def block_tables(
@@ -136,20 +121,6 @@ def block_tables(
         and again for keys, how many blocks of the other side hold some pairs (by [B, 1, n]) and
         which these are ([B, 1, n, n]), and likewise the blocks that hold nothing else.
     """
-    result: list[Tensor] = torch.ops.qfuse.block_tables(
-        positions, valid, batch, length, window, device
-    )
-    return result
-
-
-def _block_tables(
-    positions: Tensor | None,
-    valid: Tensor | None,
-    batch: int,
-    length: int,
-    window: int | None,
-    device: torch.device,
-) -> list[Tensor]:
     if positions is None:
         documents = torch.zeros(batch, length, dtype=torch.int64, device=device)
     else:
@@ -211,22 +182,6 @@ def block_attention(
         [B, H, S, D], zero for queries that see no key. A document's rows do not depend on its
         neighbours, to the bit.
     """
-    result: Tensor = torch.ops.qfuse.block_attention(
-        query, key, value, list(tables), window, scale, softcap, sinks
-    )
-    return result
-
-
-def _block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: Sequence[Tensor],
-    window: int | None,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
     given, blocks = tables[:-_TABLES], tables[-_TABLES:]
     if query.device.type == "cuda":
         return _flex(query, key, value, given, blocks, window, scale, softcap, sinks)
@@ -340,18 +295,18 @@ def _flex(
 
 
 def define_attention() -> None:
-    define_composite("valid_first(Tensor valid) -> (Tensor, Tensor, Tensor)", _valid_first)
-    define_composite("reorder(Tensor x, Tensor order, Tensor inverse) -> Tensor", _reorder)
+    define_composite("valid_first(Tensor valid) -> (Tensor, Tensor, Tensor)", valid_first)
+    define_composite("reorder(Tensor x, Tensor order, Tensor inverse) -> Tensor", reorder)
     define_composite(
-        "restore(Tensor x, Tensor order, Tensor inverse, Tensor valid) -> Tensor", _restore
+        "restore(Tensor x, Tensor order, Tensor inverse, Tensor valid) -> Tensor", restore
     )
     define_composite(
         "block_tables(Tensor? positions, Tensor? valid, SymInt batch, SymInt length, int? window, "
         "Device device) -> Tensor[]",
-        _block_tables,
+        block_tables,
     )
     define_composite(
         "block_attention(Tensor query, Tensor key, Tensor value, Tensor[] tables, int? window, "
         "float? scale, float? softcap=None, Tensor? sinks=None) -> Tensor",
-        _block_attention,
+        block_attention,
     )

@@ -77,15 +77,13 @@ def _linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     divisor: Tensor | None,
-    mean: bool,
-    ignore_index: int,
-    elements: int,
+    *settings: int,
 ) -> Tensor:
     operands = [*inputs, *weights, *([] if bias is None else [bias])]
     rows = [x.reshape(-1, x.shape[-1]) for x in operands[: len(inputs)]]
     operands[: len(inputs)] = rows
     result: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-        labels.reshape(-1), divisor, mean, ignore_index, elements, len(inputs), *operands
+        len(inputs), labels.reshape(-1), divisor, settings, *operands
     )
     return result
 
@@ -94,18 +92,16 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        count: int,
         labels: Tensor,
         divisor: Tensor | None,
-        mean: bool,
-        ignore_index: int,
-        elements: int,
-        count: int,
+        settings: tuple[int, ...],
         *operands: Tensor,
     ) -> Tensor:
         wanted = list(ctx.needs_input_grad[-len(operands) :])
         ctx.wanted, ctx.dtype = wanted, operands[0].dtype
         loss, scale, *gradients = torch.ops.qfuse.linear_cross_entropy_chunks(
-            operands, count, labels, divisor, mean, ignore_index, elements, wanted
+            operands, count, labels, divisor, *settings, wanted
         )
         ctx.save_for_backward(scale, *gradients)
         result: Tensor = loss
@@ -116,7 +112,7 @@ class _Loss(torch.autograd.Function):
         scale, *gradients = ctx.saved_tensors
         factor = grad * scale
         scaled = iter([(gradient.float() * factor).to(ctx.dtype) for gradient in gradients])
-        return *[None] * 6, *[next(scaled) if one else None for one in ctx.wanted]
+        return *[None] * 4, *[next(scaled) if one else None for one in ctx.wanted]
 
 
 def _chunks(
@@ -275,15 +271,11 @@ def _fake(
     operands: Sequence[Tensor],
     count: int,
     labels: Tensor,
-    divisor: Tensor | None,
-    mean: bool,
-    ignore_index: int,
-    elements: int,
-    wanted: Sequence[bool],
+    *settings: Any,
 ) -> list[Tensor]:
     _check(*_split(operands, count), labels)
     numbers = [torch.empty((), dtype=torch.float32, device=labels.device) for _ in range(2)]
-    return [*numbers, *[x for x in _gradients(operands, count, wanted) if x is not None]]
+    return [*numbers, *[x for x in _gradients(operands, count, settings[-1]) if x is not None]]
 
 
 def define_linear_cross_entropy() -> None:
