@@ -29,7 +29,7 @@ from inductor_q.capture.dynamo import (
     packed_weights,
 )
 from inductor_q.context import Context, new_report
-from inductor_q.exc import NotFused, UnwritableOutput
+from inductor_q.exc import NotFused, PackedForInference, UnwritableOutput
 from inductor_q.files import write_whole
 from inductor_q.graph_report import REPORT_VERSION, PassRecord, Report
 from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
@@ -90,8 +90,8 @@ def qfuse(
         options: Inductor keys and "qfuse.*" keys; `inductor_q.list_options()` lists them.
 
     Raises:
-        QfuseError: an option is unknown or wrong, or, under "qfuse.strict", a quantized layer was
-            not fused.
+        QfuseError: an option is unknown or wrong, no gradient would go through a layer, or, under
+            "qfuse.strict", a quantized layer was not fused.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
@@ -117,12 +117,20 @@ def qfuse(
         compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
         _tell(report, resolved)
         return compiled
+    if stopping := capture.stops_gradients(gm.graph):
+        layers = [context.describe("canonicalize", node).module for node in stopping]
+        raise PackedForInference(layers=layers)
     if packing := capture.packs_anew(gm.graph):
         # The graph runs once, as traced: the next call finds packed weights, and Inductor would
         # take these inputs for what they are afterwards and refuse them as they are.
         sites = [context.describe("canonicalize", r.node, rejected=r.reason) for r in packing]
         report.add(PassRecord("canonicalize", 0, 0.0), sites)
         _tell(report, resolved)
+        if torch.is_grad_enabled():
+            from torch._dynamo import lookup_backend
+
+            # Only AOTAutograd casts between the bodies of autograd.Functions that mix dtypes.
+            return lookup_backend("aot_eager")(gm, list(example_inputs))
         return gm.forward
     report.weights, report.off = list(weights), passes_off(resolved)
     run_stage(CAPTURED, gm.graph, context)

@@ -223,6 +223,21 @@ class NotFused(QfuseError, RuntimeError):
         return "\n".join(f"  {site}: {reason}" for site, reason in self.sites)
 
 
+class PackedForInference(QfuseError, RuntimeError):
+    """A graph that trains reads weights that are packed for a kernel without a backward."""
+
+    layers: Collection[str]
+    message = (
+        "bitsandbytes has packed {found!j} for inference on this CPU, so what comes before would "
+        "get no gradient. Call inductor_q.integrations.keep_unpacked(model), which unpacks the "
+        "weights; best before the first evaluation"
+    )
+
+    @property
+    def found(self) -> list[str]:
+        return _first(self.layers, most=3)
+
+
 # --- reports of a run ---------------------------------------------------------------------------
 
 

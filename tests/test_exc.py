@@ -55,6 +55,13 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.PackedForInference(layers=("q", "k", "v", "o")),
+        "bitsandbytes has packed q, k, v, and 1 more for inference on this CPU, so what comes "
+        "before would get no gradient. Call inductor_q.integrations.keep_unpacked(model), which "
+        "unpacks the weights; best before the first evaluation",
+        RuntimeError,
+    ),
+    (
         exc.UnknownTarget(target="trian.py", problem="no such file"),
         "cannot run 'trian.py': no such file. Give a script, -m module, package.module:callable or "
         "a pytest node (tests/test_x.py::test_y)",

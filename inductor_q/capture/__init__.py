@@ -38,6 +38,11 @@ def packs_anew(graph: fx.Graph) -> list[Refused]:
     return [refused for library in LIBRARIES for refused in library.packs_anew(graph)]
 
 
+def stops_gradients(graph: fx.Graph) -> list[fx.Node]:
+    """Find the calls through which Dynamo's graph needs gradients, and whose kernel has none."""
+    return [node for library in LIBRARIES for node in library.stops_gradients(graph)]
+
+
 def packed_weight(module: nn.Module, name: str) -> Packed | None:
     """Find the packed weight that a module holds under a name, as its library describes it."""
     for library in LIBRARIES:
@@ -89,4 +94,5 @@ __all__ = [
     "match",
     "packed_weight",
     "packs_anew",
+    "stops_gradients",
 ]

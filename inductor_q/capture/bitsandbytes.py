@@ -13,6 +13,7 @@ BITSANDBYTES = Library(
     match=bnb_graph.match,
     is_product=bnb_graph.is_product,
     packs_anew=bnb_graph.packs_anew,
+    stops_gradients=bnb_graph.stops_gradients,
     packed=bnb_state.packed,
     quantizers=dict.fromkeys(BNB_FORMATS, bnb_state.quantize),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from inductor_q.capture.library import Decoded, Linear, Match, Refused, Weight
 from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format_name
@@ -21,8 +21,8 @@ _VIEWS = frozenset(
 
 CPU_PACKED = (
     "bitsandbytes packed this weight again for its inference kernel on CPUs with AVX512-BF16, a "
-    "layout that only that kernel reads and no gradient goes through; to have the layer fused, set "
-    "support_avx512bf16_for_cpu = False on it before its first inference call"
+    "layout that only that kernel reads and no gradient goes through; to have the layer fused, "
+    "call inductor_q.integrations.keep_unpacked(model)"
 )
 GEMV = "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
 
@@ -64,6 +64,22 @@ def packs_anew(graph: fx.Graph) -> list[Refused]:
         for user in node.users
         if user.target is gemv
     ]
+
+
+def stops_gradients(graph: fx.Graph) -> list[fx.Node]:
+    """Find the `gemv_4bit` calls on a CPU through which Dynamo's graph needs gradients: the op has
+    no backward, and torch would take its result for a constant.
+    """
+    gemv, has_gradients = overload("gemv_4bit"), torch.is_grad_enabled()
+    found = []
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            has_gradients = bool(node.args[0])
+        elif node.target is gemv and has_gradients:
+            x = _named(node, "A B")["A"].meta.get("example_value")
+            if isinstance(x, Tensor) and x.requires_grad and x.device.type == "cpu":
+                found.append(node)
+    return found
 
 
 def _match_gemm(node: fx.Node) -> Linear | Refused:

@@ -52,22 +52,65 @@ def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:
         UnknownFormat, UnsupportedBlocksize, CorruptQuantState: the state is not one of
             bitsandbytes' 4-bit formats, or does not fit itself.
     """
-    if quant_state.quant_type not in BNB_QUANT_TYPES:
-        raise UnknownFormat(name=str(quant_state.quant_type), known=tuple(BNB_QUANT_TYPES))
-    nested = bool(quant_state.nested)
-    name = bnb_format_name(quant_state.quant_type, quant_state.blocksize, nested)
-    operands = [weight.detach(), quant_state.absmax]
+    quant_type = getattr(quant_state, "quant_type", None)
+    if quant_type not in BNB_QUANT_TYPES:
+        raise UnknownFormat(name=str(quant_type), known=tuple(BNB_QUANT_TYPES))
+    blocksize, shape = _part(quant_state, "blocksize", int), _part(quant_state, "shape", tuple)
+    if is_packed_for_cpu(quant_state):
+        codes, absmax = unpacked(weight, quant_state)
+        return Stored([codes, absmax], bnb_format_name(quant_type, blocksize, False), list(shape))
+    nested = _part(quant_state, "nested", bool)
+    name = bnb_format_name(quant_type, blocksize, nested)
+    operands = [weight.detach(), _part(quant_state, "absmax", Tensor)]
     if nested:
-        inner = quant_state.state2
-        if inner.blocksize != NESTED_BLOCKSIZE:
+        inner = _part(quant_state, "state2", object)
+        size = _part(inner, "blocksize", int, "nested ")
+        if size != NESTED_BLOCKSIZE:
             raise CorruptQuantState(
                 what="blocksize of the nested absmax",
                 expected=NESTED_BLOCKSIZE,
-                got=inner.blocksize,
+                got=size,
                 remedy="Quantize again with compress_statistics=True.",
             )
-        operands += [inner.code, inner.absmax, quant_state.offset]
-    return Stored(operands, name, list(quant_state.shape))
+        operands += [_part(inner, name, Tensor, "nested ") for name in ("code", "absmax")]
+        operands.append(_part(quant_state, "offset", Tensor))
+    return Stored(operands, name, list(shape))
+
+
+def _part(state: Any, name: str, kind: type, of: str = "") -> Any:
+    """Return a part of a state.
+
+    Raises:
+        CorruptQuantState: the part is missing, or of another type.
+    """
+    value = getattr(state, name, None)
+    if value is None or not isinstance(value, kind):
+        raise CorruptQuantState(
+            what=f"{of}{name}",
+            expected=f"a {kind.__name__}",
+            got="missing" if value is None else f"a {type(value).__name__}",
+            remedy="Quantize the weight again, or load its state whole.",
+        )
+    return value
+
+
+def is_packed_for_cpu(quant_state: Any) -> bool:
+    """Whether bitsandbytes has packed the weight again, for its inference kernel on a CPU."""
+    return bool(getattr(quant_state, "packing_format_for_cpu", False))
+
+
+def unpacked(weight: Tensor, quant_state: Any) -> tuple[Tensor, Tensor]:
+    """Return codes and plain absmax of a weight that is packed for the CPU, in the usual layout.
+
+    bitsandbytes lays 32 rows together: a byte holds the codes of one row, or the next, in its lower
+    half, and those of the row 16 further down in its upper half. It has rounded absmax to bfloat16.
+    """
+    n, k = _part(quant_state, "shape", tuple)
+    packed = weight.detach().reshape(n // 32, k // 2, 32)
+    codes = torch.cat([packed & 0xF, packed >> 4], -1).view(n // 32, k // 2, 32, 2)
+    codes = codes.transpose(1, 2).reshape(-1, 2)
+    absmax = _part(quant_state, "absmax", Tensor).t().reshape(-1).float()
+    return (codes[:, 0] << 4 | codes[:, 1]).reshape(-1, 1), absmax
 
 
 def quantize(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
@@ -110,8 +153,16 @@ def dequantize(
     from inductor_q import ops
 
     operands, name, shape = bnb_operands(weight, quant_state)
-    values = ops.dequantize(operands, name, shape, dtype or quant_state.dtype)
+    dtype = dtype or _part(quant_state, "dtype", torch.dtype)
+    values = ops.dequantize(operands, name, shape, dtype)
     return values.t() if weight.dim() == 2 and weight.shape[0] == 1 else values
 
 
-__all__: Sequence[str] = ["bnb_operands", "dequantize", "packed", "quantize"]
+__all__: Sequence[str] = [
+    "bnb_operands",
+    "dequantize",
+    "is_packed_for_cpu",
+    "packed",
+    "quantize",
+    "unpacked",
+]

@@ -178,6 +178,10 @@ def _packs_nothing(graph: fx.Graph) -> Sequence[Refused]:
     return ()
 
 
+def _stops_nothing(graph: fx.Graph) -> Sequence[fx.Node]:
+    return ()
+
+
 def _has_not_packed(module: nn.Module, name: str) -> Packed | None:
     return None
 
@@ -205,6 +209,8 @@ class Library:
             Such a graph runs once.
         layout: returns how a tensor stores its values, if it is of a subclass of this library's.
         decoders: the methods of such tensors that return their values.
+        stops_gradients: finds calls through which Dynamo's graph needs gradients that their kernel
+            does not have.
         packed: returns what a module holds under a name, if this library has packed it. It looks at
             types and plain attributes only, and runs nothing of a module.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
@@ -221,6 +227,7 @@ class Library:
     packs_anew: Callable[[fx.Graph], Sequence[Refused]] = _packs_nothing
     layout: Callable[[Tensor], Layout | None] = _is_no_subclass
     decoders: tuple[str, ...] = ()
+    stops_gradients: Callable[[fx.Graph], Sequence[fx.Node]] = _stops_nothing
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
     find_experts: Callable[[fx.Graph], ExpertLayers] = _finds_no_experts

@@ -10,13 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from inductor_q.integrations.checkpointing import prepare_checkpointing
+from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.regions import local_device_map
 
 if TYPE_CHECKING:
     from inductor_q.integrations.trainer import QfuseCallback as QfuseCallback
     from inductor_q.integrations.trainer import compile_trainer as compile_trainer
 
-__all__ = ["QfuseCallback", "compile_trainer", "local_device_map", "prepare_checkpointing"]
+__all__ = [
+    "QfuseCallback",
+    "compile_trainer",
+    "keep_unpacked",
+    "local_device_map",
+    "prepare_checkpointing",
+]
 
 
 def __getattr__(name: str) -> Any:

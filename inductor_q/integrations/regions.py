@@ -19,7 +19,7 @@ from torch import nn
 from inductor_q.backend import qfuse_backend
 from inductor_q.exc import NoRegion
 from inductor_q.integrations.checkpointing import prepare_checkpointing
-from inductor_q.log import log
+from inductor_q.integrations.cpu_packing import keep_unpacked
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -49,7 +49,7 @@ def compile(
     """
     regions_found = compiled_regions(model, regions)
     prepare_checkpointing(model)
-    keep_layout(model)
+    keep_unpacked(model)
     _part_adapter_lists(model)
     module: Any
     for module in regions_found:
@@ -90,24 +90,6 @@ def base_model(model: nn.Module) -> Any:
     """Return the model inside of PEFT's wrapper, or the model itself."""
     get: Any = getattr(model, "get_base_model", None)
     return get() if get else model
-
-
-def keep_layout(model: nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights that lie on a CPU for inference.
-
-    Its kernel for packed weights has no backward: after an evaluation training would go wrong.
-    """
-    kept: list[Any] = [
-        layer
-        for layer in model.modules()
-        if getattr(layer, "support_avx512bf16_for_cpu", False)
-        and isinstance(layer.weight, torch.Tensor)
-        and layer.weight.device.type == "cpu"
-    ]
-    for layer in kept:
-        layer.support_avx512bf16_for_cpu = False
-    if kept:
-        log.info("%d 4-bit layers keep their layout on the CPU in evaluation", len(kept))
 
 
 def _part_adapter_lists(model: nn.Module) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from inductor_q.exc import MissingExtra, OptionsWithoutCompile
+from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.profile import StepProfile
-from inductor_q.integrations.regions import Regions, compile, keep_layout
+from inductor_q.integrations.regions import Regions, compile
 from inductor_q.log import log
 from inductor_q.options import check_options
 from inductor_q.process import report
@@ -75,7 +76,7 @@ class QfuseCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.enabled:
-            keep_layout(kwargs["model"])
+            keep_unpacked(kwargs["model"])
             _take_over(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
+import inductor_q
 from inductor_q import capture, kbit, ops, testing
 from inductor_q.capture import LIBRARIES
 from inductor_q.capture.bitsandbytes import BITSANDBYTES
@@ -17,6 +18,7 @@ from inductor_q.capture.bnb_graph import GEMV, overload
 from inductor_q.capture.library import Decoded, Library, Linear, Match, Refused
 from inductor_q.capture.own import OWN
 from inductor_q.capture.transformers import TRANSFORMERS
+from inductor_q.exc import CorruptQuantState, UnsupportedBlocksize
 from inductor_q.experts.packing import pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import FORMATS
@@ -80,6 +82,26 @@ def test_linear_4bit(quant_type: str, nested: bool) -> None:
     assert (found.weight.format, found.weight.shape) == (name, (N, K))
     assert len(found.weight.operands) == len(operands)
     assert found.bias is not None and not found.adapters
+
+
+DAMAGED = """
+absmax shape blocksize dtype offset state2 state2.absmax state2.code state2.blocksize
+"""
+
+
+@pytest.mark.parametrize("value", [None, 5], ids=["missing", "a number"])
+@pytest.mark.parametrize("path", DAMAGED.split())
+def test_a_damaged_quant_state_is_our_own_error(path: str, value: object) -> None:
+    layer = testing.quantized_linear(values())
+    state = layer.weight.quant_state
+    of, _, name = path.rpartition(".")
+    setattr(getattr(state, of) if of else state, name, value)
+    with pytest.raises((CorruptQuantState, UnsupportedBlocksize), match=f"{name}|nested") as raised:
+        inductor_q.dequantize(layer.weight.data, state)
+    if value is None:
+        assert str(raised.value).endswith(
+            "is missing. Quantize the weight again, or load its state whole."
+        )
 
 
 def test_dequantize_4bit() -> None:

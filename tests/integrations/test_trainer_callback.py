@@ -15,7 +15,7 @@ import inductor_q
 from examples.common import byte_tokenizer
 from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
 from inductor_q.integrations import QfuseCallback
-from inductor_q.integrations.regions import base_model, compiled_regions, keep_layout
+from inductor_q.integrations.regions import base_model, compiled_regions
 from tests.support.trainers import COMMON, model, rows, train
 
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
@@ -119,14 +119,6 @@ def _cache() -> Any:
     from transformers import DynamicCache
 
     return DynamicCache()
-
-
-def test_the_layout_is_kept_on_a_cpu_only() -> None:
-    layers: list[Any] = [nn.Linear(2, 2, device=device) for device in ("meta", "cpu")]
-    for layer in layers:
-        layer.support_avx512bf16_for_cpu = True
-    keep_layout(nn.ModuleList(layers))
-    assert [layer.support_avx512bf16_for_cpu for layer in layers] == [True, False]
 
 
 def test_a_profile_of_chosen_steps(tmp_path: Path) -> None:

@@ -5,22 +5,17 @@ call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
+from inductor_q.capture.bnb_state import is_packed_for_cpu
 from inductor_q.diagnostics.checks.finding import Finding
 from inductor_q.diagnostics.checks.modules import instances, is_training, several
 
 NAME = "cpu_packing"
-REMEDY = (
-    "for layer in model.modules(): layer.support_avx512bf16_for_cpu = False"
-    "  # before the first inference call"
-)
-REPAIR = (
-    "model.state_dict() unpacks them in place (absmax stay rounded to bfloat16), or build the "
-    f"model again; then {REMEDY}"
-)
+CALL = "from inductor_q.integrations import keep_unpacked; keep_unpacked(model)"
+REMEDY = f"{CALL}  # before the first inference call"
+REPAIR = f"{CALL}  # unpacks them; scales stay rounded to bfloat16"
 
 
 def check(model: nn.Module) -> Iterator[Finding]:
@@ -32,7 +27,7 @@ def check(model: nn.Module) -> Iterator[Finding]:
     """
     found = instances(model, "bitsandbytes.nn", "Linear4bit")
     layers = [(path, layer) for path, layer in found if layer.weight.device.type == "cpu"]
-    packed = [path for path, layer in layers if _is_packed(layer)]
+    packed = [path for path, layer in layers if is_packed_for_cpu(layer.weight.quant_state)]
     to_come = [
         path for path, layer in layers if getattr(layer, "support_avx512bf16_for_cpu", False)
     ]
@@ -52,8 +47,3 @@ def check(model: nn.Module) -> Iterator[Finding]:
         yield Finding(NAME, "warn", what, REMEDY)
     else:
         yield Finding(NAME, "ok", "the 4-bit layers stay as they are")
-
-
-def _is_packed(layer: Any) -> bool:
-    state = getattr(layer.weight, "quant_state", None)
-    return bool(getattr(state, "packing_format_for_cpu", False))
