@@ -112,6 +112,7 @@ class Part:
 
     index: which of the last dimension; None for all.
     transposed: says that it lies in columns where the format has rows.
+    shape: how many rows and columns of it count, where it is padded.
     in_bytes: says that its dtype is that of its numbers, and the format takes bytes.
     is_one: says that it is a factor of the format's that the subclass lacks; the tensor is another.
     """
@@ -119,6 +120,7 @@ class Part:
     name: str
     index: int | None = None
     transposed: bool = False
+    shape: tuple[int, int] | None = None
     in_bytes: bool = False
     is_one: bool = False
 
@@ -131,6 +133,8 @@ class Part:
             part = call(torch.select, part, -1, self.index)
         if self.transposed:
             part = call(torch.t, part)
+        for dim, size in enumerate(self.shape or ()):
+            part = call(torch.narrow, part, dim, 0, size)
         return call(torch.ops.aten.view.dtype, part, torch.uint8) if self.in_bytes else part
 
 

@@ -22,7 +22,9 @@ ACTIVATIONS = "torchao quantizes its input as well, and multiplies codes with co
 PRE_SCALE = "its input is scaled before the product (act_pre_scale)"
 NO_ZERO_POINT = "it has no zero points, or has them in floating point, where ours are integers"
 TRANSPOSED = "it is a transposed view of a packed weight"
-OPAQUE = "only torchao's kernel knows the layout {}"
+OPAQUE = "only the kernel of a device knows the layout of torchao's {}"
+STACKED = "it is a stack of weights, each padded for itself"
+MX = "its scales are for blocks of another size, in tiles, or for float16, which does not hold them"
 ROUNDS = "torchao multiplies with the codes and scales the result, so products round otherwise"
 
 
@@ -100,11 +102,56 @@ def _nvfp4(weight: Any) -> Layout | str:
     return _known(name, "NVFP4Tensor", Part("qdata"), Part("scale", in_bytes=True), whole)
 
 
+def _mx(weight: Any) -> Layout | str:
+    if not weight.qdata.is_contiguous():
+        return TRANSPOSED
+    number = _NUMBERS.get(weight.elem_dtype, "")
+    name = f"mxfp8_{number}" if number else "mxfp4"
+    if weight.block_size != 32 or weight.is_swizzled_scales or weight.dtype is torch.float16:
+        return MX
+    if not number and str(weight.elem_dtype) != "torch.float4_e2m1fn_x2":
+        return f"its numbers are {weight.elem_dtype}"
+    return _known(name, "MXTensor", Part("qdata"), Part("scale", in_bytes=True))
+
+
+def _int4(weight: Any) -> Layout | str:
+    """Read `Int4Tensor`, whose scales lie in columns."""
+    if weight.activation_dtype not in (None, torch.bfloat16):
+        return ACTIVATIONS
+    parts = (Part(name, transposed=True) for name in ("scale", "zero_point"))
+    return _known(f"int4_plain_{_granularity(weight)}", "Int4Tensor", Part("qdata"), *parts)
+
+
+def _int4_tiles(weight: Any) -> Layout | str:
+    """Read the weight of torch's tensor-core kernel, padded to what that takes."""
+    rows, columns = weight.shape[-2:]
+    if weight.dim() != 2:
+        return STACKED
+    shape = (rows, -(-columns // weight.block_size[-1]))
+    pairs = (Part("scale_and_zero", n, transposed=True, shape=shape) for n in (0, 1))
+    group = f"int4_tiles_g{weight.block_size[-1]}"
+    return _known(group, "Int4TilePackedTo4dTensor", Part("qdata"), *pairs)
+
+
+def _opaque(weight: Any) -> str:
+    return OPAQUE.format(type(weight).__name__)
+
+
 _READERS: Mapping[str, Callable[[Any], Layout | str]] = {
     "Int8Tensor": _int8,
     "IntxUnpackedToInt8Tensor": _intx,
     "Float8Tensor": _float8,
     "NVFP4Tensor": _nvfp4,
+    "MXTensor": _mx,
+    "Int4Tensor": _int4,
+    "Int4TilePackedTo4dTensor": _int4_tiles,
+    **dict.fromkeys(
+        (
+            *("Int4PreshuffledTensor", "Int4PlainInt32Tensor", "Int4OpaqueTensor"),
+            "IntxOpaqueTensor",
+        ),
+        _opaque,
+    ),
 }
 
 

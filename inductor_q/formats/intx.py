@@ -3,19 +3,20 @@
 `(code - zero_point) * scale`: a code of 4 bits is unsigned and has a zero point from 0 to 255; one
 of 8 bits is signed, and so is its zero point. The first element of a pair lies in the low nibble.
 
-`number * scale + zero_point`: the zero point of `int4_plain` is a value. Its numbers are signed.
+`number * scale + zero_point`: the zero point of `int4_plain` and `int4_tiles` is a value. Numbers
+are from -8 to 7: in two's complement, or 8 more in the layout of torch's tensor-core kernel.
 """
 
 from __future__ import annotations
 
 from inductor_q.formats.codec import Affine, Number, Shifted
-from inductor_q.formats.packing import BytePacking
+from inductor_q.formats.packing import BytePacking, MmaTiles
 from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import GroupScale, RowScale, TensorScale
 
 #: The groups of which libraries write weights, by how many bits a code has.
 GROUPS = {4: (128,), 8: (32, 64, 128, 256)}
-PLAIN_GROUPS = (32, 64, 128, 256)
+SHIFTED_GROUPS = (32, 64, 128, 256)
 
 _UINT8, _INT8 = Number(("uint8",)), Number(("int8",))
 
@@ -43,11 +44,12 @@ INTX_FORMATS = (
     _int8("tensor", TensorScale),
     *(
         QuantFormat(
-            name=f"int4_plain_g{group}",
-            packing=BytePacking(bits=4),
-            codec=Shifted(is_offset=False),
+            name=f"int4_{layout}_g{group}",
+            packing=packing,
+            codec=Shifted(is_offset=layout == "tiles"),
             shared=(GroupScale("scale", group), GroupScale("zero_point", group)),
         )
-        for group in PLAIN_GROUPS
+        for layout, packing in (("plain", BytePacking(bits=4)), ("tiles", MmaTiles()))
+        for group in SHIFTED_GROUPS
     ),
 )

@@ -24,11 +24,6 @@ class Packing(Protocol):
         ...
 
     @property
-    def block(self) -> int:
-        """Return how many neighbours have codes that lie together, apart from those of others."""
-        ...
-
-    @property
     def nibbles(self) -> tuple[int, int] | None:
         """Return the right shifts that bring down the two codes of a byte, or None."""
         ...
@@ -38,8 +33,12 @@ class Packing(Protocol):
         """Return how many bit planes a block of 32 codes has; 0 for another packing."""
         ...
 
-    def operands(self, numel: int) -> tuple[Operand, ...]:
-        """Describe what holds `numel` codes."""
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        """Describe what holds the codes of a weight."""
+        ...
+
+    def period(self, columns: int) -> int:
+        """Return a number of elements at whose multiples codes can be cut."""
         ...
 
     def code(self, o: Ops[I, V], i: I) -> V:
@@ -75,8 +74,11 @@ class BytePacking:
         first, second = self.order.places(2)
         return 4 * first, 4 * second
 
-    def operands(self, numel: int) -> tuple[Operand, ...]:
-        return (Operand("qweight", -(-numel // self.block) * self.word, ()),)
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        return (Operand("qweight", -(-rows * columns // self.block) * self.word, ()),)
+
+    def period(self, columns: int) -> int:
+        return self.block
 
     def code(self, o: Ops[I, V], i: I) -> V:
         if self.bits == 8 and self.word == 1:
@@ -106,8 +108,12 @@ class BitPlanes:
     def planes(self) -> int:
         return self.bits
 
-    def operands(self, numel: int) -> tuple[Operand, ...]:
-        return (Operand("qweight", -(-numel // self.block) * self.bits, (self.unit,)),)
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        words = -(-rows * columns // self.block) * self.bits
+        return (Operand("qweight", words, (self.unit,)),)
+
+    def period(self, columns: int) -> int:
+        return self.block
 
     def code(self, o: Ops[I, V], i: I) -> V:
         first = o.imul(o.idiv(i, self.block), self.bits)
@@ -117,3 +123,37 @@ class BitPlanes:
             bit = o.bits(o.load("qweight", o.iadd(first, p)), lane, 1)
             code = o.with_bit(code, bit, p)
         return code
+
+
+@dataclass(frozen=True)
+class MmaTiles:
+    """4-bit codes as `aten::_convert_weight_to_int4pack` lays them out, of 8 inner tiles.
+
+    A tile has 8 rows and 128 columns. Thread t of a warp has a row, t // 4, and a word for each of
+    four parts of 32 columns, with what it gives to two products of 16: columns 2 (t % 4) + 0, 1, 8
+    and 9 of each. In a word the even ones of these eight lie below the others. Rows are padded to
+    8, columns to 1024. `[rows / 8, columns / 128, 32, 4]` words of int32 hold a weight.
+    """
+
+    bits = 4
+    unit = "int32"
+    nibbles = None
+    planes = 0
+
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        return (Operand("qweight", -(-rows // 8) * -(-columns // 1024) * 1024, (self.unit,)),)
+
+    def period(self, columns: int) -> int:
+        return 8 * columns
+
+    def code(self, o: Ops[I, V], i: I) -> V:
+        row, column = o.row(i), o.column(i)
+        across = o.imul(o.idiv(o.iadd(o.columns(), 1023), 1024), 8)
+        tile = o.iadd(o.imul(o.idiv(row, 8), across), o.idiv(column, 128))
+        thread = o.iadd(o.imul(o.imod(row, 8), 4), o.idiv(o.imod(column, 8), 2))
+        word = o.iadd(o.imul(tile, 32), thread)
+        word = o.iadd(o.imul(word, 4), o.idiv(o.imod(column, 128), 32))
+        # of the two products, then of columns 0 and 8 of one; an odd column lies 4 further up
+        place = o.iadd(o.imul(o.idiv(o.imod(column, 32), 16), 2), o.idiv(o.imod(column, 16), 8))
+        place = o.iadd(place, o.imul(o.imod(column, 2), 4))
+        return o.bits(o.load("qweight", word), place, self.bits)

@@ -60,7 +60,7 @@ class QuantFormat:
         The last dimension is that of columns; all others count rows, as in a stack of weights.
         """
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
-        parts = [*self.packing.operands(rows * columns), *self.codec.operands()]
+        parts = [*self.packing.operands(rows, columns), *self.codec.operands()]
         for scale in self.shared:
             parts += scale.operands(rows, columns)
         by_name = {operand.name: operand for operand in parts}
@@ -112,7 +112,9 @@ class QuantFormat:
 
     def period(self, columns: int) -> int:
         """Return a number of elements at whose multiples a weight can be cut into weights."""
-        return math.lcm(self.packing.block, *(scale.period(columns) for scale in self.shared))
+        return math.lcm(
+            self.packing.period(columns), *(scale.period(columns) for scale in self.shared)
+        )
 
     @cached_property
     def plain(self) -> QuantFormat:

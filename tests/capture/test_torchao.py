@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from tests.support.torchao_weights import (
     BF16,
     CONFIGS,
     Adapted,
+    int4_plain,
+    int4_tiles,
     linear,
+    mx,
     quantization,
     with_parts,
 )
@@ -108,6 +112,14 @@ def test_a_layout_that_is_not_read(case: str) -> None:
     assert not result.applied.get("canonicalize")
 
 
+def test_a_layout_that_only_a_kernel_knows() -> None:
+    opaque: Any = pytest.importorskip("torchao.prototype.quantization.int4.int4_opaque_tensor")
+    weight = opaque.Int4OpaqueTensor.from_hp(torch.randn(64, 128, dtype=BF16), [1, 64])
+    layout = capture.layout(weight)
+    assert layout is not None
+    assert layout.reason == torchao.OPAQUE.format("Int4OpaqueTensor")
+
+
 def test_zero_points_that_are_no_integers() -> None:
     def change(name: str, part: Tensor) -> Tensor:
         return part.to(BF16) if name == "zero_point" else part
@@ -124,6 +136,74 @@ def test_a_class_that_nothing_is_known_of() -> None:
     assert layout.reason == "it is torchao's Int3Tensor, which none of our formats describes"
     assert capture.layout(nn.Parameter(torch.ones(2))) is None
     assert capture.layout(torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {}))) is None
+
+
+MX = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")
+
+
+@pytest.mark.parametrize("name", MX)
+def test_mx_formats(name: str) -> None:
+    """Every code under every power of two."""
+
+    def change(part: str, codes: Tensor) -> Tensor:
+        return torch.arange(codes.numel()).to(torch.uint8).view(codes.dtype).reshape(codes.shape)
+
+    for weight in (mx(name), with_parts(mx(name), change)):
+        assert_same_bits(values(weight), weight.dequantize())
+    x = inputs()
+    weight = mx(name)
+    with no_codegen():
+        result = compile_step(lambda x: F.linear(x, weight.dequantize()), x, fullgraph=True)
+    assert result.applied["unwrap_weights"] == result.applied["canonicalize"] == 1
+
+
+GPU_LAYOUTS = {
+    "plain": lambda: int4_plain(N, K, 64),
+    "tiles": lambda: int4_tiles(N, K, 32),
+    "tiles, padded": lambda: int4_tiles(5, 1100, 128),
+}
+
+
+@pytest.mark.parametrize("case", GPU_LAYOUTS)
+def test_int4_layouts_of_gpus(case: str) -> None:
+    weight, exact = GPU_LAYOUTS[case]()
+    module = nn.Module()
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    packed = capture.packed_weight(module, "weight")
+    assert packed is not None and packed.read is not None, packed
+    operands, name, shape = packed.read()
+    assert name.startswith(f"int4_{case.split(',')[0]}_g")
+    assert_same_bits(ops.dequantize(operands, name, shape, torch.float32), exact.float())
+    assert_same_bits(ops.dequantize(operands, name, shape, BF16), exact.float().to(BF16))
+
+
+@pytest.mark.parametrize("case", ["plain", "tiles"])
+def test_int4_of_gpus_with_an_adapter(case: str, int4_product: None) -> None:
+    """Their products have no gradient in eager mode; here they have."""
+    weight, exact = GPU_LAYOUTS[case]()
+    layer = nn.Linear(K, N, bias=False, dtype=BF16)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    module, x = Adapted(layer), inputs()
+    with no_codegen():
+        result = compile_step(module, x, fullgraph=True)
+    assert result.applied["extend_k"] == 1
+    dense = nn.Linear(K, N, bias=False).double()
+    dense.weight = nn.Parameter(exact, requires_grad=False)
+    output, gradients = step(Adapted(dense).double(), inputs(torch.float64))
+    assert testing.relative_error(result.output, output) < 2**-7
+    assert testing.relative_error(result.gradients["x0"], gradients["x0"]) < 2**-7
+
+
+@pytest.fixture
+def int4_product() -> Iterator[None]:
+    """The op that `Int4Tensor` calls, of a package for GPUs alone; Dynamo asks for its shape."""
+    with torch.library._scoped_library("mslk", "FRAGMENT") as library:
+        if not hasattr(torch.ops.mslk, "bf16i4bf16_rowwise"):
+            library.define("bf16i4bf16_rowwise(Tensor x, Tensor w, Tensor s, Tensor z) -> Tensor")
+            library.impl(
+                "bf16i4bf16_rowwise", lambda x, w, s, z: x.new_empty(x.shape[0], w.shape[0]), "Meta"
+            )
+        yield
 
 
 # --- in a graph -----------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ def test_order_of_codes_in_a_word(order: Any, bits: int, word: int) -> None:
     words = [sum(c << bits * p for c, p in zip(row, places, strict=True)) for row in codes.tolist()]
     data = b"".join(number.to_bytes(word, "little") for number in words)
     qweight = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    assert packing.operands(5 * per_word)[0].numel == qweight.numel()
+    assert packing.operands(5, per_word)[0].numel == qweight.numel()
     found = packing.code(Eager({"qweight": qweight}), torch.arange(5 * per_word))
     assert torch.equal(found.reshape(5, per_word).long(), codes)
 

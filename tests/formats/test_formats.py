@@ -244,7 +244,9 @@ def test_registry() -> None:
         for suffix in ("", "_nested")
     } | {f"kbit{k}_{absmax}" for k in (2, 3, 4, 5) for absmax in ("e4m4", "fp16")}
     expected |= {"int4_g128", "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_tiles"}
-    expected |= {f"int{of}_g{group}" for of in ("4_plain", "8") for group in (32, 64, 128, 256)}
+    expected |= {
+        f"int{of}_g{group}" for of in ("4_plain", "4_tiles", "8") for group in (32, 64, 128, 256)
+    }
     expected |= {"int8_row", "int8_tensor"}
     expected |= {f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")}
     assert set(FORMATS) == expected

@@ -83,3 +83,68 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         adapted: Tensor = self.base(x) + (x @ self.a.t()) @ self.b.t() * 2.0
         return adapted
+
+
+# --- what a CPU cannot make, by the layouts that torchao and torch document -----------------------
+
+
+def int4_numbers(n: int, k: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw numbers from -8 to 7, and scales and zero points of groups."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-8, 8, (n, k), generator=generator)
+    groups = (n, -(-k // group))
+    scale = torch.rand(groups, generator=generator).to(BF16) + 0.5
+    return numbers, scale, torch.randn(groups, generator=generator).to(BF16)
+
+
+def int4_values(numbers: Tensor, scale: Tensor, zero_point: Tensor, group: int) -> Tensor:
+    """Return `number * scale + zero_point` in float64."""
+    columns = numbers.shape[1]
+    wide = (t.double().repeat_interleave(group, 1)[:, :columns] for t in (scale, zero_point))
+    scales, zeros = wide
+    return numbers * scales + zeros
+
+
+def int4_plain(n: int, k: int, group: int) -> tuple[Any, Tensor]:
+    """Make an `Int4Tensor` (mslk's `int4_row_quantize_zp` and `pack_int4`), and its values."""
+    numbers, scale, zero_point = int4_numbers(n, k, group)
+    packed = (numbers[:, ::2] & 15 | numbers[:, 1::2] << 4).to(torch.int8)
+    columns = (scale.t().contiguous(), zero_point.t().contiguous())
+    weight = quantization.Int4Tensor(packed, *columns, [1, group], torch.Size((n, k)))
+    return weight, int4_values(numbers, scale, zero_point, group)
+
+
+def int4_tiles(n: int, k: int, group: int) -> tuple[Any, Tensor]:
+    """Make an `Int4TilePackedTo4dTensor`, and its values.
+
+    The codes are laid out as the comments of `matrix_to_m16n8k16_Bint4_layout` say (aten's
+    int4mm.cu), thread by thread.
+    """
+    rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
+    numbers, scale, zero_point = int4_numbers(rows, columns, group)
+    codes = (numbers + 8).tolist()
+    packed = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64)
+    for tile in range(rows // 8):
+        for outer in range(columns // 128):
+            for t in range(32):
+                for part in range(4):
+                    first = (outer * 8 + 2 * part) * 16 + t % 4 * 2
+                    ks = [first + base + more for base in (0, 16) for more in (0, 1, 8, 9)]
+                    v = [codes[tile * 8 + t // 4][k_] for k_ in ks]
+                    word = sum(v[e] << 4 * p for p, e in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+                    packed[tile, outer, t, part] = word
+    scale_and_zero = torch.stack([scale.t(), zero_point.t()], 2).contiguous()
+    words = packed.to(torch.uint32).view(torch.int32)
+    weight = quantization.Int4TilePackedTo4dTensor(
+        words, scale_and_zero, [1, group], torch.Size((n, k))
+    )
+    return weight, int4_values(numbers, scale, zero_point, group)[:n, :k]
+
+
+def mx(name: str, n: int = 128, k: int = 256) -> Any:
+    """Make a weight in an MX format, of which torchao has no product that is weight-only."""
+    module: Any = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+    generator = torch.Generator().manual_seed(0)
+    return module.MXTensor.to_mx(
+        torch.randn(n, k, generator=generator).to(BF16), getattr(torch, name), 32
+    )
