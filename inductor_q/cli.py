@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from inductor_q import __version__
 from inductor_q.commands import COMMANDS
-from inductor_q.exc import QfuseError
+from inductor_q.exc import QfuseError, UnknownCommand
 
 USAGE_ERROR = 2
 
@@ -25,17 +25,38 @@ def parser() -> argparse.ArgumentParser:
         prog="qfuse",
         description="What torch.compile made of a model with quantized weights, and why.",
     )
-    top.add_argument("--version", action="version", version=f"qfuse {__version__}")
+    top.add_argument("-V", "--version", action="version", version=f"qfuse {__version__}")
     subparsers = top.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.register(subparsers)
+    about = "the same as `qfuse COMMAND --help`"
+    help = subparsers.add_parser("help", help=about, description=about)
+    help.add_argument("command", nargs="?", metavar="COMMAND")
+    help.set_defaults(run=_help, top=top)
+    top.set_defaults(commands=subparsers.choices)
     return top
+
+
+def _help(args: argparse.Namespace) -> int:
+    if args.command:
+        _check(args.command, args.commands)
+    (args.commands[args.command] if args.command else args.top).print_help()
+    return 0
+
+
+def _check(name: str, commands: Collection[str]) -> None:
+    if name not in commands:
+        raise UnknownCommand(name=name, known=tuple(commands))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status of the process."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    top = parser()
     try:
+        if words and not words[0].startswith("-"):
+            _check(words[0], top.get_default("commands"))
+        args = top.parse_args(words)
         status: int = args.run(args)
         sys.stdout.flush()
     except QfuseError as error:

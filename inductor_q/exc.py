@@ -90,6 +90,14 @@ class UnknownOption(_UnknownName):
     message = "unknown option {name!r}{where}{hint} List all: inductor_q.list_options()"
 
 
+class NoOption(_UnknownName):
+    message = "no option's name contains {name!r}{hint} List all: qfuse options --all"
+
+
+class UnknownCommand(_UnknownName):
+    message = "unknown command {name!r}{hint} Known: {known!j}"
+
+
 class UnknownMode(_UnknownName):
     message = "unknown mode {name!r}{where}{hint} Known: {known!j}"
 

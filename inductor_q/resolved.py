@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-
 from inductor_q.presets import Preset
 
 Numerics = Literal["strict", "default", "relaxed"]
@@ -74,6 +72,8 @@ class Resolved:
 
 def _stable(value: Any) -> str:
     """Return a text that is equal in every process for equal values, and never for opaque ones."""
+    import torch  # not above: `qfuse options` answers without it
+
     if value is None or isinstance(
         value, (bool, int, float, str, bytes, torch.dtype, torch.device)
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from tests.support.processes import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTINGS = ("passes", "presets", "formats", "options")
+NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
 
 
 def qfuse(*args: str) -> subprocess.CompletedProcess[str]:
@@ -23,18 +25,90 @@ def qfuse(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
 
 
-def test_help_names_every_command_and_loads_no_torch() -> None:
+@pytest.mark.parametrize(
+    "args", ["--help", "-V", "--version", "help", "help explain", "options", "presets", "nosuch"]
+)
+def test_what_needs_no_torch_loads_none(args: str) -> None:
+    """torch takes seconds to import; rich is imported for tables alone."""
+    heavy = {"torch"} | (set() if args in ("options", "presets") else {"rich", "jinja2"})
     probe = (
         "import sys, inductor_q.cli as cli\n"
-        "try:\n    cli.main(['--help'])\n"
-        "except SystemExit as done:\n    assert done.code == 0\n"
-        "assert not {'torch', 'rich', 'jinja2'} & set(sys.modules), 'heavy imports'\n"
+        f"try:\n    cli.main({args.split()})\nexcept SystemExit:\n    pass\n"
+        f"assert not {heavy} & set(sys.modules), 'heavy imports'\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    for command in COMMANDS:
-        name = command.__name__.rpartition(".")[2]
-        assert re.search(rf"^ +{name} ", done.stdout, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("args", [["--help"], ["help"]])
+def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        cli.main(args)
+    out = capsys.readouterr().out
+    for name in NAMES:
+        assert re.search(rf"^ +{name} ", out, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_of_a_command_fits_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["help", name]) == 0
+    out = capsys.readouterr().out
+    assert f"qfuse {name}" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("args", [["explan", "x.py"], ["help", "explan"]])
+def test_a_command_that_is_almost_one(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(args) == 2
+    assert capsys.readouterr().err.startswith(
+        "qfuse: unknown command 'explan'; did you mean 'explain'? Known: doctor, "
+    )
+
+
+def test_an_option_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed an empty table, exit status 0."""
+    assert cli.main(["options", "qfuse.passes", "nosuch"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("qfuse: no option's name contains 'nosuch'")
+
+
+def test_paths_in_evidence_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets", "cpu"]) == 0
+    assert "benchmarks/results/thresholds-cpu.json" in capsys.readouterr().out
+
+
+def completed(script: str, *line: str) -> set[str]:
+    """What bash offers for the last word of a command line."""
+    words = " ".join(f"'{word}'" for word in line)
+    asked = f"COMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _qfuse; printf '%s\\n' "
+    command = f'{script}\n{asked} "${{COMPREPLY[@]}}"'
+    return set(subprocess.check_output(["bash", "-c", command], text=True).split())
+
+
+def test_completion_in_bash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert completed(script, "qfuse", "") == {*NAMES, "help"}
+    assert completed(script, "qfuse", "do") == {"doctor"}
+    assert completed(script, "qfuse", "explain", "--max-") == {
+        "--max-breaks",
+        "--max-recompiles",
+        "--max-saved-mb",
+    }
+    assert completed(script, "qfuse", "help", "pas") == {"passes"}
+    assert completed(script, "qfuse", "completion", "z") == {"zsh"}
+    assert completed(script, "qfuse", "explain", "train") == set()  # files, by bash itself
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_in_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in NAMES) and "max-breaks" in out
 
 
 @pytest.mark.parametrize("name", LISTINGS)

@@ -20,6 +20,17 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.NoOption(name="max_autotnue", known=("max_autotune",)),
+        "no option's name contains 'max_autotnue'; did you mean 'max_autotune'? "
+        "List all: qfuse options --all",
+        KeyError,
+    ),
+    (
+        exc.UnknownCommand(name="explan", known=("explain", "run")),
+        "unknown command 'explan'; did you mean 'explain'? Known: explain, run",
+        KeyError,
+    ),
+    (
         exc.UnknownMode(name="fastest", known=("default", "max-autotune")),
         "unknown mode 'fastest'. Known: default, max-autotune",
         ValueError,

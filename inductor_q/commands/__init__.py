@@ -10,7 +10,17 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Protocol
 
-from inductor_q.commands import diff, doctor, explain, formats, options, passes, presets, run
+from inductor_q.commands import (
+    completion,
+    diff,
+    doctor,
+    explain,
+    formats,
+    options,
+    passes,
+    presets,
+    run,
+)
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,6 +34,16 @@ class Command(Protocol):
     def main(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[Command, ...] = (doctor, run, explain, diff, passes, presets, formats, options)
+COMMANDS: tuple[Command, ...] = (
+    doctor,
+    run,
+    explain,
+    diff,
+    passes,
+    presets,
+    formats,
+    options,
+    completion,
+)
 
 __all__ = ["COMMANDS", "Command"]

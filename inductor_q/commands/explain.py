@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from inductor_q.commands import Subparsers
 
 EPILOG = """\
-TARGET is a script, -m module, package.module:callable or a pytest node (tests/test_x.py::test_y).
-Its output and exit status are its own; the report goes to standard error. Exit status: the target's
-if it is not 0, else 1 when a budget was missed, else 0. Under torchrun every rank writes
-FILE.rankN.json, and one of them the merged FILE:
+TARGET is a script, -m module, package.module:callable or a pytest node
+(tests/test_x.py::test_y). Its output and exit status are its own; the report
+goes to standard error. Exit status: the target's if it is not 0, else 1 when a
+budget was missed, else 0. Under torchrun every rank writes FILE.rankN.json, and
+one of them the merged FILE:
 torchrun --nproc-per-node 2 -m inductor_q explain --json FILE script.py
 """
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from inductor_q.commands import Subparsers
 
 
@@ -21,13 +23,15 @@ if TYPE_CHECKING:
 class Table:
     """Hold rows of text under column heads; `note` is a sentence that stands above it.
 
-    The last column takes what room is left and wraps; the others keep their width.
+    The last column takes what room is left and wraps; the others keep their width. Where too little
+    is left, text has the last column `below` the others.
     """
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     title: str = ""
     note: str = ""
+    below: bool = False
 
     def records(self) -> list[dict[str, str]]:
         """Return one object per row, with the title where there are several tables."""
@@ -67,7 +71,6 @@ def show(tables: Sequence[Table], args: argparse.Namespace) -> int:
 
 
 def _print(tables: Sequence[Table]) -> None:
-    from rich.console import RenderableType
     from rich.table import Table as Grid
 
     from inductor_q.diagnostics.render.text import plain, show
@@ -76,7 +79,9 @@ def _print(tables: Sequence[Table]) -> None:
     for table in tables:
         head = [plain(table.title, "bold"), plain(table.note)]
         parts += [*([plain("")] if parts else []), *(line for line in head if line.plain)]
-        if not table.rows:
+        if table.below:
+            parts += _below(table)
+        if not table.rows or table.below:
             continue
         grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for position, column in enumerate(table.columns):
@@ -85,6 +90,22 @@ def _print(tables: Sequence[Table]) -> None:
             grid.add_row(*map(plain, row))
         parts.append(grid)
     show(parts, sys.stdout)
+
+
+def _below(table: Table) -> list[RenderableType]:
+    """Print the last column of each row on lines of its own."""
+    from rich.padding import Padding
+
+    from inductor_q.diagnostics.render.text import plain
+
+    rows = [table.columns, *table.rows] if table.rows else []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    parts: list[RenderableType] = []
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        parts.append(plain("  ".join(list(cells)[:-1]), "bold" if row is table.columns else ""))
+        parts.append(Padding(plain(row[-1]), (0, 0, 0, 4)))
+    return parts
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -23,12 +23,20 @@ def main(args: argparse.Namespace) -> int:
 
 def tables(words: list[str] | None = None, *, everything: bool = False) -> list[listing.Table]:
     """Tabulate our keys; with `everything` also Inductor's, as the installed torch has them."""
-    from inductor_q.options import list_options
+    from inductor_q.exc import NoOption
+    from inductor_q.own_options import OPTIONS
 
+    known = {name: str(option) for name, option in OPTIONS.items()}
+    if everything:
+        from inductor_q.options import list_options  # which imports torch
+
+        known = list_options()
+    for word in words or ():
+        if not any(word in name for name in known):
+            raise NoOption(name=word, known=tuple(known))
     rows = [
         (name, text)
-        for name, text in list_options().items()
-        if (everything or name.startswith("qfuse."))
-        and (not words or any(word in name for word in words))
+        for name, text in known.items()
+        if not words or any(word in name for word in words)
     ]
     return [listing.Table(("option", "meaning"), rows)]

@@ -47,7 +47,11 @@ def _table(preset: Preset) -> listing.Table:
                 rows.append((kind, name, str(entry.value), entry.evidence))
     rows += [("fact", "", "", fact) for fact in preset.facts]
     return listing.Table(
-        ("kind", "name", "value", "evidence"), rows, title=preset.name, note=_note(preset)
+        ("kind", "name", "value", "evidence"),
+        rows,
+        title=preset.name,
+        note=_note(preset),
+        below=True,
     )
 
 

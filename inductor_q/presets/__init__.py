@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from inductor_q.exc import UnknownPreset
 from inductor_q.presets.generic import CPU, GENERIC, NONE
 from inductor_q.presets.nvidia import NVIDIA
 from inductor_q.presets.preset import MAPPINGS, THRESHOLDS, Entry, FrozenMap, Preset
+
+if TYPE_CHECKING:
+    import torch  # `qfuse presets` answers without it
 
 __all__ = [
     "MAPPINGS",
@@ -50,6 +52,8 @@ def _architecture(device: torch.device) -> tuple[str, str]:
         return "cpu", ""
     if device.type != "cuda":
         return device.type, f"no measurement exists for devices of type {device.type}"
+    import torch
+
     if torch.version.hip is not None:  # (9, 0) is gfx90a there, not sm_90
         name = str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
         return name, f"no measurement exists for AMD {name} ({_model(device)})"
@@ -61,4 +65,6 @@ def _architecture(device: torch.device) -> tuple[str, str]:
 
 
 def _model(device: torch.device) -> str:
+    import torch
+
     return "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

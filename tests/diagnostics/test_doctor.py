@@ -240,18 +240,21 @@ def test_nvrtc_says_its_version_or_that_there_is_none(monkeypatch: pytest.Monkey
     [here] = nvrtc.check()
     library = csrc_nvrtc.library()
     if isinstance(library, str):
-        assert (here.status, here.remedy) == ("warn", nvrtc.INSTALL)
+        assert library in here.found
     else:
         assert here.found.startswith(f"{library.version[0]}.{library.version[1]}, ")
         assert library.path.endswith(here.found.partition(", ")[2])
     monkeypatch.setattr(csrc_nvrtc, "_places", lambda: [os.devnull])
     csrc_nvrtc.library.cache_clear()
+    found = []
     try:
-        [broken] = nvrtc.check()
+        for is_there in (True, False):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda there=is_there: there)
+            found += nvrtc.check()
     finally:
         csrc_nvrtc.library.cache_clear()
-    assert broken.status == "warn"
-    assert f"{os.devnull}: " in broken.found
+    assert [(f.status, f.remedy) for f in found] == [("warn", nvrtc.INSTALL), ("ok", "")]
+    assert all(f"{os.devnull}: " in f.found for f in found)
 
 
 def test_the_worst_counts() -> None:

@@ -18,8 +18,10 @@ def check() -> Iterator[Finding]:
     """Load the library, and check its version and that it knows the GPUs of this machine."""
     library = nvrtc.library()
     if isinstance(library, str):
-        why = "" if torch.cuda.is_available() else " (no GPU here to compile for)"
-        yield Finding("nvrtc", "warn", library + why, INSTALL)
+        if torch.cuda.is_available():
+            yield Finding("nvrtc", "warn", library, INSTALL)
+        else:
+            yield Finding("nvrtc", "ok", f"no GPU here to compile for; {library}")
         return
     packages = f"{Path(torch.__file__).parents[1]}{os.sep}"
     found = f"{'.'.join(map(str, library.version))}, {library.path.removeprefix(packages)}"
