@@ -246,7 +246,7 @@ def test_nvrtc_says_its_version_or_that_there_is_none(monkeypatch: pytest.Monkey
         assert library.path.endswith(here.found.partition(", ")[2])
     monkeypatch.setattr(csrc_nvrtc, "_places", lambda: [os.devnull])
     csrc_nvrtc.library.cache_clear()
-    found = []
+    found: list[Any] = []
     try:
         for is_there in (True, False):
             monkeypatch.setattr(torch.cuda, "is_available", lambda there=is_there: there)
