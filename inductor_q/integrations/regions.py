@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ def compile(
 ) -> nn.Module:
     """Compile a model in place with qfuse, and return it.
 
+    A model that is compiled so already stays as it is, under other settings it is compiled anew.
     Gradient checkpointing is prepared for one graph, and bitsandbytes is kept from repacking 4-bit
     weights on a CPU. `generate` and other calls with a cache of keys and values run in eager mode:
     they would need a graph for every length.
@@ -42,33 +44,40 @@ def compile(
         model: a transformers model, PEFT's wrapper around one, or any other module.
         options, mode, dynamic: as of `torch.compile(backend="qfuse")`.
         regions: "model" compiles all that can be one graph; "layers" each layer by itself, which
-            suits FSDP2 and compiles sooner; "auto" is "model".
+            suits FSDP2 and compiles sooner; "auto" is "layers" for a model that FSDP2 has sharded,
+            and otherwise "model".
 
     Raises:
         NoRegion: there are no layers to compile.
     """
-    regions_found = compiled_regions(model, regions)
+    found = compiled_regions(model, regions)
     prepare_checkpointing(model)
     keep_unpacked(model)
     _part_adapter_lists(model)
+    settings: dict[str, Any] = {
+        "options": dict(options) if options else None,
+        "mode": mode,
+        "dynamic": dynamic,
+    }
     module: Any
-    for module in regions_found:
-        compiled = torch.compile(
-            module._call_impl,
-            backend=qfuse_backend(),
-            options=dict(options) if options else None,
-            mode=mode,
-            dynamic=dynamic,
-            **_own_limit(len(regions_found) == 1),
-        )
-        module._compiled_call_impl = _without_cache(module, compiled)
+    for module in model.modules():
+        region = module._compiled_call_impl
+        if isinstance(region, _Region) and (module not in found or region.settings != settings):
+            module._compiled_call_impl = None
+    for module in found:
+        if not isinstance(module._compiled_call_impl, _Region):
+            limit = _own_limit(alone=len(found) == 1)
+            compiled = torch.compile(
+                module._call_impl, backend=qfuse_backend(), **settings, **limit
+            )
+            module._compiled_call_impl = _Region(module, compiled, settings)
     return model
 
 
 def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Module]:
     """Return the modules of `model` that `compile` gives to torch.compile."""
     base = base_model(model)
-    if regions == "layers":
+    if regions == "layers" or (regions == "auto" and _is_sharded(model)):
         names = set(getattr(base, "_no_split_modules", None) or ())
         layers = [m for m in model.modules() if type(m).__name__ in names]
         if not layers:
@@ -118,7 +127,14 @@ def _is_replaced(model: nn.Module) -> bool:
     )
 
 
-def _own_limit(alone: bool) -> dict[str, Any]:
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 gathers the weights of the model's layers one after the other."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _own_limit(*, alone: bool) -> dict[str, Any]:
     """Return what gives a region graphs and a limit of its own, where torch has that (2.13).
 
     All modules share one frame, and so the eight graphs that it may have: training, evaluation and
@@ -129,12 +145,15 @@ def _own_limit(alone: bool) -> dict[str, Any]:
     return own if own.keys() <= known.keys() else {}
 
 
-def _without_cache(module: Any, compiled: Any) -> Any:
-    """Return a call of `module` that is compiled unless keys and values are cached."""
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """Call a module in its compiled form, unless keys and values are cached."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    module: Any
+    compiled: Any
+    settings: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None:
-            return module._call_impl(*args, **kwargs)
-        return compiled(*args, **kwargs)
-
-    return call
+            return self.module._call_impl(*args, **kwargs)
+        return self.compiled(*args, **kwargs)

@@ -104,6 +104,19 @@ def test_regions_follow_who_calls_the_model() -> None:
         compiled_regions(plain, "layers")
 
 
+def test_a_model_is_compiled_once_for_the_same_settings() -> None:
+    """A second training, and a second callback, compile nothing again."""
+    whole = model()
+    first = inductor_q.compile(whole)._compiled_call_impl
+    assert first is not None and inductor_q.compile(whole)._compiled_call_impl is first
+    inductor_q.compile(whole, dynamic=True)
+    assert whole._compiled_call_impl not in (first, None)
+    base_model(whole).forward = lambda **kwargs: None
+    inductor_q.compile(whole)
+    assert whole._compiled_call_impl is None
+    assert base_model(whole).model._compiled_call_impl is not None
+
+
 def test_generation_stays_eager_and_copies_are_not_compiled() -> None:
     torch.compiler.reset()
     compiled = inductor_q.compile(model(), dynamic=True)
