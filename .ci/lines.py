@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5370,
     "inductor_q/experts": 900,
     "inductor_q/formats": 1450,
-    "inductor_q/integrations": 510,
+    "inductor_q/integrations": 545,
     "inductor_q/kbit": 1200,
     "inductor_q/kernels": 4875,
     "inductor_q/ops": 1940,
