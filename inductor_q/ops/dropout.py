@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import DropoutGrad, DropoutProject, schema
@@ -38,35 +37,23 @@ def dropout_project(
         [M, count * r] in the dtype of x. It has no gradient formula: `dropout_grad` is emitted for
         it.
     """
-    result: Tensor = torch.ops.qfuse.dropout_project(x, seeds, index, a, count, p)
-    return result
+    return _project_out(x, seeds, index, a, count, p, out=x.new_empty((x.shape[0], a.shape[0])))
 
 
-def dropout_grad(
-    x: Tensor,
-    seeds: Tensor,
-    index: int,
-    a: Tensor,
-    grad: Tensor,
-    count: int,
-    p: float,
-    *,
-    of_x: bool = True,
-) -> tuple[Tensor, Tensor]:
+def dropout_grad(*args: Any) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `dropout_project` under the same masks.
 
     Args:
-        x, seeds, index, a, count, p: those of `dropout_project`.
-        grad: [M, count * r], the gradient of its result.
-        of_x: whether x needs one.
+        args: x, seeds, index and a of `dropout_project`; `grad` [M, count * r], the gradient of its
+            result; its count and p; and `of_x`, whether x needs a gradient.
 
     Returns:
         The gradients of `a` [count * r, K] and of x [M, K], or [0, K] if it needs none, in the
         dtype of x.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.qfuse.dropout_grad(
-        x, seeds, index, a, grad, count, p, of_x
-    )
+    call = DropoutGrad(*args)
+    call.check()
+    result: tuple[Tensor, Tensor] = serve("dropout_grad", call)
     return result
 
 
@@ -82,12 +69,12 @@ def extend_dropped(
         [..., K + count * r + padding], contiguous: the left operand of `extend_k`'s product. See
         `qfuse::extend` for why this is one op.
     """
-    result: Tensor = torch.ops.qfuse.extend_dropped(x, seeds, index, a, count, p, padding)
-    return result
-
-
-def _project(x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float) -> Tensor:
-    return _project_out(x, seeds, index, a, count, p, out=x.new_empty((x.shape[0], a.shape[0])))
+    wide = _fake_extend(x, seeds, index, a, count, p, padding)
+    columns = x.shape[-1]
+    wide[..., :columns] = x
+    matrix = wide.view(-1, wide.shape[-1])
+    _project_out(matrix[:, :columns], seeds, index, a, count, p, out=matrix[:, columns:])
+    return wide
 
 
 def _project_out(
@@ -109,27 +96,9 @@ def _fake_project_out(
     return out
 
 
-def _grad(*args: Any) -> tuple[Tensor, Tensor]:
-    call = DropoutGrad(*args)
-    call.check()
-    result: tuple[Tensor, Tensor] = serve("dropout_grad", call)
-    return result
-
-
 def _fake_grad(*args: Any) -> tuple[Tensor, Tensor]:
     call = DropoutGrad(*args)
     return call.x.new_empty(call.a.shape), call.new_of_x()
-
-
-def _extend(
-    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, padding: int
-) -> Tensor:
-    wide = _fake_extend(x, seeds, index, a, count, p, padding)
-    columns = x.shape[-1]
-    wide[..., :columns] = x
-    matrix = wide.view(-1, wide.shape[-1])
-    _project_out(matrix[:, :columns], seeds, index, a, count, p, out=matrix[:, columns:])
-    return wide
 
 
 def _fake_extend(
@@ -141,11 +110,11 @@ def _fake_extend(
 
 def define_dropout() -> None:
     arguments = "Tensor x, Tensor seeds, int index, Tensor a, int count, float p"
-    define(f"dropout_project({arguments}) -> Tensor", _project, _fake_project)
+    define(f"dropout_project({arguments}) -> Tensor", dropout_project, _fake_project)
     define(
         f"dropout_project.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)",
         _project_out,
         _fake_project_out,
     )
-    define(schema("dropout_grad", DropoutGrad, "(Tensor, Tensor)"), _grad, _fake_grad)
-    define(f"extend_dropped({arguments}, int padding) -> Tensor", _extend, _fake_extend)
+    define(schema("dropout_grad", DropoutGrad, "(Tensor, Tensor)"), dropout_grad, _fake_grad)
+    define(f"extend_dropped({arguments}, int padding) -> Tensor", extend_dropped, _fake_extend)

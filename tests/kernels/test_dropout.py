@@ -98,13 +98,13 @@ def test_against_what_is_written_out(rows: int) -> None:
         expected[:, part] = (x.double() * scaled) @ a[part].double().t()
         of_a[part] = low[:, part].double().t() @ (x.double() * scaled)
         of_x += (low[:, part].double() @ a[part].double()) * scaled
-    actual = ops.dropout.dropout_project(x, seeds, index, a, count, p)
-    grads = ops.dropout.dropout_grad(x, seeds, index, a, low, count, p)
+    actual = QFUSE.dropout_project(x, seeds, index, a, count, p)
+    grads = QFUSE.dropout_grad(x, seeds, index, a, low, count, p, True)
     for mine, right in zip((actual, *grads), (expected, of_a, of_x), strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=1e-5)
-    alone, none = ops.dropout.dropout_grad(x, seeds, index, a, low, count, p, of_x=False)
+    alone, none = QFUSE.dropout_grad(x, seeds, index, a, low, count, p, False)
     assert torch.equal(alone, grads[0]) and none.shape == (0, 24)
-    wide = ops.dropout.extend_dropped(x.view(rows, 1, 24), seeds, index, a, count, p, 2)
+    wide = QFUSE.extend_dropped(x.view(rows, 1, 24), seeds, index, a, count, p, 2)
     assert torch.equal(wide.view(rows, 32), torch.cat([x, actual, torch.zeros(rows, 2)], 1))
 
 
@@ -121,15 +121,15 @@ def test_opcheck() -> None:
 def test_wrong_arguments() -> None:
     x, seeds, index, a, count, p = inputs()
     with pytest.raises(WrongShape, match=r"a \[2 \* r, K\] and x \[M, K\]"):
-        ops.dropout.dropout_project(x, seeds, index, a[:, 1:], count, p)
+        QFUSE.dropout_project(x, seeds, index, a[:, 1:], count, p)
     with pytest.raises(WrongShape, match="0 <= p < 1"):
-        ops.dropout.dropout_project(x, seeds, index, a, count, 1.0)
+        QFUSE.dropout_project(x, seeds, index, a, count, 1.0)
     with pytest.raises(WrongShape, match="10 or more"):
-        ops.dropout.dropout_project(x, seeds, 9, a, count, p)
+        QFUSE.dropout_project(x, seeds, 9, a, count, p)
     with pytest.raises(WrongDtype, match="float32 and torch"):
-        ops.dropout.dropout_project(x.double(), seeds, index, a, count, p)
+        QFUSE.dropout_project(x.double(), seeds, index, a, count, p)
     with pytest.raises(WrongDtype, match="seeds"):
-        ops.dropout.dropout_project(x, seeds.int(), index, a, count, p)
+        QFUSE.dropout_project(x, seeds.int(), index, a, count, p)
 
 
 def test_in_the_interpreter() -> None:
