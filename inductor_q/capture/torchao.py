@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from inductor_q.capture.library import Layout, Library, Packed, Part, Stored
 from inductor_q.formats import FORMATS
+from inductor_q.formats.nf4_tensor import SCALER_BLOCK
 
 _NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -23,6 +24,7 @@ PRE_SCALE = "its input is scaled before the product (act_pre_scale)"
 NO_ZERO_POINT = "it has no zero points, or has them in floating point, where ours are integers"
 TRANSPOSED = "it is a transposed view of a packed weight"
 OPAQUE = "only the kernel of a device knows the layout of torchao's {}"
+NF4 = "only bfloat16 with 256 scales to a factor is read, which are to_nf4's defaults"
 STACKED = "it is a stack of weights, each padded for itself"
 MX = "its scales are for blocks of another size, in tiles, or for float16, which does not hold them"
 ROUNDS = "torchao multiplies with the codes and scales the result, so products round otherwise"
@@ -133,6 +135,20 @@ def _int4_tiles(weight: Any) -> Layout | str:
     return _known(group, "Int4TilePackedTo4dTensor", Part("qdata"), *pairs)
 
 
+def _nf4(weight: Any) -> Layout | str:
+    if weight.dtype is not torch.bfloat16 or weight.scaler_block_size != SCALER_BLOCK:
+        return NF4
+    if weight.stride()[-1] != 1:
+        return TRANSPOSED
+    names = ("quantized_data", "nf4", "quantized_scalers", "quantization_factor", "scaler_mean")
+    operands = ("qweight", "codebook", "absmax", "factor", "mean")
+    name = f"nf4_tensor_b{weight.block_size}"
+    if name not in FORMATS:
+        return _known(name, "NF4Tensor")
+    by_operand = dict(zip(operands, names, strict=True))
+    return _known(name, "NF4Tensor", *(Part(by_operand[n]) for n in FORMATS[name].operands))
+
+
 def _opaque(weight: Any) -> str:
     return OPAQUE.format(type(weight).__name__)
 
@@ -143,6 +159,7 @@ _READERS: Mapping[str, Callable[[Any], Layout | str]] = {
     "Float8Tensor": _float8,
     "NVFP4Tensor": _nvfp4,
     "MXTensor": _mx,
+    "NF4Tensor": _nf4,
     "Int4Tensor": _int4,
     "Int4TilePackedTo4dTensor": _int4_tiles,
     **dict.fromkeys(

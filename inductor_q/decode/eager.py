@@ -79,6 +79,9 @@ class Eager:
     def shift_left(self, a: Tensor, n: int) -> Tensor:
         return a << n
 
+    def shift_right(self, a: Tensor, n: int) -> Tensor:
+        return a >> n
+
     def less(self, a: Tensor, n: int) -> Tensor:
         return a < n
 
@@ -91,6 +94,9 @@ class Eager:
     def as_float(self, a: Tensor) -> Tensor:
         return a.view(torch.float32)
 
+    def as_int(self, a: Tensor) -> Tensor:
+        return a.view(torch.int32)
+
     def times(self, a: Tensor, factor: float) -> Tensor:
         return a * factor
 
@@ -102,3 +108,6 @@ class Eager:
 
     def sub(self, a: Tensor, b: Tensor) -> Tensor:
         return a - b
+
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        return a / b

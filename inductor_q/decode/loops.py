@@ -115,6 +115,9 @@ class Loops:
     def shift_left(self, a: Any, n: int) -> Any:
         return ops.bitwise_left_shift(a, ops.constant(n, torch.int32))
 
+    def shift_right(self, a: Any, n: int) -> Any:
+        return ops.bitwise_right_shift(a, ops.constant(n, torch.int32))
+
     def less(self, a: Any, n: int) -> Any:
         return ops.lt(a, ops.constant(n, torch.int32))
 
@@ -127,14 +130,22 @@ class Loops:
     def as_float(self, a: Any) -> Any:
         return ops.to_dtype_bitcast(a, torch.float32, torch.int32)
 
+    def as_int(self, a: Any) -> Any:
+        return ops.to_dtype_bitcast(a, torch.int32, torch.float32)
+
     def times(self, a: Any, factor: float) -> Any:
         return ops.mul(a, ops.constant(factor, torch.float32))
 
     def mul(self, a: Any, b: Any) -> Any:
-        if not self._contracts:
-            return ops.mul(a, b)
+        return self._rounded("mul", a, b) if self._contracts else ops.mul(a, b)
+
+    def div(self, a: Any, b: Any) -> Any:
+        return self._rounded("div", a, b) if self._contracts else ops.truediv(a, b)
+
+    def _rounded(self, name: str, a: Any, b: Any) -> Any:
+        """Emit an instruction that rounds by itself, to the nearest number."""
         return ops.inline_asm_elementwise(
-            a, b, asm="mul.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32
+            a, b, asm=f"{name}.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32
         )
 
     def add(self, a: Any, b: Any) -> Any:

@@ -101,6 +101,9 @@ class Printer:
     def shift_left(self, a: str, n: int) -> str:
         return self._let(f"{a} << {n}")
 
+    def shift_right(self, a: str, n: int) -> str:
+        return self._let(f"{a} >> {n}")
+
     def less(self, a: str, n: int) -> str:
         return self._let(f"{a} < {n}")
 
@@ -113,6 +116,9 @@ class Printer:
     def as_float(self, a: str) -> str:
         return self._let(f"{a}.to(tl.float32, bitcast=True)")
 
+    def as_int(self, a: str) -> str:
+        return self._let(f"{a}.to(tl.int32, bitcast=True)")
+
     def times(self, a: str, factor: float) -> str:
         return self._let(f"{a} * {factor!r}")
 
@@ -124,6 +130,9 @@ class Printer:
 
     def sub(self, a: str, b: str) -> str:
         return self._let(f"{a} - {b}")
+
+    def div(self, a: str, b: str) -> str:
+        return self._let(f"tl.div_rn({a}, {b})")
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,16 @@ from inductor_q.formats.fp8 import FP8_FORMATS
 from inductor_q.formats.intx import INTX_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.formats.mx import MX_FORMATS
+from inductor_q.formats.nf4_tensor import NF4_TENSOR_FORMATS
 from inductor_q.formats.quant_format import QuantFormat, lookup
 
 FORMATS: dict[str, QuantFormat] = {
-    fmt.name: fmt for fmt in (*BNB_FORMATS, *KBIT_FORMATS, *INTX_FORMATS, *FP8_FORMATS, *MX_FORMATS)
+    fmt.name: fmt
+    for formats in (
+        *(BNB_FORMATS, KBIT_FORMATS, INTX_FORMATS, FP8_FORMATS, MX_FORMATS),
+        NF4_TENSOR_FORMATS,
+    )
+    for fmt in formats
 }
 
 __all__ = ["FORMATS", "QuantFormat", "get_format"]

@@ -231,3 +231,42 @@ class NestedScale(Scale):
         value = self.codec.decode(o, o.load(self.operand, b))
         scale = o.mul(value, self.outer.decode(o, b))
         return scale if self.offset is None else o.add(scale, o.load(self.offset, o.zero(b)))
+
+
+@dataclass(frozen=True)
+class CenteredScale(Scale):
+    """The scale is an 8-bit integer over a factor, `code / factor + mean`, all in bfloat16.
+
+    `outer` blocks share a factor; the mean is that of all scales. This is torchao's double
+    quantization: each step is rounded to bfloat16, in which the factors and the mean are stored.
+    """
+
+    operand: str
+    block: int
+    factor: BlockScale
+    mean: str
+
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        blocks = -(-(rows * columns) // self.block)
+        codes, mean = Operand(self.operand, blocks, ("int8",)), Operand(self.mean, 1, ("bfloat16",))
+        return (codes, *self.factor.operands(1, blocks), mean)
+
+    def run(self, columns: int) -> int:
+        return self.block
+
+    def period(self, columns: int) -> int:
+        return self.block * self.factor.block
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        b = o.idiv(i, self.block)
+        code = o.to_float(o.load(self.operand, b))
+        quotient = to_bfloat16(o, o.div(code, self.factor.decode(o, b)))
+        mean = o.to_float(o.load(self.mean, o.zero(b)))
+        return to_bfloat16(o, o.add(quotient, mean))
+
+
+def to_bfloat16(o: Ops[I, V], a: V) -> V:
+    """Round a float32 number that is one to the nearest of bfloat16, and to the even one of two."""
+    bits = o.as_int(a)
+    odd = o.and_int(o.shift_right(bits, 16), 1)
+    return o.as_float(o.and_int(o.add_int(o.add(bits, odd), 0x7FFF), -0x10000))

@@ -28,6 +28,7 @@ from tests.support.torchao_weights import (
     int4_tiles,
     linear,
     mx,
+    nf4,
     quantization,
     with_parts,
 )
@@ -136,6 +137,38 @@ def test_a_class_that_nothing_is_known_of() -> None:
     assert layout.reason == "it is torchao's Int3Tensor, which none of our formats describes"
     assert capture.layout(nn.Parameter(torch.ones(2))) is None
     assert capture.layout(torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {}))) is None
+
+
+def test_nf4_tensor() -> None:
+    """Every code under every scale, of which each step is rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(3)
+
+    def change(name: str, part: Tensor) -> Tensor:
+        if part.dtype.itemsize == 1:
+            codes = torch.randint(256, part.shape, generator=generator)
+            return codes.to(torch.uint8).view(part.dtype)
+        return part * 3.7
+
+    for weight in (nf4(), with_parts(nf4(), change)):
+        operands, name, shape = read(weight)
+        assert name == "nf4_tensor_b64"
+        assert_same_bits(ops.dequantize(operands, name, shape, BF16), weight.get_original_weight())
+
+        compiled: Any = torch.compile(ops.dequantize, backend="qfuse", fullgraph=True)
+        assert_same_bits(compiled(operands, name, shape, BF16), weight.get_original_weight())
+
+    layer = nn.Linear(K, N, bias=False, dtype=BF16)
+    layer.weight = nn.Parameter(nf4(), requires_grad=False)
+    module, x = Adapted(layer), inputs()
+    expected, gradients = step(module, x, module=module)
+    result = compile_step(module, x, fullgraph=True)
+    assert result.applied["extend_k"] == 1
+    assert testing.relative_error(result.output, expected) < 2**-7
+    for key, gradient in gradients.items():
+        assert testing.relative_error(result.gradients[key], gradient) < 2**-6, key
+    other = quantization.to_nf4(torch.randn(128, 256), 64, 256)
+    layout = capture.layout(other)
+    assert layout is not None and layout.reason == torchao.NF4
 
 
 MX = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")

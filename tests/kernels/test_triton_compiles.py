@@ -76,6 +76,7 @@ PRINTED = {
     "int4_g128": (8, 1),
     "int4_plain_g32": (8,),
     "int8_g32": (1,),
+    "nf4_tensor_b64": (8, 1),
     "fp8_e4m3_row": (1,),
     "nf4_b64_nested": (1,),
     "kbit3_e4m4": (1,),
@@ -90,7 +91,13 @@ def test_dequantize_families(name: str, codes: int) -> None:
     fmt = FORMATS[name]
     kernel = dequantize_triton._kernel(fmt, codes)
     constants = {"BLOCK": 128, "FLAT": False, "WHOLE": codes > 1, "WIDE": codes == 1}
-    types = {"uint8": "*u8", "int8": "*i8", "float32": "*fp32", "int32": "*i32"}
+    types = {
+        "uint8": "*u8",
+        "int8": "*i8",
+        "bfloat16": "*bf16",
+        "float32": "*fp32",
+        "int32": "*i32",
+    }
     required = [operand for operand in fmt.requirements((64, 256)) if operand.dtypes]
     text = ptx(kernel.function, constants, {o.name: types[o.dtypes[0]] for o in required})
     assert not re.search(r"\.ftz|fma\.rn\.f32", text)

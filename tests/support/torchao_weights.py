@@ -63,6 +63,12 @@ def linear(config: Any, n: int = 128, k: int = 256, *, bias: bool = False, seed:
     return layer.requires_grad_(False)[0]
 
 
+def nf4(n: int = 128, k: int = 256) -> Any:
+    """Make an `NF4Tensor`, which is no `TorchAOBaseTensor`, and which `quantize_` does not make."""
+    generator = torch.Generator().manual_seed(0)
+    return quantization.to_nf4(torch.randn(n, k, generator=generator).to(BF16), 64, 256)
+
+
 def with_parts(weight: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """Return a weight of the same class whose inner tensors are what `change` makes of them."""
     names, context = weight.__tensor_flatten__()
