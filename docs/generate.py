@@ -10,6 +10,8 @@ A page has `<!-- KIND NAME -->` and `<!-- end -->`; what stands between comes fr
 - `versions packages`: what the library was run with;
 - `private names`: the names of torch that it stands on.
 
+docs/package.md is README.md for an index page, where no relative link holds.
+
 Inside a sentence `<!-- figure NAME -->` and `<!-- / -->` enclose one value of `docs.figures`.
 """
 
@@ -30,7 +32,8 @@ from inductor_q.diagnostics.render.schema import schema
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PAGES = (ROOT / "README.md", *sorted(HERE.glob("*.md")))
+README, PACKAGE = ROOT / "README.md", HERE / "package.md"
+PAGES = (README, *sorted(path for path in HERE.glob("*.md") if path != PACKAGE))
 BLOCK = re.compile(
     r"(<!-- (qfuse|figures|api|versions|private) (.+?) -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -41,6 +44,23 @@ def filled(page: str) -> str:
     """Return the page with everything between its markers written again."""
     page = BLOCK.sub(lambda found: f"{found[1]}\n{KINDS[found[2]](found[3])}\n{found[4]}", page)
     return VALUE.sub(lambda found: f"{found[1]}{figures.VALUES[found[2]]()}{found[3]}", page)
+
+
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
+COMMENT = re.compile(r"<!-- .*? -->\n?")
+SOURCES = "\nPaths are those in the repository and in the source distribution.\n"
+
+
+def for_package(readme: str) -> str:
+    """Return README.md for a package index: each relative link becomes the path that it leads to.
+
+    The project has no public address yet. Once it has one, the links can lead there.
+    """
+    return COMMENT.sub("", LINK.sub(_path, readme)) + SOURCES
+
+
+def _path(link: re.Match[str]) -> str:
+    return f"`{link[2]}`" if link[1] == link[2] else f"{link[1]} (`{link[2]}`)"
 
 
 def shown(command: str) -> str:
@@ -71,6 +91,7 @@ def generated() -> dict[Path, str]:
     """Return each generated file and what it should hold."""
     return {
         **{page: filled(page.read_text(encoding="utf-8")) for page in PAGES},
+        PACKAGE: for_package(filled(README.read_text(encoding="utf-8"))),
         HERE / "explain.schema.json": json.dumps(schema(), indent=2) + "\n",
     }
 

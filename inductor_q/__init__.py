@@ -45,6 +45,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names too, so that `help(inductor_q)` and completion know them."""
+    return sorted({*globals(), *_PUBLIC})
+
+
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -1,6 +1,8 @@
 """Wheel, sdist, editable install and bare checkout: one package, whole, under one name."""
 
+import email
 import os
+import pydoc
 import re
 import shutil
 import subprocess
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 
+import inductor_q
+from docs.generate import LINK
 from tests.support.processes import ROOT, environment_without_checkout
 
 if sys.version_info >= (3, 11):
@@ -178,11 +182,65 @@ def test_sdist_holds_the_source_tree_and_no_links(source: Path, sdist: Path) -> 
         parts = Path(name).parts[1:]
         assert ("/".join(parts) if parts[0] in real else name) in names
     assert {"LICENSE", "README.md", "constraints.txt", "tests/test_packaging.py"} <= names
+    linked = {link[2] for link in LINK.finditer((source / "README.md").read_text())}
+    assert linked | {"examples/finetune.py"} <= names
+
+
+def test_the_page_of_an_index_has_no_relative_link(wheel: Path) -> None:
+    """Those of README.md lead nowhere there."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    page = str(metadata.get_payload())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "# inductor-q" in page and "`docs/training.md`" in page
+    assert not LINK.search(page) and "<!--" not in page
+    assert "contributors" in metadata["Author"]
+
+
+def test_release_notes_of_this_version() -> None:
+    assert f"## [{inductor_q.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_help_lists_what_is_public() -> None:
+    """Names are resolved on first use, so help() finds them by `dir` alone."""
+    page = pydoc.plain(pydoc.render_doc(inductor_q))
+    for name in set(inductor_q.__all__) - {"__version__"}:
+        assert re.search(rf"^ +(class )?{name}\b", page, re.MULTILINE), name
 
 
 def test_wheel_installs(environment: Environment, wheel: Path, tmp_path: Path) -> None:
     environment.install(wheel)
     environment.check(environment.site, tmp_path)
+
+
+PROBE_FRESH = """
+import torch
+import inductor_q
+from inductor_q import kbit
+
+model = torch.nn.Sequential(torch.nn.Linear(256, 256, dtype=torch.bfloat16))
+model = kbit.quantize_model(model, 4, progress=False)
+x = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+compiled = torch.compile(model, backend="qfuse")
+compiled(x).sum().backward()
+assert x.grad is not None and torch.allclose(compiled(x), model(x), atol=0.05)
+assert inductor_q.last_report().applied()["canonicalize"] == 2
+"""
+
+
+@pytest.mark.slow
+def test_wheel_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    """Nothing but what the metadata asks for, from the index: the commands and a compile work."""
+    place = tmp_path / "env"
+    run(sys.executable, "-m", "venv", place)
+    folder = place / ("Scripts" if os.name == "nt" else "bin")
+    python = folder / "python"
+    pinned = ("--constraint", ROOT / "constraints.txt")
+    run(python, "-m", "pip", "install", "--quiet", *pinned, wheel, cwd=tmp_path)
+    assert run(folder / "qfuse", "-V", cwd=tmp_path).strip() == f"qfuse {inductor_q.__version__}"
+    assert "extend_k" in run(folder / "qfuse", "passes", cwd=tmp_path)
+    run(python, "-c", PROBE_BACKEND + PROBE_FRESH, cwd=tmp_path)
 
 
 @pytest.mark.slow
