@@ -28,6 +28,7 @@ from inductor_q.capture.dynamo import (
     is_quantized,
     packed_weights,
 )
+from inductor_q.capture.live import quantized_layers
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, PackedForInference, UnwritableOutput
 from inductor_q.files import write_whole
@@ -114,6 +115,7 @@ def qfuse(
         context.budget = memory.measure(resolved.memory, device, example_inputs)
     if not quantized and context.budget is None and not would_chunk(gm.graph, context):
         # Nothing of ours applies: this is Inductor, at no cost.
+        _warn_of_breaks()
         compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
         _tell(report, resolved)
         return compiled
@@ -204,6 +206,18 @@ def _write(path: str) -> None:
     except OSError as error:
         problem = error.strerror or str(error)
         raise UnwritableOutput(option="qfuse.report", path=path, problem=problem) from None
+
+
+def _warn_of_breaks() -> None:
+    """Warn at the third graph where there are breaks, and quantized layers that no graph read."""
+    if len(_reports) != 3 or not graph_breaks() or any(report.weights for report in _reports):
+        return
+    if alive := len(quantized_layers()):
+        log.warning(
+            "qfuse: 0 of %d quantized layers fused so far; 3 graphs, %d breaks: `qfuse explain` "
+            "names them; a Trainer needs inductor_q.integrations.QfuseCallback()",
+            *(alive, graph_breaks()),
+        )
 
 
 def _measured(report: Report, resolved: Resolved, most: int, *, exact: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +82,23 @@ def test_a_graph_in_which_nothing_is_fused_warns(caplog: pytest.LogCaptureFixtur
     run(model, both=False)
     assert caplog.text.count("0 of 1 quantized layer fused") == 1
     assert "run `qfuse explain`" in caplog.text
+
+
+class Outside(nn.Module):
+    """A quantized layer that runs between graphs, as where FSDP2 rebuilds its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = testing.lora_linear(64, 64, r=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between: Any = torch._dynamo.disable(self.layer)
+        x = torch.tanh(between(x)) * 2
+        x = torch.tanh(between(x)) * 3
+        return torch.tanh(between(x)) * 4
+
+
+def test_breaks_around_quantized_layers_warn(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "inductor_q")
+    run(Outside())
+    assert "quantized layers fused so far; 3 graphs, 4 breaks: `qfuse explain`" in caplog.text

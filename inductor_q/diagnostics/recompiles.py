@@ -6,8 +6,8 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -105,20 +105,44 @@ def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile
                 hit_limit=hit,
             )
         )
-    return tuple(sorted(records, key=lambda r: -r.count))
+    return tuple(sorted(_by_size(records), key=lambda r: -r.count))
+
+
+def _by_size(records: Sequence[Recompile]) -> Iterator[Recompile]:
+    """Make one record of a size that changes for several functions, as where a graph is broken."""
+    groups: dict[Any, list[Recompile]] = {}
+    for index, record in enumerate(records):
+        of_size = "size mismatch" in record.guard and record.after
+        groups.setdefault((record.before, record.after) if of_size else index, []).append(record)
+    for first, *others in groups.values():
+        names = dict.fromkeys(r.function for r in others if r.function != first.function)
+        same = f"; the same size recompiles {', '.join(list(names)[:_SHOWN])}" if names else ""
+        yield replace(
+            first,
+            count=first.count + sum(r.count for r in others),
+            hit_limit=first.hit_limit or any(r.hit_limit for r in others),
+            fix=first.fix + same,
+        )
 
 
 def fix_for(guard: Guard) -> str:
     """Say what makes the guard stable: the first remedy whose pattern is in its text."""
     index = re.search(r"index (\d+)|size\(\)\[(\d+)\]", guard.text)
+    dim = (index[1] or index[2]) if index else "0"
     words = {
         "name": guard.name,
-        "root": re.split(r"[.\[(]", guard.name)[0],
-        "dim": (index[1] or index[2]) if index else "0",
+        "how": _mark_dynamic(guard.name, dim),
+        "dim": dim,
         "state": guard.subject.partition(": ")[2],
     }
     remedy = next(remedy for pattern, remedy in _REMEDIES if re.search(pattern, guard.text))
     return remedy.format(**words)
+
+
+def _mark_dynamic(name: str, dim: str) -> str:
+    """Say how to mark a tensor that the caller can name: an argument, by position or keyword."""
+    own = re.fullmatch(r"kwargs\['(\w+)'\]|([A-Za-z]\w*)", name)
+    return f" (torch._dynamo.mark_dynamic({own[1] or own[2]}, {dim}))" if own else ""
 
 
 _REMEDIES = (
@@ -136,8 +160,7 @@ _REMEDIES = (
     ),
     (
         r"size mismatch|\.size\(\)",
-        "pad dimension {dim} of {name} to a few sizes, or compile with dynamic=True "
-        "(torch._dynamo.mark_dynamic({root}, {dim}))",
+        "pad dimension {dim} of {name} to a few sizes, or compile with dynamic=True{how}",
     ),
     (r"stride mismatch", "give {name} one memory layout in all calls (.contiguous())"),
     (r"dtype mismatch", "give {name} one dtype in all calls"),

@@ -19,7 +19,7 @@ from torch import nn
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.diagnostics import coverage, recompiles
-from inductor_q.diagnostics.explanation import Explanation
+from inductor_q.diagnostics.explanation import Explanation, Frame
 from inductor_q.diagnostics.observation import observe
 from inductor_q.diagnostics.render import words
 from inductor_q.graph_report import Report, SiteRecord
@@ -112,6 +112,35 @@ def test_recompiles_until_the_limit() -> None:
     assert (only.function, only.guard) == ("add", "n == ''")
     assert (only.before, only.after) == ("''", "'a', 'aa', 'aaa', 'aaaa', ...")
     assert {f.reason for f in run.fallbacks} == {"the recompile limit was reached"}
+
+
+def test_one_size_that_recompiles_many_functions_is_one_record() -> None:
+    """A broken graph has many frames; a batch of another length recompiles each of them."""
+    where = Frame("model.py", 1, "forward")
+    text = "tensor '{}' size mismatch at index 1. expected {}, actual {}"
+    seen = [("forward", "ids", 79, 68), ("mask", "ids", 79, 68), ("head", "y", 79, 68)]
+    seen += [("other", "z", 4, 5)]
+    found = recompiles.distinct(
+        (name, where, recompiles.parse(f"0/0: {text.format(tensor, before, after)}"), False)
+        for name, tensor, before, after in seen
+    )
+    assert [(r.function, r.count) for r in found] == [("forward", 3), ("other", 1)]
+    assert found[0].fix.endswith("; the same size recompiles mask, head")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("kwargs['input_ids']", " (torch._dynamo.mark_dynamic(input_ids, 1))"),
+        ("x", " (torch._dynamo.mark_dynamic(x, 1))"),
+        ("___stack0", ""),
+        ("loss['log_probs']", ""),
+        ("self.cache", ""),
+    ],
+)
+def test_only_what_a_caller_can_name_is_to_be_marked(name: str, advice: str) -> None:
+    guard = recompiles.parse(f"0/0: tensor '{name}' size mismatch at index 1. expected 4, actual 5")
+    assert recompiles.fix_for(guard).endswith(f"or compile with dynamic=True{advice}")
 
 
 @pytest.mark.parametrize(
