@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 2220,
     "docs": 920,
     "examples": 900,
-    "inductor_q": 4050,
+    "inductor_q": 4076,
     "inductor_q/capture": 1850,
     "inductor_q/commands": 730,
     "inductor_q/decode": 480,
