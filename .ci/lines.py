@@ -24,7 +24,7 @@ BUDGET = {
     "inductor_q/capture": 1850,
     "inductor_q/commands": 730,
     "inductor_q/decode": 480,
-    "inductor_q/diagnostics": 5370,
+    "inductor_q/diagnostics": 5410,
     "inductor_q/experts": 900,
     "inductor_q/formats": 1450,
     "inductor_q/integrations": 545,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo import config
+from torch._inductor import config as inductor_config
 
 from inductor_q.commands import doctor
 from inductor_q.csrc import nvrtc as csrc_nvrtc
@@ -212,6 +213,9 @@ def test_settings_of_dynamo() -> None:
         statuses = {f.check: f.status for f in settings.check()}
     assert statuses == {"suppress_errors": "fail", "recompile_limit": "warn"}
     assert {f.status for f in settings.check()} == {"ok"}
+    with inductor_config.patch(fallback_random=True):
+        [found] = [f for f in settings.check() if f.status != "ok"]
+    assert (found.check, found.status) == ("fallback_random", "warn")
 
 
 def test_a_folder_that_can_be_written(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch._dynamo import config
 import inductor_q.experts
 from inductor_q import testing
 from inductor_q.diagnostics import Finding, check_model
+from tests.support.captured import CapturedStage
 from tests.support.quantized import packs_on_cpu
 
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -406,3 +407,32 @@ def test_layers_that_are_alike_share_one_graph() -> None:
     layers = regions([64] * 10)
     assert finding(layers, "compiled_regions").status == "ok"
     assert not traced(layers, run_each).recompiles
+
+
+def with_softcap() -> Any:
+    sizes = testing.tiny_llama_config(num_hidden_layers=1).to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    given: Any = {n: sizes[n] for n in (*names, "num_attention_heads", "num_key_value_heads")}
+    return from_config(transformers.Gemma2Config(**given))
+
+
+def with_quantized_head() -> Any:
+    model = from_config(testing.tiny_llama_config(num_hidden_layers=1))
+    model.lm_head = testing.quantized_linear(model.lm_head.weight.detach())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(with_softcap, "final_logit_softcapping=30.0"), (with_quantized_head, "is quantized")],
+)
+def test_a_head_whose_loss_keeps_all_logits(make: Callable[[], Any], what: str) -> None:
+    model = make()
+    found = finding(model, "loss_head")
+    assert found.status == "warn" and what in found.found
+    stage = CapturedStage("chunk_loss", **{"qfuse.loss": "chunked"})
+    compiled: Any = torch.compile(model, backend=stage)
+    compiled(input_ids=IDS, labels=IDS)
+    assert [bool(site.rejected) for site in stage.sites] == [True]
+    plain = from_config(testing.tiny_llama_config(num_hidden_layers=1))
+    assert finding(plain, "loss_head").status == "ok"

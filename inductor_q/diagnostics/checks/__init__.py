@@ -21,6 +21,7 @@ from inductor_q.diagnostics.checks import (
     experts,
     int8_outliers,
     late_adapter,
+    loss_head,
     nvrtc,
     require_grads_hook,
     settings,
@@ -48,6 +49,7 @@ MODEL: tuple[Callable[[nn.Module], Iterator[Finding]], ...] = (
     experts.check,
     target_parameters.check,
     require_grads_hook.check,
+    loss_head.check,
     late_adapter.check,
     compiled_regions.check,
 )

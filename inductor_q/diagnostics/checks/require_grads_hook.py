@@ -8,7 +8,6 @@ from torch import nn
 
 from inductor_q.diagnostics.checks.finding import Finding
 from inductor_q.diagnostics.checks.modules import tidy
-from inductor_q.integrations.checkpointing import input_hooks
 
 NAME = "require_grads_hook"
 REMEDY = "from inductor_q.integrations import prepare_checkpointing; prepare_checkpointing(model)"
@@ -19,6 +18,9 @@ def check(model: nn.Module) -> Iterator[Finding]:
 
     Only reentrant checkpointing needs the hook: without it, it would compute no gradients.
     """
+    # Not at the top: it loads the backend, and that Inductor, which fails without its cache.
+    from inductor_q.integrations.checkpointing import input_hooks
+
     for path, _, _ in input_hooks(model):
         layers = any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
         found = f"make_inputs_require_grads on {tidy(path)}" + (

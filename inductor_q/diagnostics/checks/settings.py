@@ -10,7 +10,8 @@ DEFAULT_LIMIT = 8  # torch's own, 2.11 to 2.15
 
 
 def check() -> Iterator[Finding]:
-    """Check suppress_errors, the recompile limit, and whether compiling or its cache is off."""
+    """Check suppress_errors, the recompile limit, whose random numbers are drawn, and whether
+    compiling or its cache is off."""
     from torch._dynamo import config
     from torch._inductor import config as inductor_config
 
@@ -46,4 +47,11 @@ def check() -> Iterator[Finding]:
             "warn",
             "off: every process compiles everything again",
             "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES TORCHINDUCTOR_FX_GRAPH_CACHE",
+        )
+    if inductor_config.fallback_random:
+        yield Finding(
+            "fallback_random",
+            "warn",
+            "set: dropout draws the numbers of eager mode, so masks of LoRA dropout are stored",
+            "torch._inductor.config.fallback_random = False",
         )
