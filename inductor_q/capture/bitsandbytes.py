@@ -1,4 +1,4 @@
-"""bitsandbytes: 4-bit linear layers and parametrized weights; 8-bit layers are only recognized."""
+"""bitsandbytes: 4-bit linear layers and parametrized weights, and 8-bit linear layers."""
 
 from __future__ import annotations
 

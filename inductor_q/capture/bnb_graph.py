@@ -1,7 +1,9 @@
-"""bitsandbytes' 4-bit ops as they appear in a joint or inference graph.
+"""bitsandbytes' ops and decodes as they appear in a joint or inference graph.
 
 0.50 emits one opaque `gemm_4bit` forward; its backward, and 0.49 in both directions, emit
-`dequantize_4bit` after `dequantize_blockwise + offset` when the absmax is nested.
+`dequantize_4bit` after `dequantize_blockwise + offset` when the absmax is nested. The decode of
+LLM.int8 is written out, `codes * (absmax * (1 / 127))`; where activations are quantized as well,
+its products are ops of their own.
 """
 
 from __future__ import annotations
@@ -11,8 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from inductor_q.capture.calls import call
 from inductor_q.capture.library import Decoded, Linear, Match, Refused, Weight
-from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format_name
+from inductor_q.formats.bnb import (
+    BLOCKSIZES,
+    BNB_QUANT_TYPES,
+    INT8,
+    INT8_FACTOR,
+    NESTED_BLOCKSIZE,
+    bnb_format_name,
+)
+
+aten = torch.ops.aten
+prims = torch.ops.prims
 
 #: Among them what `weight.data` becomes.
 _VIEWS = frozenset(
@@ -24,6 +37,14 @@ CPU_PACKED = (
     "layout that only that kernel reads and no gradient goes through; to have the layer fused, "
     "call inductor_q.integrations.keep_unpacked(model)"
 )
+INT8_PRODUCT = (
+    "LLM.int8 quantizes its input as well, and its kernel multiplies codes with codes; only where "
+    "the weight is decoded, as in backward, is it read here"
+)
+
+#: The products of LLM.int8, and which argument is the weight.
+INT8_PRODUCTS = {"int8_scaled_mm": 1, "int8_mixed_scaled_mm": 2, "int8_linear_matmul": 1}
+
 GEMV = "gemv_4bit: its codebook is a tensor value, and bitsandbytes' kernel is right for one row"
 
 
@@ -43,7 +64,12 @@ def match(node: fx.Node) -> Match:
         # On a CPU, matmul_4bit calls it for packed weights alone.
         is_packed = node.meta["val"].device.type == "cpu"
         return _refused(node, CPU_PACKED if is_packed else GEMV)
-    return None
+    for name, weight in INT8_PRODUCTS.items():
+        if node.target is not None and node.target is overload(name):
+            packed = node.args[weight]
+            assert isinstance(packed, fx.Node), f"{node=}"
+            return Refused(node, _below_views(packed), INT8_PRODUCT)
+    return _match_int8(node)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -80,6 +106,39 @@ def stops_gradients(graph: fx.Graph) -> list[fx.Node]:
             if isinstance(x, Tensor) and x.requires_grad and x.device.type == "cpu":
                 found.append(node)
     return found
+
+
+def _match_int8(node: fx.Node) -> Decoded | None:
+    """Match the product of 8-bit codes and a 127th of each row's absmax, in the dtype it is cast
+    to; the input's dtype is that of the codes as well."""
+    product, dtype = node, torch.float32
+    match call(node):
+        case (prims.convert_element_type.default, fx.Node() as product, torch.dtype() as dtype):
+            pass
+    match call(product):
+        case (aten.mul.Tensor, fx.Node() as codes, fx.Node() as scale):
+            pass
+        case _:
+            return None
+    match call(codes), call(scale):
+        case (
+            (prims.convert_element_type.default, fx.Node() as packed, own),
+            (aten.mul.Tensor, fx.Node() as rows, factor),
+        ) if own is dtype and factor == INT8_FACTOR:
+            pass
+        case _:
+            return None
+    match call(rows):
+        case (aten.unsqueeze.default, fx.Node() as absmax, 1 | -1):
+            pass
+        case _:
+            return None
+    packed = _below_views(packed)
+    codes_of, absmax_of = packed.meta["val"], absmax.meta["val"]
+    is_row = codes_of.dim() == 2 and absmax_of.shape == codes_of.shape[:1]
+    if codes_of.dtype is not torch.int8 or absmax_of.dtype is not torch.float32 or not is_row:
+        return None
+    return Decoded(Weight((packed, absmax), INT8.name, tuple(codes_of.shape)), dtype)
 
 
 def _match_gemm(node: fx.Node) -> Linear | Refused:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from inductor_q.capture.library import Packed, Stored
 from inductor_q.exc import CorruptQuantState, MissingExtra, UnknownFormat
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.bnb import BNB_QUANT_TYPES, NESTED_BLOCKSIZE, bnb_format_name
+from inductor_q.formats.bnb import BNB_QUANT_TYPES, INT8, NESTED_BLOCKSIZE, bnb_format_name
 
 
 def packed(module: nn.Module, name: str) -> Packed | None:
@@ -27,8 +27,7 @@ def packed(module: nn.Module, name: str) -> Packed | None:
         return None
     kind, state = type(tensor).__name__, getattr(tensor, "quant_state", None)
     if kind == "Int8Params":
-        reason = "it holds bitsandbytes' 8-bit codes, which none of our formats describes"
-        return Packed("int8", tuple(tensor.shape), reason=reason)
+        return _int8(module, tensor)
     if kind == "Params4bit":
         shape = tuple(getattr(state, "shape", None) or ())
         name = str(getattr(tensor, "quant_type", ""))
@@ -43,6 +42,19 @@ def packed(module: nn.Module, name: str) -> Packed | None:
     if state is None:
         return None
     return Packed(str(state.quant_type), tuple(state.shape), partial(bnb_operands, tensor, state))
+
+
+def _int8(module: nn.Module, tensor: Any) -> Packed:
+    """Read codes of LLM.int8; their scales move to the layer in its first call."""
+    shape = tuple(tensor.shape)
+    if tensor.dtype is not torch.int8:
+        reason = "bitsandbytes quantizes it in its first call, or when it moves to a device"
+        return Packed("int8", shape, reason=reason)
+    held = (getattr(x, "SCB", None) for x in (tensor, vars(module).get("state")))
+    absmax = next((x for x in held if x is not None), None)
+    if absmax is None:
+        return Packed("int8", shape, reason="the scales of its 8-bit codes are not with the layer")
+    return Packed("int8", shape, lambda: Stored([tensor.detach(), absmax], INT8.name, [*shape]))
 
 
 def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:

@@ -1,6 +1,6 @@
 """Describe quantized weights: every format that the library knows, by name."""
 
-from inductor_q.formats.bnb import BNB_FORMATS
+from inductor_q.formats.bnb import BNB_FORMATS, INT8
 from inductor_q.formats.fp8 import FP8_FORMATS
 from inductor_q.formats.intx import INTX_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
@@ -11,7 +11,7 @@ from inductor_q.formats.quant_format import QuantFormat, lookup
 FORMATS: dict[str, QuantFormat] = {
     fmt.name: fmt
     for formats in (
-        *(BNB_FORMATS, KBIT_FORMATS, INTX_FORMATS, FP8_FORMATS, MX_FORMATS),
+        *(BNB_FORMATS, (INT8,), KBIT_FORMATS, INTX_FORMATS, FP8_FORMATS, MX_FORMATS),
         NF4_TENSOR_FORMATS,
     )
     for fmt in formats

@@ -1,17 +1,18 @@
-"""bitsandbytes' 4-bit formats: nf4 and fp4, plain and double-quantized (nested), every blocksize.
+"""bitsandbytes' formats: nf4 and fp4, plain and double-quantized (nested), every blocksize; int8.
 
 The values are those of `get_4bit_type` of bitsandbytes (MIT) and its kernels; NF4 is from QLoRA,
-arXiv 2305.14314, appendix E. The first element of a pair lies in the high nibble.
+arXiv 2305.14314, appendix E. The first element of a pair lies in the high nibble. An integer of
+LLM.int8, arXiv 2208.07339, is multiplied with a 127th of the largest magnitude of its row.
 """
 
 from __future__ import annotations
 
 from inductor_q.exc import UnsupportedBlocksize
-from inductor_q.formats.codec import Codebook, Table
+from inductor_q.formats.codec import Codebook, Integer, Number, Table
 from inductor_q.formats.layout import HIGH_FIRST
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.quant_format import QuantFormat
-from inductor_q.formats.scale import BlockScale, NestedScale, Scale
+from inductor_q.formats.scale import BlockScale, NestedScale, RowScale, Scale
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCKSIZE = 256
@@ -87,4 +88,14 @@ BNB_FORMATS = tuple(
     for quant_type, codebook in BNB_QUANT_TYPES.items()
     for blocksize in BLOCKSIZES
     for nested in (False, True)
+)
+
+#: What bitsandbytes writes for a 127th, which float32 rounds.
+INT8_FACTOR = 1.0 / 127.0
+
+INT8 = QuantFormat(
+    name="int8_absmax",
+    packing=BytePacking(bits=8),
+    codec=Integer(),
+    shared=(RowScale("absmax", Number(("float32",), INT8_FACTOR)),),
 )

@@ -76,9 +76,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Number:
-    """The number is stored as it is."""
+    """The number is stored as it is, or divided by `factor`."""
 
     dtypes: tuple[str, ...] = FLOATS
+    factor: float = 1.0
     values = None
     table = None
 
@@ -86,13 +87,29 @@ class Number:
         return ()
 
     def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
-        return scaled(o, o.to_float(code), shared)
+        value = o.to_float(code)
+        return scaled(o, value if self.factor == 1 else o.times(value, self.factor), shared)
 
 
 def sign_extend(o: Ops[I, V], code: V, bits: int) -> V:
     """Read a code of so many bits as a number in two's complement."""
     half = 1 << bits - 1
     return o.where(o.less(code, half), code, o.add_int(code, -2 * half))
+
+
+@dataclass(frozen=True)
+class Integer:
+    """The value is a signed integer of 8 bits."""
+
+    dtypes = ("uint8",)
+    values = None
+    table = None
+
+    def operands(self) -> tuple[Operand, ...]:
+        return ()
+
+    def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
+        return scaled(o, o.to_float(sign_extend(o, code, 8)), shared)
 
 
 @dataclass(frozen=True)

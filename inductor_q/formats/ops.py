@@ -102,7 +102,7 @@ class Ops(Protocol[I, V]):
         ...
 
     def times(self, a: V, factor: float) -> V:
-        """Multiply `a` with a power of two or -1, so that no rounding is involved."""
+        """Multiply `a` with a constant; no sum follows, unless it is a power of two or -1."""
         ...
 
     def mul(self, a: V, b: V) -> V:

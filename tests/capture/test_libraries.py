@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import inductor_q
 from inductor_q import capture, kbit, ops, testing
 from inductor_q.capture import LIBRARIES
 from inductor_q.capture.bitsandbytes import BITSANDBYTES
-from inductor_q.capture.bnb_graph import GEMV, overload
+from inductor_q.capture.bnb_graph import GEMV, INT8_PRODUCT, overload
 from inductor_q.capture.library import Decoded, Library, Linear, Match, Refused
 from inductor_q.capture.own import OWN
 from inductor_q.capture.transformers import TRANSFORMERS
@@ -22,6 +23,7 @@ from inductor_q.exc import CorruptQuantState, UnsupportedBlocksize
 from inductor_q.experts.packing import pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import FORMATS
+from tests.support.compiling import compile_step, no_codegen, step
 from tests.support.moe_models import model
 
 bnb: Any = pytest.importorskip("bitsandbytes")
@@ -149,18 +151,66 @@ def test_gemv_is_refused() -> None:
     assert not capture.is_product(node)
 
 
-def test_linear_8bit() -> None:
-    """A packed weight that none of our formats describes; its products are bitsandbytes' own."""
-    layer = bnb.nn.Linear8bitLt(K, N, bias=False, has_fp16_weights=False, threshold=0.0).to("cpu")
-    with torch.no_grad():
-        layer(torch.randn(2, K).to(BF16))  # quantizes in its first call
+def linear_8bit(threshold: float = 0.0) -> Any:
+    layer = bnb.nn.Linear8bitLt(K, N, bias=False, has_fp16_weights=False, threshold=threshold)
+    layer.weight.data.copy_(values())
+    return layer.to("cpu")
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_linear_8bit(called: bool) -> None:
+    """The scales move from the weight to the layer's state in the first call."""
+    layer = linear_8bit()
+    if called:
+        with torch.no_grad():
+            layer(torch.randn(2, K).to(BF16))
+    packed = BITSANDBYTES.packed(layer, "weight")
+    assert packed is not None and packed.read is not None
+    assert (packed.format, packed.kind, packed.shape) == ("int8", "linear", (N, K))
+    operands, format, shape = packed.read()
+    assert (format, shape) == ("int8_absmax", [N, K])
+    absmax = layer.state.SCB if called else layer.weight.SCB
+    codes = layer.weight.data.to(torch.float16)
+    # as bitsandbytes' backward has it
+    expected = codes.mul_(absmax.unsqueeze(1).mul(1.0 / 127.0))
+    assert torch.equal(ops.dequantize(operands, format, shape, torch.float16), expected)
+    assert capture.packed_weight(layer, "bias") is None
+
+
+def test_a_layer_that_is_not_quantized_yet() -> None:
+    layer = bnb.nn.Linear8bitLt(K, N, bias=False, has_fp16_weights=False)
     packed = BITSANDBYTES.packed(layer, "weight")
     assert packed is not None and packed.read is None
-    assert (packed.format, packed.kind, packed.shape) == ("int8", "linear", (N, K))
-    assert (
-        packed.reason == "it holds bitsandbytes' 8-bit codes, which none of our formats describes"
-    )
-    assert capture.packed_weight(layer, "weight") == packed
+    assert packed.reason.startswith("bitsandbytes quantizes it in its first call")
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_the_decode_of_8_bits(threshold: float, dtype: torch.dtype) -> None:
+    """Forward and backward of training decode the weight, whatever the threshold for outliers."""
+    peft: Any = pytest.importorskip("peft")
+    run = nn.Sequential(OrderedDict(proj=linear_8bit(threshold)))
+    lora = peft.LoraConfig(r=8, target_modules=["proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(lora, run)
+    for parameter in testing.adapter_parameters(run.train()):
+        parameter.data = parameter.data.to(dtype)
+    x = torch.randn(4, K, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    expected, gradients = step(run, x, module=run)
+    with no_codegen():
+        result = compile_step(run, x, fullgraph=True)
+    assert result.applied["canonicalize"] == 2 and result.applied["extend_k"] >= 1
+    assert [v.status for v in result.report.verdicts().values()] == ["fused"]
+    assert gradients.keys() == result.gradients.keys()
+    bound = 1e-5 if dtype is torch.float32 else 2**-6
+    assert testing.relative_error(result.output, expected) < bound
+    assert testing.relative_error(result.gradients["x0"], gradients["x0"]) < bound
+
+
+def test_a_product_of_8_bit_codes_is_left_to_bitsandbytes() -> None:
+    layer = linear_8bit().eval()
+    with torch.no_grad(), no_codegen():
+        result = compile_step(lambda x: layer(x), torch.randn(4, K).to(BF16))
+    assert result.reasons["canonicalize"] == {INT8_PRODUCT: 1}
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["stack", "flat"])

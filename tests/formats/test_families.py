@@ -321,6 +321,7 @@ def test_what_formats_answer() -> None:
         "int4_g128": ((0, 4), 0, False, 32, True),
         "int4_plain_g32": ((0, 4), 0, False, 32, True),
         "int8_g32": (None, 0, False, 32, True),
+        "int8_absmax": (None, 0, False, 96, True),
         "mxfp8_e4m3": (None, 0, False, 32, True),
         "fp8_e4m3_row": (None, 0, False, 96, True),
         "fp8_e5m2_tensor": (None, 0, False, 96, False),

@@ -247,7 +247,7 @@ def test_registry() -> None:
     expected |= {
         f"int{of}_g{group}" for of in ("4_plain", "4_tiles", "8") for group in (32, 64, 128, 256)
     }
-    expected |= {"int8_row", "int8_tensor", "nf4_tensor_b64"}
+    expected |= {"int8_row", "int8_tensor", "int8_absmax", "nf4_tensor_b64"}
     expected |= {f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")}
     assert set(FORMATS) == expected
     assert all(fmt.name == name for name, fmt in FORMATS.items())

@@ -17,7 +17,7 @@ NIBBLES = {
 PLANES = {f"kbit{k}_{scale}" for k in (2, 3, 4, 5) for scale in ("e4m4", "fp16")}
 OTHERS = {
     *("int4_g128", "mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_tiles"),
-    *("int8_row", "int8_tensor", "nf4_tensor_b64"),
+    *("int8_row", "int8_tensor", "int8_absmax", "nf4_tensor_b64"),
     *(f"int{of}_g{group}" for of in ("4_plain", "4_tiles", "8") for group in (32, 64, 128, 256)),
     *(f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")),
 }

@@ -85,6 +85,13 @@ def int8_g32(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     return (codes - zeros) * _by_group(scale.double(), columns, 32)
 
 
+def int8_absmax(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, absmax = operands
+    factor = torch.tensor(1 / 127).double()  # is float32's
+    scale = (absmax.double() * factor).float().double()  # is rounded once
+    return qweight.view(torch.int8).double().reshape(rows, columns) * scale[:, None]
+
+
 def fp8_e5m2_tensor(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     qweight, scale = operands
     return E5M2[qweight.long()].reshape(rows, columns) * scale.double()
@@ -100,7 +107,7 @@ FORMULAS: dict[str, Callable[[Sequence[Tensor], int, int], Tensor]] = {
     f.__name__: f
     for f in (
         *(mxfp4, mxfp8_e4m3, nvfp4),
-        *(int4_g128, int4_plain_g32, int8_g32),
+        *(int4_g128, int4_plain_g32, int8_g32, int8_absmax),
         *(fp8_e4m3_row, fp8_e5m2_tensor),
     )
 }
@@ -147,7 +154,7 @@ def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
         return [_CODES.repeat(256), _CODES.repeat_interleave(8)], (256, 256)
     if name == "fp8_e5m2_tensor":
         return [_CODES, torch.tensor([0.1])], (1, 256)
-    assert name == "fp8_e4m3_row", name
+    assert name in ("fp8_e4m3_row", "int8_absmax"), name
     return [_CODES.repeat(n), special], (n, 256)
 
 
