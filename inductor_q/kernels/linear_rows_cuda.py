@@ -8,6 +8,7 @@ cost little more than one.
 from __future__ import annotations
 
 import functools
+import struct
 from typing import Any
 
 import torch
@@ -138,8 +139,8 @@ def _codebook(fmt: QuantFormat, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the kernel's last arguments: 16 values, four a word, and what undoes their stretch."""
     assert fmt.lut16 is not None
     values, stretch = nibbles.fit(fmt.lut16, dtype)
-    factor = torch.tensor(1 / stretch, dtype=torch.float32).view(torch.int32)
-    return (*values.view(torch.int64).tolist(), int(factor))
+    (factor,) = struct.unpack("<i", struct.pack("<f", 1 / stretch))
+    return (*values.view(torch.int64).tolist(), factor)
 
 
 def _function(kernel: str, device: int) -> Any:

@@ -28,9 +28,10 @@ def fit(values: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, float]:
     A codebook rounded to bfloat16 as it is would add 1.4e-3 to the error of every nf4 weight, whose
     own rounding is 1.6e-3; stretched by 1.437 first it adds 0.8e-3, and nothing to fp4.
     """
-    exact = torch.tensor(values, dtype=torch.float64)
-    stretches = torch.linspace(1, 2, 1 << 16, dtype=torch.float64)[:-1, None]
+    cpu = torch.device("cpu")  # a default device may be the GPU's, whose graph capture owns memory
+    exact = torch.tensor(values, dtype=torch.float64, device=cpu)
+    stretches = torch.linspace(1, 2, 1 << 16, dtype=torch.float64, device=cpu)[:-1, None]
     rounded = (exact * stretches).to(torch.float32).to(dtype)
     wrong = ((rounded.double() / stretches - exact) ** 2).sum(1)
     best = int(wrong.argmin())
-    return rounded[best], float(stretches[best])
+    return rounded[best].clone(), float(stretches[best])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from inductor_q import ops, testing
 from inductor_q.formats import FORMATS, QuantFormat
-from inductor_q.kernels import PROVIDERS, linear_rows_cuda, linear_rows_reference
+from inductor_q.formats.bnb import NF4
+from inductor_q.kernels import PROVIDERS, linear_rows_cuda, linear_rows_reference, nibbles
 from inductor_q.kernels.calls import LinearRows
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
 from tests.support.compiling import compile_step, step
@@ -85,6 +86,15 @@ def linear(device: str = "cpu", *, bias: bool = False) -> Any:
     weight = torch.randn(128, 64, generator=generator).to(device, torch.bfloat16) * 0.1
     added = torch.randn(128, generator=generator).to(device, torch.bfloat16) if bias else None
     return testing.quantized_linear(weight, added).requires_grad_(False).eval()
+
+
+def test_a_codebook_lies_on_the_cpu_whatever_device_is_the_default() -> None:
+    """Inductor warms CUDA graphs up in their own memory, where nothing may stay."""
+    nibbles.fit.cache_clear()
+    with torch.device("meta"):
+        values, _ = nibbles.fit(NF4.values, torch.bfloat16)
+        assert linear_rows_cuda._codebook(FORMATS[NESTED], torch.float16)
+    assert values.device.type == "cpu" and values._base is None
 
 
 class Fake(linear_rows_reference.Reference):
