@@ -20,6 +20,7 @@ NAMES = (
     "bench_dequantize",
     "bench_experts",
     "bench_explain",
+    "bench_families",
     "bench_kbit",
     "bench_launch",
     "bench_linear",

@@ -159,6 +159,26 @@ def recipes() -> str:
     return _steps(RECIPES)
 
 
+def families() -> str:
+    """One row of each case and machine: what of it has qfuse's form, and its time over stock's."""
+    files = [name for name in ("families-h200", "families-cpu") if exists(name)]
+    if not files:
+        return "Not measured yet (`python -m benchmarks.bench_families`)."
+    body: list[Sequence[str]] = []
+    for name in files:
+        where = {"families-h200": "H200", "families-cpu": "CPU"}[name]
+        for case in cases(name):
+            ours, stock = (row(name, peer, **case)["extra"] for peer in ("qfuse", "inductor"))
+            parts = (ours[key] for key in ("layers", "adapters", "attention"))
+            graphs = f"{ours['graphs']}, {ours['breaks']}"
+            deviations = (percent(each["loss_deviation"], 2) for each in (stock, ours))
+            ratio = seconds(name, "qfuse", **case) / seconds(name, "inductor", **case)
+            body.append((where, case["case"], *parts, graphs, *deviations, f"{ratio:.2f}"))
+    named = ("", "", "quantized layers", "adapters", "attention", "graphs, breaks")
+    header = (*named, "loss, stock", "loss, qfuse", "time, qfuse / stock")
+    return f"{table(header, body)}\n\n{source(*files)}"
+
+
 def _steps(files: dict[str, str]) -> str:
     body: list[Sequence[str]] = []
     for name, what in files.items():
@@ -526,6 +546,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": step,
     "recipes": recipes,
     "recipe": recipe,
+    "families": families,
     "linear-h200": lambda: linear("linear-h200"),
     "linear-cpu": lambda: linear("linear-cpu"),
     "moe-step": moe_step,

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import importlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -246,6 +246,7 @@ def qlora_model(
     device: str | torch.device = "cpu",
     seed: int = 0,
     base: nn.Module | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the model of ``config`` as a QLoRA user has it, in training mode.
 
@@ -257,7 +258,8 @@ def qlora_model(
     need ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them active.
     ``prepare`` calls PEFT's ``prepare_model_for_kbit_training``, which makes embeddings, norms and
     the head float32, and with them what flows from layer to layer. ``base`` replaces the random
-    model of ``config`` (the demo trains one first).
+    model of ``config`` (the demo trains one first). ``lora`` has more fields of PEFT's LoraConfig,
+    over those that the other arguments say.
     """
     peft, transformers = _extra("peft", "peft"), _extra("transformers", "transformers")
 
@@ -278,18 +280,19 @@ def qlora_model(
     if prepare:  # checkpointing is the caller's choice, as without it
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(seed + 1)
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=r,
-        lora_alpha=2 * r if alpha is None else alpha,
-        lora_dropout=dropout,
-        target_modules=list(targets),
-        target_parameters=list(target_parameters) or None,
-        use_dora=dora,
-    )
-    peft_model: Any = peft.get_peft_model(model, lora)
+    fields: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "r": r,
+        "lora_alpha": 2 * r if alpha is None else alpha,
+        "lora_dropout": dropout,
+        "target_modules": list(targets),
+        "target_parameters": list(target_parameters) or None,
+        "use_dora": dora,
+    }
+    adapter = peft.LoraConfig(**{**fields, **(lora or {})})
+    peft_model: Any = peft.get_peft_model(model, adapter)
     for index in range(1, adapters):
-        peft_model.add_adapter(f"adapter_{index}", lora)
+        peft_model.add_adapter(f"adapter_{index}", adapter)
     if adapters > 1:
         names = list(peft_model.peft_config)
         peft_model.base_model.set_adapter(names)
