@@ -373,7 +373,7 @@ def test_the_recipe_of_trainers() -> None:
     }
     [loss] = done.loss
     provider = "qfuse.linear_cross_entropy, logits on demand"
-    assert (loss.module, loss.steps[0].provider) == ("base_model.model", provider)
+    assert (loss.module, loss.steps[0].provider) == ("base_model.model.lm_head", provider)
     assert {layer.status for layer in done.layers} == {"fused"}
     passes = [{s.pass_name for s in layer.steps if not s.rejected} for layer in done.layers]
     assert all("fuse_dropout" in found for found in passes)
