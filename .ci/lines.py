@@ -22,7 +22,7 @@ BUDGET = {
     "examples": 900,
     "inductor_q": 4076,
     "inductor_q/capture": 2060,
-    "inductor_q/commands": 730,
+    "inductor_q/commands": 900,
     "inductor_q/decode": 480,
     "inductor_q/diagnostics": 5410,
     "inductor_q/experts": 900,

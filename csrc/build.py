@@ -56,14 +56,21 @@ def _build(path: Path, cxx: Sequence[str], name: str) -> ctypes.CDLL:
 
 
 def _name(path: Path, cxx: Sequence[str]) -> str:
-    version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
-    # -march=native: the same cache folder may be shared by machines with other processors.
-    cpu = Path("/proc/cpuinfo")
-    flags = cpu.read_text().partition("flags")[2].partition("\n")[0] if cpu.exists() else ""
     headers = (header.read_text() for header in sorted(path.parent.glob("*.h")))
-    key = "\0".join((path.read_text(), *headers, version, *FLAGS, flags))
+    key = "\0".join((path.read_text(), *headers, *FLAGS, toolchain(cxx)))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return f"{path.stem}-{digest}.so"
+
+
+def toolchain(cxx: Sequence[str]) -> str:
+    """Return a digest of the compiler's version and of the processor.
+
+    -march=native: machines with other processors may share the folder.
+    """
+    version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
+    cpu = Path("/proc/cpuinfo")
+    flags = cpu.read_text().partition("flags")[2].partition("\n")[0] if cpu.exists() else ""
+    return hashlib.sha256(f"{version}\0{flags}".encode()).hexdigest()[:16]
 
 
 def _compile(path: Path, cxx: Sequence[str], target: Path) -> None:

@@ -249,6 +249,14 @@ class PackedForInference(QfuseError, RuntimeError):
 # --- reports of a run ---------------------------------------------------------------------------
 
 
+class UnusableCaches(QfuseError, ValueError):
+    """A file of `qfuse cache` cannot be written or read."""
+
+    path: str
+    problem: str
+    message = "caches in {path}: {problem}"
+
+
 class UnknownTarget(QfuseError, ValueError):
     """The target to run cannot be found, or cannot be run."""
 

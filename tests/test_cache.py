@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from inductor_q import cli
 from tests.support.processes import ROOT, environment
 
 pytest.importorskip("bitsandbytes")
@@ -56,7 +57,7 @@ def compile(options):
 results = []
 for step in json.loads(sys.argv[1]):
     if step == "lose the reports":
-        shutil.rmtree(Path(cache_dir()) / "qfuse")
+        shutil.rmtree(Path(cache_dir()) / "qfuse" / "reports")
     elif step == "damage the reports":
         for path in (Path(cache_dir()) / "qfuse" / "reports").iterdir():
             path.write_bytes(path.read_bytes()[:-100])
@@ -218,6 +219,57 @@ def test_inference_is_cached_and_a_changed_source_misses(
     [changed] = run(cache, {}, train=False, package=other)
     assert changed["aot"] == MISS
     assert changed["sum"] == unchanged["sum"]
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["a training step", "inference"])
+def test_caches_that_have_travelled_compile_nothing_anew(
+    train: bool,
+    filled: tuple[Path, Any],
+    inferred: tuple[Path, list[Any]],
+    package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Inductor's cache, AOTAutograd's, and our reports, found in another folder."""
+    file, folder = tmp_path / "caches.tar.gz", tmp_path / "other"
+    cache, first = filled if train else (inferred[0], inferred[1][-1])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    assert cli.main(["cache", "pack", str(file)]) == 0
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    assert cli.main(["cache", "unpack", str(file)]) == 0
+    assert "unpacked" in capsys.readouterr().out
+    libraries = {path.relative_to(folder) for path in folder.rglob("*.so")}
+    [found] = run(folder, {}, train=train, package=package)
+    assert found["aot"] == HIT and found["fx"][1:] == [0, 0] and found["cached"]
+    assert found["sum"] == first["sum"]
+    if not train:  # a test loses the reports of training
+        assert found["sites"] == first["sites"]
+    assert {path.relative_to(folder) for path in folder.rglob("*.so")} == libraries
+
+
+def test_caches_of_another_machine_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "caches.tar.gz", tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    assert cli.main(["cache", "pack", str(file)]) == 2  # nothing is there
+    (folder / "fxgraph").mkdir(parents=True)
+    (folder / "fxgraph" / "one").write_text("1")
+    assert cli.main(["cache", "pack", str(file)]) == 0
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "cuda", "99.9")
+        assert cli.main(["cache", "unpack", str(file)]) == 1
+    assert f"CUDA: {torch.version.cuda} in the file, 99.9 here" in capsys.readouterr().out
+    assert not (tmp_path / "other" / "fxgraph").exists()
+    assert cli.main(["cache", "unpack", str(file)]) == 0
+    assert (tmp_path / "other" / "fxgraph" / "one").read_text() == "1"
+    whole = file.read_bytes()
+    for damaged in (b"", b"no archive", whole[: len(whole) // 2]):
+        file.write_bytes(damaged)
+        assert cli.main(["cache", "unpack", str(file)]) == 2
+        assert capsys.readouterr().err.count("caches in") == 1
 
 
 def test_reports_are_kept_by_all_that_a_compile_depends_on() -> None:

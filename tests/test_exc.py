@@ -73,6 +73,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         RuntimeError,
     ),
     (
+        exc.UnusableCaches(path="caches.tar.gz", problem="it has no fingerprint"),
+        "caches in caches.tar.gz: it has no fingerprint",
+        ValueError,
+    ),
+    (
         exc.UnknownTarget(target="trian.py", problem="no such file"),
         "cannot run 'trian.py': no such file. Give a script, -m module, package.module:callable or "
         "a pytest node (tests/test_x.py::test_y)",

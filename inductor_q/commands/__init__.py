@@ -11,6 +11,7 @@ import argparse
 from typing import TYPE_CHECKING, Protocol
 
 from inductor_q.commands import (
+    cache,
     completion,
     diff,
     doctor,
@@ -43,6 +44,7 @@ COMMANDS: tuple[Command, ...] = (
     presets,
     formats,
     options,
+    cache,
     completion,
 )
 
