@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inductor_q.options import check_options as check_options
     from inductor_q.options import list_options as list_options
     from inductor_q.process import report as report
+    from inductor_q.quantization import quantize as quantize
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _PUBLIC = {
     "dequantize": "inductor_q.capture.bnb_state",
     "last_report": "inductor_q.backend",
     "list_options": "inductor_q.options",
+    "quantize": "inductor_q.quantization",
     "report": "inductor_q.process",
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "dequantize",
     "last_report",
     "list_options",
+    "quantize",
     "report",
 ]
 

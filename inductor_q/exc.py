@@ -183,6 +183,14 @@ class NothingToQuantize(QfuseError, ValueError):
     message = "nothing to quantize in {model}: {found}"
 
 
+class WrongScheme(QfuseError, ValueError):
+    """What is asked of `inductor_q.quantize` is no format, or none that can be written."""
+
+    asked: object
+    problem: str
+    message = "cannot quantize to {asked!r}: {problem}"
+
+
 class AlreadyQuantized(QfuseError, ValueError):
     """The weights are codes already and cannot be quantized as if they were values."""
 

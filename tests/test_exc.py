@@ -128,6 +128,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.WrongScheme(asked={"gguf": {}}, problem="'gguf' is none of bnb, kbit"),
+        "cannot quantize to {'gguf': {}}: 'gguf' is none of bnb, kbit",
+        ValueError,
+    ),
+    (
         exc.AlreadyQuantized(what="experts.up_proj", found="it holds torch.uint8", remedy="Load."),
         "experts.up_proj is quantized already: it holds torch.uint8. Load.",
         ValueError,

@@ -32,6 +32,7 @@ ROOMS = (
     ("verdict",),
     ("records", "logits"),
     ("presets",),
+    ("quantization",),
     ("experts",),
     ("kbit",),
     ("capture",),

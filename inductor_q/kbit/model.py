@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor, nn
 
 from inductor_q.exc import UnknownLayer
 from inductor_q.kbit.allocate import allocate, check_importance, measure, table
-from inductor_q.kbit.checkpoint import Checkpoint, assign, check_not_quantized, owners
+from inductor_q.kbit.checkpoint import Checkpoint, check_not_quantized
 from inductor_q.kbit.layers import check_some, linear_layers, replace_layers
 from inductor_q.kbit.linear import KBitLinear
-from inductor_q.kbit.tensor import check_codebook, check_values, quantize
+from inductor_q.kbit.sources import FromCheckpoint, InMemory, Source
+from inductor_q.kbit.tensor import check_codebook, quantize
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 
 
@@ -73,14 +80,14 @@ def quantize_model(
     check_absmax(absmax)
     if checkpoint is not None:
         check_not_quantized(checkpoint)
-    layers = linear_layers(model, _default_skip(model) if skip is None else skip)
+    layers = linear_layers(model, default_skip(model) if skip is None else skip)
     check_some(layers, model, told=not isinstance(k, Mapping))
-    source: _Source
+    source: Source
     if checkpoint is None:
-        source = _InMemory(model, layers, device)
+        source = InMemory(model, layers, device)
     else:
-        source = _FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
-    with Progress(*_COLUMNS, console=Console(stderr=True), disable=not progress) as bars:
+        source = FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
+    with progress_bars(progress) as bars:
         if bits is None:
             assert k is not None
             ks = dict.fromkeys(layers, k) if isinstance(k, int) else dict(k)
@@ -93,7 +100,7 @@ def quantize_model(
             what = f"weight of {name or 'the layer'}"
             weight = quantize(source.weight(name), ks[name], codebook, absmax, what=what)
             weight = replace(weight, dtype=layers[name].weight.dtype)
-            source.put(name, KBitLinear(weight, layers[name].bias))
+            source.put(name, KBitLinear(weight, layers[name].bias).to(weight.operands[0].device))
         return source.finish()
 
 
@@ -114,15 +121,19 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     return replace_layers(model, plain)
 
 
-_COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-)
+def progress_bars(shown: bool) -> Progress:
+    """Make bars on stderr, which say how many layers are done and how long the rest will take."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), disable=not shown)
 
 
-def _default_skip(model: nn.Module) -> tuple[str, ...]:
+def default_skip(model: nn.Module) -> tuple[str, ...]:
     """Skip the head, whose errors reach the loss directly, as other quantizers do."""
     heads = (type(m) is nn.Linear and _is_head(name) for name, m in model.named_modules())
     return ("lm_head",) if any(heads) else ()
@@ -144,7 +155,7 @@ def _check_ks(
 
 
 def _allocate(
-    source: _Source,
+    source: Source,
     layers: Mapping[str, nn.Linear],
     bits: float,
     absmax: str,
@@ -159,108 +170,3 @@ def _allocate(
     ks = allocate(errors, bits)
     bars.print(table(errors, ks))
     return ks
-
-
-# --- where the weights come from ----------------------------------------------------------------
-
-
-class _Source(Protocol):
-    def check(self, names: Iterable[str], absmax: str) -> None:
-        """Raise for a weight that cannot be quantized, where `put` could not be taken back."""
-        ...
-
-    def weight(self, name: str) -> Tensor: ...
-
-    def put(self, name: str, layer: KBitLinear) -> None: ...
-
-    def finish(self) -> nn.Module: ...
-
-
-class _InMemory:
-    """Take the model's own weights; each is freed once its layer is replaced."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, nn.Linear],
-        device: torch.device | str | None,
-    ) -> None:
-        self._model = model
-        self._layers = dict(layers)
-        self._device = device
-
-    def check(self, names: Iterable[str], absmax: str) -> None:
-        for name in names:
-            check_values(self._layers[name].weight, absmax, f"weight of {name or 'the layer'}")
-
-    def weight(self, name: str) -> Tensor:
-        weight = self._layers[name].weight.detach()
-        return weight if self._device is None else weight.to(self._device)
-
-    def put(self, name: str, layer: KBitLinear) -> None:
-        self._model = replace_layers(self._model, {name: layer.to(layer.qweight.device)})
-        del self._layers[name]
-
-    def finish(self) -> nn.Module:
-        return self._model
-
-
-class _FromCheckpoint:
-    """Read a checkpoint's weights one at a time; the model changes when all are quantized."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        checkpoint: Checkpoint,
-        device: torch.device | str,
-    ) -> None:
-        self._model = model
-        self._checkpoint = checkpoint
-        self._device = device
-        self._packed: dict[str, KBitLinear] = {}
-        self._names = _locate(model, checkpoint)
-
-    def check(self, names: Iterable[str], absmax: str) -> None:
-        pass  # nothing is put before everything was read
-
-    def weight(self, name: str) -> Tensor:
-        return self._read(f"{name}.weight" if name else "weight")
-
-    def put(self, name: str, layer: KBitLinear) -> None:
-        self._packed[name] = layer
-
-    def finish(self) -> nn.Module:
-        done = {f"{name}.weight" if name else "weight" for name in self._packed}
-        state = self._model.state_dict(keep_vars=True)
-        rest = {n: self._read(n).to(state[n].dtype) for n in self._names if n not in done}
-        model = replace_layers(self._model, self._packed)
-        assign(model, rest)
-        return model.to(self._device)  # buffers that are in no checkpoint
-
-    def _read(self, name: str) -> Tensor:
-        return self._checkpoint.read(self._names[name]).to(self._device)
-
-
-def _locate(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """Map first names in the model to names in the checkpoint; raise when one is missing or
-    differs.
-    """
-    shapes, state = checkpoint.shapes(), model.state_dict(keep_vars=True)
-    names, problems = {}, []
-    for name, aliases in owners(model).items():
-        held = [alias for alias in aliases if alias in shapes]
-        if not held:
-            problems.append(f"{name} is not in it")
-        elif shapes[held[0]] != tuple(state[name].shape):
-            problems.append(f"{name} is {shapes[held[0]]} in it, {tuple(state[name].shape)} here")
-        else:
-            names[name] = held[0]
-    problems += [
-        f"the buffer {name} is on the meta device and in no checkpoint: make the model under "
-        "inductor_q.kbit.meta_parameters()"
-        for name, buffer in model.named_buffers()
-        if buffer.is_meta and name not in state
-    ]
-    if problems:
-        raise checkpoint.wrong(problems)
-    return names

@@ -1,0 +1,194 @@
+"""`inductor_q.quantize`: what may be asked for, what comes of it, what is refused beforehand."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import inductor_q
+from inductor_q import capture, exc, kbit, ops, testing
+from inductor_q.formats import FORMATS
+from inductor_q.log import warn_once
+from inductor_q.quantization import resolve
+from tests.support.compiling import compile_step, no_codegen
+
+bnb: Any = pytest.importorskip("bitsandbytes")
+torchao: Any = pytest.importorskip("torchao.quantization")
+transformers: Any = pytest.importorskip("transformers")
+
+BF16 = torch.bfloat16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(64, 128, dtype=BF16)
+        self.down = nn.Linear(128, 64, bias=False, dtype=BF16)
+        self.lm_head = nn.Linear(64, 8, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.lm_head(x + self.down(self.up(x).tanh()))
+        return out
+
+
+WRITTEN = {
+    "nf4": "nf4_b64_nested",
+    "fp4_b128": "fp4_b128",
+    "llm_int8": "int8_absmax",
+    "kbit3": "kbit3_e4m4",
+    "kbit4_fp16": "kbit4_fp16",
+    "int8": "int8_row",
+    "int8_g32": "int8_g32",
+    "int8_tensor": "int8_tensor",
+    "fp8_row": "fp8_e4m3_row",
+    "fp8_e5m2_tensor": "fp8_e5m2_tensor",
+    "nvfp4": "nvfp4_tiles",
+}
+
+
+def packed(model: nn.Module) -> dict[str, str]:
+    """The format of each packed layer, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        for held in ("weight", "qweight"):
+            weight = capture.packed_weight(module, held)
+            if weight is not None:
+                assert weight.read is not None, weight
+                found[name] = weight.read().format
+    return found
+
+
+@pytest.mark.parametrize("asked", WRITTEN)
+def test_a_name(asked: str) -> None:
+    """The head stays; values are near, and a step of what comes out is fused."""
+    dense, net = Net(), Net()
+    assert inductor_q.quantize(net, asked, progress=False) is net
+    assert packed(net) == dict.fromkeys(("up", "down"), WRITTEN[asked])
+    assert type(net.lm_head) is nn.Linear and net.lm_head.weight.requires_grad
+    layer = capture.packed_weight(net.up, "weight") or capture.packed_weight(net.up, "qweight")
+    assert layer is not None and layer.read is not None
+    operands, format, shape = layer.read()
+    values = ops.dequantize(operands, format, shape, BF16)
+    assert testing.relative_error(values, dense.up.weight) < (0.3 if "kbit3" in asked else 0.15)
+    assert net.up.bias is not None and torch.equal(net.up.bias, dense.up.bias)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(BF16)
+    with no_codegen():
+        result = compile_step(net, x.requires_grad_(), fullgraph=True)
+    assert {v.status for v in result.report.verdicts().values()} == {"fused"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"bnb": {"quant_type": "fp4", "blocksize": 128, "nested": False}}, "fp4_b128"),
+        ({"bnb": {}}, "nf4_b64_nested"),
+        ({"kbit": {"k": 2, "absmax": "fp16"}}, "kbit2_fp16"),
+        ({"fp8": {"of": "tensor"}}, "fp8_e4m3_tensor"),
+        ({"torchao": {"format": "int8_g64"}}, "int8_g64"),
+        ("int4_g128", "int4_tiles_g128"),
+        (
+            transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+            "nf4_b64",
+        ),
+        (transformers.BitsAndBytesConfig(load_in_8bit=True), "int8_absmax"),
+    ],
+    ids=str,
+)
+def test_what_is_asked_for(asked: Any, name: str) -> None:
+    assert resolve(asked) == name
+    assert name in FORMATS
+
+
+def test_configurations_of_torchao() -> None:
+    config = torchao.IntxWeightOnlyConfig(granularity=torchao.PerGroup(32))
+    for asked in (config, {"torchao": {"config": config}}, transformers.TorchAoConfig(config)):
+        assert resolve(asked) is config
+    net = inductor_q.quantize(Net(), config, skip=["lm_head", "down"], progress=False)
+    assert packed(net) == {"up": "int8_g32"}
+
+
+REFUSED = [
+    ({"bnb": {}, "torchao": {}}, "expected exactly one key of bnb, torchao, kbit, fp8"),
+    ({}, "expected exactly one key"),
+    ({"gguf": {}}, "'gguf' is none of bnb, torchao, kbit, fp8"),
+    ({"bnb": {"quant_typ": "nf4"}}, "bnb has no quant_typ; it has quant_type, blocksize, nested"),
+    ({"bnb": {"blocksize": 48}}, "blocksize one of"),
+    ({"kbit": {"k": 8}}, r"k is one of \(2, 3, 4, 5\)"),
+    ({"torchao": {}}, "torchao takes either a format or a config"),
+    ("mxfp4", "so they are only read; nvfp4 and nf4"),
+    ({"mxfp4": {}}, "so they are only read"),
+    ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
+    (4, "expected a name, a mapping or a library's configuration"),
+]
+
+
+@pytest.mark.parametrize(("asked", "problem"), REFUSED, ids=str)
+def test_what_is_no_format(asked: Any, problem: str) -> None:
+    net = Net()
+    with pytest.raises(exc.WrongScheme, match=problem):
+        inductor_q.quantize(net, asked, progress=False)
+    assert type(net.up) is nn.Linear
+
+
+def test_names_that_are_not_written() -> None:
+    with pytest.raises(exc.UnknownFormat, match="no quantization format 'nf5'; did you mean 'nf4'"):
+        inductor_q.quantize(Net(), "nf5")
+    with pytest.raises(exc.NoQuantizer, match="nf4_tensor_b64 is a format to read"):
+        inductor_q.quantize(Net(), "nf4_tensor_b64")
+
+
+def test_a_configuration_that_quantizes_activations() -> None:
+    net = Net()
+    config = torchao.Int8DynamicActivationInt8WeightConfig()
+    with pytest.raises(exc.WrongScheme, match="torchao quantizes its input as well"):
+        inductor_q.quantize(net, config, progress=False)
+    assert type(net.up.weight) is nn.Parameter
+
+
+def test_old_spellings_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They are translated, and what is asked for beside them wins."""
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        assert resolve({"load_in_4bit": True}) == "nf4_b64_nested"
+        assert resolve({"load_in_4bit": True, "load_in_8bit": False}) == "nf4_b64_nested"
+        assert resolve({"load_in_8bit": True, "bnb": {"quant_type": "fp4"}}) == "fp4_b64_nested"
+    assert [record.getMessage() for record in caplog.records] == [
+        "load_in_4bit is deprecated: ask for 'nf4'",
+        "load_in_8bit is deprecated: ask for 'llm_int8'",
+    ]
+
+
+def test_a_model_that_is_packed_already() -> None:
+    net = inductor_q.quantize(Net(), "nf4", progress=False)
+    with pytest.raises(exc.NothingToQuantize, match="2 Linear4bit"):
+        inductor_q.quantize(net, "int8", progress=False)
+
+
+@pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4"])
+def test_from_a_checkpoint(asked: str, tmp_path: Path) -> None:
+    """Bitwise what is quantized in memory; the model is never held in 16 bits."""
+    path = tmp_path / "model.safetensors"
+    save_file(Net().state_dict(), path)
+    with kbit.meta_parameters():
+        empty = Net()
+    net = inductor_q.quantize(empty, asked, checkpoint=path, progress=False)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(BF16)
+    with torch.no_grad():
+        expected = inductor_q.quantize(Net(), asked, progress=False)(x)
+        assert torch.equal(net(x), expected)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", "bitsandbytes", "quark"])
+def test_a_checkpoint_that_is_quantized_already(method: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        f'{{"quantization_config": {{"quant_method": "{method}"}}}}'
+    )
+    with pytest.raises(exc.AlreadyQuantized, match=method):
+        inductor_q.quantize(Net(), "nf4", checkpoint=tmp_path, progress=False)
