@@ -73,6 +73,18 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         RuntimeError,
     ),
     (
+        exc.NoRegion(model="Net"),
+        "Net names no layers that could be compiled by themselves (_no_split_modules); "
+        'compile it with regions="model".',
+        ValueError,
+    ),
+    (
+        exc.OptionsWithoutCompile(given=("options", "mode")),
+        "QfuseCallback has options, mode and enabled=False, so nothing would use them; "
+        'drop them, or set enabled=True or enabled="auto".',
+        ValueError,
+    ),
+    (
         exc.UnusableCaches(path="caches.tar.gz", problem="it has no fingerprint"),
         "caches in caches.tar.gz: it has no fingerprint",
         ValueError,
