@@ -304,3 +304,40 @@ def test_gpu_blocks_against_float64(case: str, length: int) -> None:
         for x in leaves[:2]:
             x[:, :, :first] += 1
         assert torch.equal(compiled(*leaves)[:, :, first:], before[:, :, first:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("softcap", "sunk"), [(5.0, False), (None, True)])
+def test_gpu_capped_scores_and_sinks(softcap: float | None, sunk: bool) -> None:
+    """Errors no larger than 1.25 times those of the same written out, of sinks' gradients too."""
+    length, window, heads = 1000, 250, 8
+    leaves = [rows(2, h, length, 128, dtype=torch.bfloat16, device="cuda") for h in (heads, 2, 2)]
+    sinks = rows(heads, device="cuda") if sunk else None
+    leaves += [] if sinks is None else [sinks]
+    mask = seen(None, padding(length), length, window)[:, None].cuda()
+    valid = padding(length).cuda()
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ops = torch.ops.qfuse
+        made = ops.block_tables(None, valid, 2, length, window, query.device)
+        result: Tensor = ops.block_attention(query, key, value, made, window, None, softcap, sinks)
+        return result
+
+    def written_out(query: Tensor, key: Tensor, value: Tensor, *column: Tensor) -> Tensor:
+        given = column[0] if column else None
+        return attention._written_out(query, key, value, mask, None, softcap, given)
+
+    exact = written_out(*(x.double() for x in leaves))
+    cotangent = torch.randn_like(exact)
+    expected = [exact, *torch.autograd.grad(exact, leaves, cotangent)]
+
+    def errors(out: Tensor) -> list[float]:
+        gradients = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+        return [
+            testing.relative_error(one, other.double())
+            for one, other in zip([out, *gradients], expected, strict=True)
+        ]
+
+    ours = errors(torch.compile(compute, dynamic=False)(*leaves[:3]))
+    eager = errors(written_out(*leaves))
+    assert all(one <= 1.25 * other for one, other in zip(ours, eager, strict=True)), (ours, eager)
