@@ -27,6 +27,7 @@ from inductor_q.capture.dynamo import (
     input_sources,
     is_quantized,
     packed_weights,
+    tell_last_graph,
 )
 from inductor_q.capture.live import quantized_layers
 from inductor_q.context import Context, new_report
@@ -99,6 +100,7 @@ def qfuse(
     from torch._inductor.compile_fx import compile_fx
 
     lowerings.register()
+    tell_last_graph()
     dynamic = any(isinstance(x, torch.SymInt) for x in example_inputs)
     device = device_of(example_inputs)
     resolved = resolve(mode, options, device=device, dynamic=dynamic)

@@ -309,6 +309,7 @@ def lora_linear(
     bias: bool = False,
     adapter_dtype: torch.dtype | None = None,
     dropout: float = 0.0,
+    dora: bool = False,
     device: str | torch.device = "cpu",
     seed: int = 0,
     **quantization: Any,
@@ -323,7 +324,9 @@ def lora_linear(
     weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
     bias_tensor = torch.randn(n, device=device, dtype=torch.bfloat16) if bias else None
     model = _OneLinear(quantized_linear(weight, bias_tensor, **quantization))
-    lora = peft.LoraConfig(r=r, lora_alpha=2 * r, lora_dropout=dropout, target_modules=["proj"])
+    lora = peft.LoraConfig(
+        r=r, lora_alpha=2 * r, lora_dropout=dropout, target_modules=["proj"], use_dora=dora
+    )
     peft.inject_adapter_in_model(lora, model)
     _finish_adapters(model, adapter_dtype, randomize=True, seed=seed + 2)
     return model.train()

@@ -15,6 +15,7 @@ from torch import fx
 
 from inductor_q.capture import LIBRARIES
 from inductor_q.capture.packed import MAIN_NAMES, is_packed_weight, wraps_codes
+from inductor_q.log import log
 
 # `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
 _MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
@@ -85,6 +86,27 @@ def source_name(source: Any) -> str:
     """Return the text of one of Dynamo's sources; "" for none. It is a method in torch 2.11."""
     name = source.name if source is not None else ""
     return name() if callable(name) else str(name)
+
+
+def tell_last_graph() -> None:
+    """Warn where Dynamo takes no graph of this function after this one: what it meets next runs in
+    eager mode."""
+    from torch._dynamo import config
+    from torch._guards import CompileContext, TracingContext
+
+    compiled = CompileContext.current_compile_id()
+    count = compiled.frame_compile_id if compiled is not None else None
+    if count is None or count + 1 != config.recompile_limit:
+        return
+    codes = TracingContext.get_traced_code() or ()
+    names = [f"{c.co_name} ({c.co_filename}:{c.co_firstlineno})" for c in codes]
+    log.warning(
+        "qfuse: graph %d of %s, the last that torch compiles of it: the next shape, mode or "
+        "adapter runs in eager mode. inductor_q.compile(model) has room for each state of the "
+        "adapters; torch._dynamo.config.recompile_limit is the number",
+        count + 1,
+        next(iter(names), "a function"),
+    )
 
 
 def counterparts(gm: fx.GraphModule, sources: Sequence[str]) -> dict[str, tuple[str, ...]]:

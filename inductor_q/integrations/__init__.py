@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
+from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.regions import local_device_map
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "keep_unpacked",
     "local_device_map",
     "prepare_checkpointing",
+    "prepare_dora",
 ]
 
 

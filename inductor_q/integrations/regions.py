@@ -8,19 +8,17 @@ call goes to its compiled form, so names, saved files and `isinstance` stay as t
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from inductor_q.backend import qfuse_backend
 from inductor_q.exc import NoRegion
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
+from inductor_q.integrations.states import Region, States
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -36,9 +34,14 @@ def compile(
     """Compile a model in place with qfuse, and return it.
 
     A model that is compiled so already stays as it is, under other settings it is compiled anew.
-    Gradient checkpointing is prepared for one graph, and bitsandbytes is kept from repacking 4-bit
-    weights on a CPU. `generate` and other calls with a cache of keys and values run in eager mode:
-    they would need a graph for every length.
+    Gradient checkpointing and DoRA are prepared for one graph, and bitsandbytes is kept from
+    repacking 4-bit weights on a CPU. `generate` and other calls with a cache of keys and values run
+    in eager mode: they would need a graph for every length.
+
+    Each state that the model is in (training or not, gradients or not, which of PEFT's adapters are
+    active, off or merged) is compiled when it is first met, and never again, however many there
+    are. After an adapter was added Dynamo traces each state once more, and Inductor's cache has its
+    graph.
 
     Args:
         model: a transformers model, PEFT's wrapper around one, or any other module.
@@ -53,24 +56,21 @@ def compile(
     found = compiled_regions(model, regions)
     prepare_checkpointing(model)
     keep_unpacked(model)
-    _part_adapter_lists(model)
     settings: dict[str, Any] = {
         "options": dict(options) if options else None,
         "mode": mode,
         "dynamic": dynamic,
     }
-    module: Any
+    states = States(model, settings)
     for module in model.modules():
-        region = module._compiled_call_impl
-        if isinstance(region, _Region) and (module not in found or region.settings != settings):
+        call = module._compiled_call_impl
+        if isinstance(call, Region) and (module not in found or call.states.settings != settings):
             module._compiled_call_impl = None
+        elif isinstance(call, Region):
+            states = call.states
     for module in found:
-        if not isinstance(module._compiled_call_impl, _Region):
-            limit = _own_limit(alone=len(found) == 1)
-            compiled = torch.compile(
-                module._call_impl, backend=qfuse_backend(), **settings, **limit
-            )
-            module._compiled_call_impl = _Region(module, compiled, settings)
+        if not isinstance(module._compiled_call_impl, Region):
+            module._compiled_call_impl = Region(module, states)
     return model
 
 
@@ -101,18 +101,6 @@ def base_model(model: nn.Module) -> Any:
     return get() if get else model
 
 
-def _part_adapter_lists(model: nn.Module) -> None:
-    """Give each of PEFT's layers a list of its active adapters that is its own.
-
-    They share one at first, and no longer once adapters were switched, as DPO's reference pass does
-    and undoes: Dynamo would compile the same state again.
-    """
-    for layer in model.modules():
-        active: Any = vars(layer).get("_active_adapter")
-        if isinstance(active, list):
-            vars(layer)["_active_adapter"] = list(active)
-
-
 def _is_replaced(model: nn.Module) -> bool:
     """Whether somebody has replaced the forward of a transformers model.
 
@@ -132,28 +120,3 @@ def _is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _own_limit(*, alone: bool) -> dict[str, Any]:
-    """Return what gives a region graphs and a limit of its own, where torch has that (2.13).
-
-    All modules share one frame, and so the eight graphs that it may have: training, evaluation and
-    a reference pass, two for each, of two models. Layers have to share theirs.
-    """
-    own = {"recompile_limit": 16, "isolate_recompiles": alone}
-    known = inspect.signature(torch.compile).parameters
-    return own if own.keys() <= known.keys() else {}
-
-
-@dataclass(frozen=True, eq=False)
-class _Region:
-    """Call a module in its compiled form, unless keys and values are cached."""
-
-    module: Any
-    compiled: Any
-    settings: dict[str, Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
-            return self.module._call_impl(*args, **kwargs)
-        return self.compiled(*args, **kwargs)

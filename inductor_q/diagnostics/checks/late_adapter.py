@@ -11,9 +11,13 @@ from torch import nn
 
 from inductor_q.diagnostics.checks.finding import Finding
 from inductor_q.diagnostics.checks.modules import instances
+from inductor_q.integrations.states import state_codes
 
 NAME = "late_adapter"
-REMEDY = "get_peft_model / add_adapter / set_adapter first, then torch.compile(model)"
+REMEDY = (
+    "get_peft_model / add_adapter / set_adapter first, then torch.compile(model); or "
+    "inductor_q.compile(model)"
+)
 
 
 def check(model: nn.Module) -> Iterator[Finding]:
@@ -45,7 +49,8 @@ def _active(model: nn.Module) -> set[str]:
 
 
 def _forwards(model: nn.Module) -> set[CodeType]:
-    """Yield the code of each forward, under decorators, that Dynamo may have compiled."""
+    """Return the code of each forward, under decorators, and of each state of the adapters, that
+    Dynamo may have compiled."""
     found: set[CodeType] = set()
     for kind in {type(module) for module in model.modules()}:
         function: Any = kind.forward
@@ -53,7 +58,7 @@ def _forwards(model: nn.Module) -> set[CodeType]:
             if code := getattr(function, "__code__", None):
                 found.add(code)
             function = getattr(function, "__wrapped__", None)
-    return found
+    return found | set(state_codes(model))
 
 
 def _guards(code: CodeType) -> Iterator[str]:

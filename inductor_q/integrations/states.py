@@ -1,0 +1,143 @@
+"""Keep graphs apart by the state that a model and its adapters are in.
+
+Dynamo keeps the graphs of one function in one list, for all models of a class, and gives up after
+eight. Training, evaluation, a reference pass with the adapters off, a second adapter and another
+length are a graph each. So each state gets a function of its own here, with room for eight graphs
+that differ in what is no part of the state, such as shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from inductor_q.backend import qfuse_backend
+from inductor_q.integrations.dora import prepare_dora
+
+#: Names of the adapters, the active ones, whether they are off, the merged ones, whether PEFT calls
+#: the model without them, training, gradients.
+State = tuple[tuple[str, ...], Hashable, Hashable, Hashable, Hashable, bool, bool]
+
+_ACTIVE = "_active_adapter"  # what PEFT's layers keep the list of active adapters in
+
+
+class States:
+    """Hold the functions that are compiled for each state of `model`, with the same `settings`."""
+
+    def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
+        self.model: Any = model
+        self.settings = settings
+        self.functions: dict[tuple[Any, State], Callable[..., Any]] = {}
+        self.latest: State | None = None
+        self.layer: Any = None  # one of PEFT's layers, which has what is active
+
+    def function(self, part: nn.Module) -> Callable[..., Any]:
+        """Return what calls `part` in the state that the model is in now.
+
+        Hooks of a part stay outside of its graph, as torch has it in `module.compile()`: FSDP's
+        cannot be traced. Dynamo's list of graphs is then that of the class.
+        """
+        state = self.state()
+        if state != self.latest:
+            self.enter(state)
+            self.latest = state = self.state()
+        if part._forward_pre_hooks or part._forward_hooks:
+            return self.compiled((part, state), lambda: part._call_impl, **_wide_limit())
+        key: tuple[Any, State] = (type(part), state)
+        name = type(part).__name__
+        return functools.partial(self.compiled(key, lambda: _function(name)), part)
+
+    def compiled(
+        self, key: tuple[Any, State], make: Callable[[], Callable[..., Any]], **limits: Any
+    ) -> Callable[..., Any]:
+        if key not in self.functions:
+            self.functions[key] = torch.compile(
+                make(), backend=qfuse_backend(), **self.settings, **limits
+            )
+        return self.functions[key]
+
+    def state(self) -> State:
+        """Return what graphs depend on; what it leaves out, Dynamo's guards still look at."""
+        layer = self.layer
+        return (
+            self.adapters(),
+            tuple(layer.active_adapters) if layer is not None else (),
+            layer is not None and layer.disable_adapters,
+            tuple(layer.merged_adapters) if layer is not None else (),
+            bool(getattr(self.model, "_adapters_disabled", False)),
+            self.model.training,
+            torch.is_grad_enabled(),
+        )
+
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(getattr(self.model, "peft_config", ()))
+
+    def enter(self, state: State) -> None:
+        """Make the model look as it did when it was in this state before.
+
+        PEFT gives one list of active adapters to all layers, or each its own, depending on what was
+        called. Dynamo guards on which it is, so layers with equal lists share one. States of
+        adapters that were deleted are dropped, and their graphs with them. New adapters of DoRA are
+        prepared for one graph.
+        """
+        if self.latest is None or state[0] != self.latest[0]:
+            prepare_dora(self.model)
+            layers = (m for m in self.model.modules() if hasattr(m, "merged_adapters"))
+            self.layer = next(layers, None)
+            there = set(self.adapters())
+            self.functions = {
+                key: function for key, function in self.functions.items() if there >= set(key[1][0])
+            }
+        lists: dict[tuple[str, ...], list[str]] = {}
+        for module in self.model.modules():
+            names = vars(module).get(_ACTIVE)
+            if isinstance(names, list):
+                setattr(module, _ACTIVE, lists.setdefault(tuple(names), names))
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Call a module compiled for its state, unless keys and values are cached, or it is inside of a
+    function that somebody else compiles."""
+
+    module: Any
+    states: States
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
+            return self.module._call_impl(*args, **kwargs)
+        return self.states.function(self.module)(*args, **kwargs)
+
+
+def state_codes(model: nn.Module) -> Iterator[CodeType]:
+    """Yield the code by which Dynamo keeps the graphs of each state, in `model` and its parts."""
+    from torch._dynamo.eval_frame import innermost_fn
+
+    for part in model.modules():
+        region = part._compiled_call_impl
+        if isinstance(region, Region):
+            yield from (innermost_fn(call).__code__ for call in region.states.functions.values())
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Make a function that calls a module, with a code object of its own, by which Dynamo keeps its
+    graphs."""
+
+    def call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return part._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
+
+
+def _wide_limit() -> dict[str, int]:
+    """Let more graphs of one function be taken, where `torch.compile` can be told (2.13)."""
+    known = inspect.signature(torch.compile).parameters
+    return {"recompile_limit": 16} if "recompile_limit" in known else {}
