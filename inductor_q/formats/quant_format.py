@@ -81,6 +81,11 @@ class QuantFormat:
         return self.packing.nibbles
 
     @property
+    def in_bytes(self) -> bool:
+        """Whether each code is a byte, in the order of the elements."""
+        return self.packing.bits == 8
+
+    @property
     def planes(self) -> int:
         """Return how many bit planes hold the codes, in blocks of 32; 0 where none do."""
         return self.packing.planes

@@ -1,12 +1,12 @@
 """Dequantize on a GPU with one Triton launch, double quantization included.
 
-A lane holds one 32-bit word (8 codes of 4 bits) where shapes and alignment allow it, else one byte;
-of bit planes it holds the bytes of 8 neighbouring codes. Packed data is read once, a scale is found
-once, and 8 values leave in one 16-byte store. Every other format, and one whose neighbours in a
-lane do not share a scale, is decoded element by element. The device functions that find a scale and
-decode a code, or do all of it, are printed from the format (`inductor_q.decode.triton`); this file
-never looks at a format's name. Products of scale and value are not contracted to an FMA, so that
-results equal the eager reference bit for bit.
+A lane holds one 32-bit word (8 codes of 4 bits, 4 of 8) where shapes and alignment allow it, else
+one byte; of bit planes it holds the bytes of 8 neighbouring codes. Packed data is read once, a
+scale is found once, and 8 values leave in one 16-byte store. Every other format, and one whose
+neighbours in a lane do not share a scale, is decoded element by element. The device functions that
+find a scale and decode a code, or do all of it, are printed from the format
+(`inductor_q.decode.triton`); this file never looks at a format's name. Products of scale and value
+are not contracted to an FMA, so that results equal the eager reference bit for bit.
 """
 
 from __future__ import annotations
@@ -136,17 +136,19 @@ def _codes(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, stride: i
     if fmt.planes:
         codes = 8
     elif fmt.nibbles:
-        codes = 8 if _fits_words(qweight, out, flat, stride) else 2
+        codes = 8 if _fits_words(qweight, out, flat, stride, 8) else 2
+    elif fmt.in_bytes:
+        codes = 4 if _fits_words(qweight, out, flat, stride, 4) else 1
     run = fmt.run(cols)
     if run % codes and run % 2 == 0 and fmt.nibbles:
         codes = 2
     return 1 if run % codes else codes
 
 
-def _fits_words(qweight: Tensor, out: Tensor, flat: bool, stride: int) -> bool:
-    if out.numel() % 8 or qweight.data_ptr() % 4:
+def _fits_words(qweight: Tensor, out: Tensor, flat: bool, stride: int, codes: int) -> bool:
+    if out.numel() % codes or qweight.data_ptr() % 4:
         return False
-    return flat or (out.shape[1] % 8 == 0 and stride % 8 == 0)
+    return flat or (out.shape[1] % codes == 0 and stride % codes == 0)
 
 
 @dataclass(frozen=True)
@@ -226,8 +228,10 @@ def _by_unit(fmt: QuantFormat, codes: int) -> _Printed:
 
 def _units(fmt: QuantFormat, codes: int) -> tuple[str, str, list[str]]:
     """Return the dtype of what a lane loads, the loads, and each of its codes as an expression."""
+    load = "    unit = tl.load(packed + u, mask=mask, other=0).to(tl.int32)"
+    if fmt.in_bytes:
+        return "tl.int32", load, [f"(unit >> {8 * e}) & 255" for e in range(codes)]
     if fmt.nibbles:
-        load = "    unit = tl.load(packed + u, mask=mask, other=0).to(tl.int32)"
         shifts = [8 * (e // 2) + fmt.nibbles[e % 2] for e in range(codes)]
         return (
             "tl.int32" if codes == 8 else "tl.uint8",

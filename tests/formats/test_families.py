@@ -226,7 +226,10 @@ def test_kernels_that_refuse_say_why() -> None:
         ("int4_g128", (4, 64), 8),
         ("int4_g128", (4, 20), 2),  # eight neighbours may lie in two rows
         ("mxfp4", (4, 33), 1),  # and so may two
-        ("fp8_e4m3_row", (4, 64), 1),
+        ("fp8_e4m3_row", (4, 64), 4),
+        ("int8_tensor", (4, 64), 4),
+        ("int8_g32", (4, 66), 1),  # the last of a row's groups has two
+        ("int8_row", (4, 67), 1),
         ("nf4_b64", (5, 7), 2),  # blocks run on through the rows
         ("kbit4_e4m4", (5, 7), 8),
     ],

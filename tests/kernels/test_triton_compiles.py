@@ -75,9 +75,9 @@ PRINTED = {
     "nvfp4": (8,),
     "int4_g128": (8, 1),
     "int4_plain_g32": (8,),
-    "int8_g32": (1,),
+    "int8_g32": (4, 1),
     "nf4_tensor_b64": (8, 1),
-    "fp8_e4m3_row": (1,),
+    "fp8_e4m3_row": (4, 1),
     "nf4_b64_nested": (1,),
     "kbit3_e4m4": (1,),
 }
