@@ -23,9 +23,10 @@ from inductor_q.options import check_options
 from inductor_q.process import report
 
 try:
+    from tqdm import tqdm
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
-    if error.name != "transformers":
+    if error.name not in ("transformers", "tqdm"):  # which transformers brings
         raise
     raise MissingExtra(
         package="transformers", extra="transformers", feature="QfuseCallback"
@@ -105,7 +106,7 @@ class QfuseCallback(TrainerCallback):
         now = report(model)
         line = now.summary()
         if line != self._said and state.is_world_process_zero:
-            print(line, flush=True)
+            tqdm.write(line)  # above the progress bar, which may stand on the same terminal
             if now.layers and not now.fused:
                 log.warning("qfuse: the model has quantized layers, and none is fused")
         self._said = line
