@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 4710,
     "csrc": 2220,
-    "docs": 920,
+    "docs": 940,
     "examples": 900,
     "inductor_q": 4390,
     "inductor_q/capture": 2060,
@@ -31,7 +31,7 @@ BUDGET = {
     "inductor_q/kbit": 1220,
     "inductor_q/kernels": 4875,
     "inductor_q/ops": 1940,
-    "inductor_q/presets": 340,
+    "inductor_q/presets": 345,
     "lowerings": 480,
     "passes": 4700,
     "tests": 28856,

@@ -136,7 +136,7 @@ STEP = {
 #: What trainers run, and what bench_step calls the bare recipe.
 RECIPES = {
     "step_trainer-h200": "a trainer's defaults, 4 layers, 2 x 2048 tokens",
-    "step_packed-h200": "packed documents, checkpointing, 4 layers, 1 x 8192 tokens",
+    "step_packed-h200": "packed documents, checkpointing, 8 layers, 1 x 8192 tokens",
 }
 BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
 
@@ -278,6 +278,29 @@ def dequantize(name: str) -> str:
     header = ("N x K", "bitsandbytes", "op", "stock graph", "qfuse graph", "a copy")
     more = ("op / bitsandbytes", "op, share of the roof", "copy, share of the roof")
     return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def few_rows() -> str:
+    name, peers = "rows-h200", ("bitsandbytes", "decode", "dense", "qfuse")
+    body = []
+    for case in cases(name):
+        if not rows(name, "qfuse", **case):
+            continue
+        times = [seconds(name, peer, **case) for peer in peers]
+        ratios = [f"{times[3] / other:.2f}" for other in times[:3]]
+        share = percent(row(name, "qfuse", **case)["roof_fraction"])
+        shown = (case["shape"].replace("x", " x "), str(case["rows"]))
+        body.append((*shown, *(number(1e6 * t) for t in times), *ratios, share))
+    header = (
+        "N x K",
+        "rows",
+        "bitsandbytes",
+        "dequantize, then multiply",
+        "a bf16 weight",
+        "qfuse",
+    )
+    more = [f"qfuse / {other}" for other in ("bitsandbytes", "dequantize", "bf16")]
+    return f"{table((*header, *more, 'qfuse, share of the roof'), body)}\n\n{source(name)}"
 
 
 def kbit() -> str:
@@ -552,6 +575,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-step": moe_step,
     "dequantize-h200": lambda: dequantize("dequantize-h200"),
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
+    "few-rows": few_rows,
     "kbit": kbit,
     "attention": attention,
     "launch": launch,

@@ -44,6 +44,13 @@ SM_90 = replace(
             evidence="gemm_4bit of bitsandbytes 0.50.2 against dequantize and GEMM, N=12288 "
             f"K=4096: 30, 45, 59, 69 us at M=1, 2, 3, 4 against 69 throughout ({_H200})",
         ),
+        "linear_rows.max_rows": Entry(
+            value=32,
+            evidence="a linear layer of 12288x4096 in nf4, nested, and 1, 16 or 32 rows: 20, 23, "
+            "61 us against 30, 71, 73 us of bitsandbytes and 69, 70, 70 us of dequantization and a "
+            "product; the kernel takes no more rows (one H200, torch 2.11.0+cu130, 2026-11-22, "
+            "benchmarks/results/rows-h200.json)",
+        ),
         "extend_k.min_rows": Entry(
             value=256,
             evidence="two layers of Qwen3-8B, r=16, forward and backward, GPU time with and "
