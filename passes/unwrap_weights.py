@@ -5,9 +5,10 @@ a method of W decodes, also where a segment is checkpointed. There a subclass is
 class and attributes say what it holds; after AOTAutograd it is a chain of small operators that
 differs from class to class, or one that no other library knows. What follows is for `canonicalize`.
 
-It refuses weights that train, layouts that none of our formats describes, and other uses than a
-product. A product of which the library scales the result, and not the weight, rounds otherwise:
-under strict numerics it stays the library's.
+It refuses weights that train, layouts that none of our formats describes, other uses than a
+product, and nested compile regions, in which torch's own tracing of a subclass fails. A product of
+which the library scales the result, and not the weight, rounds otherwise: under strict numerics it
+stays the library's.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from inductor_q.passes.runner import CAPTURED, Site
 
 LINEAR = torch.nn.functional.linear
 CAST = torch.ops.prims.convert_element_type.default
+REGION = torch.ops.higher_order.invoke_subgraph
 DEQUANTIZE = torch.ops.qfuse.dequantize.default
 
 TRAINS = "this weight takes a gradient itself"
 NO_PRODUCT = "a packed weight is used by {}, which is no linear layer"
+IN_REGION = "torch takes no tensor subclass into a nested compile region (2.11 to 2.13)"
 STRICT = "{}: numerics strict leaves it so"
 
 
@@ -77,16 +80,20 @@ class _Plan:
     decoded: torch.dtype
 
 
-def _graphs(graph: fx.Graph) -> list[fx.Graph]:
-    """List the graph and those of the segments that it calls."""
-    module = graph.owning_module
-    if module is None:
-        return [graph]
-    inner = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    return [graph, *(g for g in inner if g is not graph)]
+def _graphs(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """Find the graph and those of the segments that it calls; nested compile regions are none."""
+    yield graph
+    for node in graph.find_nodes(op="get_attr"):
+        body = getattr(graph.owning_module, str(node.target), None)
+        is_region = any(user.target is REGION for user in node.users)
+        if isinstance(body, fx.GraphModule) and not is_region:
+            yield from _graphs(body.graph)
 
 
 def _match(user: fx.Node, weight: fx.Node, layout: Layout, context: Context) -> Iterator[Site]:
+    if user.target is REGION:
+        yield Site(user, IN_REGION, weight)
+        return
     if user.op == "output" or isinstance(user.target, torch._ops.HigherOrderOperator):
         return  # the segment that it is given to has it as an input of its own
     is_product = user.target is LINEAR and _argument(user, 1, "weight") is weight

@@ -17,7 +17,8 @@ import inductor_q
 from inductor_q import capture, ops, testing
 from inductor_q.capture import torchao
 from inductor_q.capture.library import Stored
-from inductor_q.passes.unwrap_weights import NO_PRODUCT, TRAINS
+from inductor_q.passes.unwrap_weights import IN_REGION, NO_PRODUCT, TRAINS
+from tests.support.captured import CapturedStage
 from tests.support.compiling import Compiled, compile_step, no_codegen, partition, step
 from tests.support.quantized import assert_same_bits
 from tests.support.torchao_weights import (
@@ -324,6 +325,30 @@ def test_a_checkpointed_segment() -> None:
     _, expected = step(run, inputs(), module=module)
     for name, gradient in expected.items():
         assert testing.relative_error(result.gradients[name], gradient) < 2**-6, name
+
+
+class Regions(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x))
+
+        region: Any = torch.compiler.nested_compile_region(one)
+        out: Tensor = region(x) + region(2 * x)
+        return out
+
+
+def test_a_nested_compile_region() -> None:
+    """Torch itself fails there. When this test does, `unwrap_weights` can look inside."""
+    module = Regions(linear(CONFIGS["float8 row"][0]))
+    stage = CapturedStage("unwrap_weights")
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match="HOP invoke_subgraph and subclass"):
+        torch.compile(module, backend=stage)(inputs())
+    assert [site.rejected for site in stage.sites] == [IN_REGION] * 2
 
 
 def test_a_method_that_decodes() -> None:
