@@ -18,6 +18,7 @@ NAMES = re.compile(
 #: Where they stand outside of `capture/`, and why that decides nothing about a graph or a weight.
 ALLOWED = {
     "inductor_q/__init__.py": "the public `dequantize` is named by its module",
+    "inductor_q/quantization.py": "what a library is asked to write, in its own terms",
     "inductor_q/testing.py": "makes the model that tests and benchmarks run",
     "inductor_q/formats": "the family of formats that bitsandbytes has",
     "inductor_q/diagnostics/checks": "the doctor looks for known mistakes with a library",
