@@ -92,7 +92,7 @@ class CausalAttention:
             elif root.graph is not graph and known.shares:
                 reason = "the mask is made inside of a checkpoint"
                 yield Site(node, rejected=reason, by_choice=True)
-            elif known.in_blocks and _on_gpu(root) and not torch.is_grad_enabled():
+            elif known.in_blocks and _on_gpu(root) and not _value(node).requires_grad:
                 yield Site(node, rejected=INFERENCE_BLOCKS, by_choice=True)
             elif known.in_blocks:
                 yield _blocks(node, arguments, graphs, known, written)

@@ -52,7 +52,7 @@ class Cuda(Provider[LinearRows]):
     def refuses(self, call: LinearRows) -> str:
         if refused := self.unknown(call.fmt):
             return refused
-        x, (_, columns) = call.x, call.shape
+        x, (features, columns) = call.x, call.shape
         if x.device.type != "cuda":
             return f"the CUDA kernel runs on a GPU, not on {x.device}"
         if x.dtype not in (torch.bfloat16, torch.float16):
@@ -66,6 +66,9 @@ class Cuda(Provider[LinearRows]):
                 return f"{name} is {operand.dtype}, not float32"
             if not operand.is_contiguous():
                 return f"{name} is not contiguous"
+        bias = call.bias
+        if bias is not None and (bias.shape != (features,) or not bias.is_contiguous()):
+            return f"the bias is not {features} numbers in a row"
         properties: Any = torch.cuda.get_device_properties(x.device)  # annotations are partial
         needed = shared_bytes(_strips(x.shape[0]))
         if properties.major < 8 or properties.shared_memory_per_block_optin < needed:

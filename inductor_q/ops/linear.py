@@ -85,7 +85,7 @@ def compute(
 
 
 def has_few_rows(x: Tensor) -> bool:
-    return x.numel() <= MOST_ROWS * x.shape[-1]
+    return 0 < x.numel() <= MOST_ROWS * x.shape[-1]
 
 
 def _fake(

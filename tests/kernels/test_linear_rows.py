@@ -63,6 +63,22 @@ def test_the_op_serves_any_number_of_rows(rows: int) -> None:
     assert rows == 0 or error(out, exact) < 5e-3
 
 
+def test_a_layer_without_columns_gives_its_bias() -> None:
+    operands, _ = sample(FORMATS["nf4_b64"], (16, 0))
+    bias = torch.arange(16.0)
+    out = ops.linear(torch.empty(2, 3, 0), operands, "nf4_b64", (16, 0), bias)
+    assert torch.equal(out, bias.expand(2, 3, 16))
+
+
+@pytest.mark.gpu
+def test_a_bias_that_the_kernel_cannot_read_is_left_to_torch() -> None:
+    call, _ = made(FORMATS[NESTED], (40, 320), 2, torch.bfloat16, device="cuda")
+    row = torch.randn(80, device="cuda").bfloat16()
+    assert not linear_rows_cuda.KERNEL.refuses(replace(call, bias=row[:40]))
+    for bias in (row[::2], row[:1]):
+        assert "the bias is not 40" in linear_rows_cuda.KERNEL.refuses(replace(call, bias=bias))
+
+
 def test_what_the_kernel_refuses() -> None:
     kernel, fmt = linear_rows_cuda.KERNEL, FORMATS[NESTED]
     call, _ = made(fmt, (40, 320), 2, torch.bfloat16)

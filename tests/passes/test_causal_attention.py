@@ -291,10 +291,16 @@ def test_a_gpu_keeps_masks_of_documents_where_nothing_trains(
 ) -> None:
     monkeypatch.setattr(causal_attention, "_on_gpu", lambda mask: True)
     model, inputs = plain(sliding_window=None), batch("documents", 24)
-    for trains, expected in ((True, DOCUMENTS), (False, causal_attention.INFERENCE_BLOCKS)):
+    kept = causal_attention.INFERENCE_BLOCKS
+    for has_gradients, trains, expected in (
+        (True, True, DOCUMENTS),
+        (False, True, kept),
+        (True, False, kept),
+    ):
         torch.compiler.reset()
         backend = CapturedStage(PASS, **ALWAYS)
-        with torch.set_grad_enabled(trains):
+        model.requires_grad_(trains)
+        with torch.set_grad_enabled(has_gradients):
             run: Any = torch.compile(model, backend=backend)
             run(use_cache=False, **inputs)
         assert {site.rejected or site.provider for site in backend.sites} == {expected}
