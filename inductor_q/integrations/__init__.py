@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.dora import prepare_dora
-from inductor_q.integrations.regions import local_device_map
 
 if TYPE_CHECKING:
+    from inductor_q.integrations.regions import local_device_map as local_device_map
     from inductor_q.integrations.trainer import QfuseCallback as QfuseCallback
     from inductor_q.integrations.trainer import compile_trainer as compile_trainer
 
@@ -28,7 +28,11 @@ __all__ = [
 ]
 
 
+#: Modules that import transformers, or the compiler, which needs a cache folder.
+_LATER = {"QfuseCallback": "trainer", "compile_trainer": "trainer", "local_device_map": "regions"}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("QfuseCallback", "compile_trainer"):  # transformers is imported with them
-        return getattr(importlib.import_module("inductor_q.integrations.trainer"), name)
+    if name in _LATER:
+        return getattr(importlib.import_module(f"inductor_q.integrations.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,6 @@ from torch import nn
 
 from inductor_q.diagnostics.checks.finding import Finding
 from inductor_q.diagnostics.checks.modules import instances
-from inductor_q.integrations.states import state_codes
 
 NAME = "late_adapter"
 REMEDY = (
@@ -51,6 +50,8 @@ def _active(model: nn.Module) -> set[str]:
 def _forwards(model: nn.Module) -> set[CodeType]:
     """Return the code of each forward, under decorators, and of each state of the adapters, that
     Dynamo may have compiled."""
+    from inductor_q.integrations.states import state_codes  # the compiler needs a cache folder
+
     found: set[CodeType] = set()
     for kind in {type(module) for module in model.modules()}:
         function: Any = kind.forward
