@@ -89,7 +89,8 @@ class States:
         """
         if self.latest is None or state[0] != self.latest[0]:
             prepare_dora(self.model)
-            layers = (m for m in self.model.modules() if hasattr(m, "merged_adapters"))
+            # Not a wrapper of modules_to_save, which never merges and has the name in its class.
+            layers = (m for m in self.model.modules() if "merged_adapters" in vars(m))
             self.layer = next(layers, None)
             there = set(self.adapters())
             self.functions = {

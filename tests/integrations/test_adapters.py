@@ -18,6 +18,7 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.diagnostics import check_model
+from inductor_q.integrations.states import States
 from tests.support.compiling import SMALL, gradients, no_codegen
 
 for extra in ("bitsandbytes", "transformers"):
@@ -269,3 +270,14 @@ def test_doctor_looks_into_a_wrapped_model() -> None:
         model(input_ids=IDS)
         [found] = [f for f in check_model(model) if f.check == "late_adapter"]  # type: ignore[arg-type]
         assert found.found == "every active adapter is in a compiled graph"
+
+
+def test_merging_is_a_state_also_where_a_saved_module_comes_first() -> None:
+    base = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8))
+    config = peft.LoraConfig(target_modules=["1"], modules_to_save=["0"])
+    model: Any = peft.get_peft_model(base, config)
+    states = States(model, {})
+    states.enter(states.state())
+    before = states.state()
+    model.merge_adapter()
+    assert states.state() != before
