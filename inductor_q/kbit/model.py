@@ -100,7 +100,10 @@ def quantize_model(
             what = f"weight of {name or 'the layer'}"
             weight = quantize(source.weight(name), ks[name], codebook, absmax, what=what)
             weight = replace(weight, dtype=layers[name].weight.dtype)
-            source.put(name, KBitLinear(weight, layers[name].bias).to(weight.operands[0].device))
+            layer = KBitLinear(weight, layers[name].bias)
+            if layer.bias is None or not layer.bias.is_meta:  # a checkpoint fills a meta bias later
+                layer = layer.to(weight.operands[0].device)
+            source.put(name, layer)
         return source.finish()
 
 
