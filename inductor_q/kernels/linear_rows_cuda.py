@@ -28,7 +28,7 @@ THREADS, TILE, CHUNK, TOKENS = 512, 16, 64, 8
 STRIPS = (1, 2, 4)
 MOST_ROWS = TOKENS * STRIPS[-1]
 OUTER = 256  # scales that share an outer one
-DEPTH = 2  # stages in the ring; more did not make it faster (benchmarks/bench_rows.py)
+DEPTH = 2  # stages in the ring: one is read while the next is copied
 
 
 class Cuda(Provider[LinearRows]):
