@@ -15,7 +15,7 @@ from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import GroupScale, RowScale, TensorScale
 
 #: The groups of which libraries write weights, by how many bits a code has.
-GROUPS = {4: (128,), 8: (32, 64, 128, 256)}
+GROUPS = {4: (32, 64, 128), 8: (32, 64, 128, 256)}
 SHIFTED_GROUPS = (32, 64, 128, 256)
 
 _UINT8, _INT8 = Number(("uint8",)), Number(("int8",))

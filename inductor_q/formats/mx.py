@@ -2,7 +2,8 @@
 
 `number * scale` with blocks along a row. MX formats have a power of two, E8M0, per 32 elements, and
 E2M1, E4M3 or E5M2 numbers; NVFP4 has E2M1 numbers and an E4M3 number per 16 of them, times a
-float32 number for the whole tensor. The first element of a pair lies in the low nibble. Scales are
+float32 number for the whole tensor, or in `nvfp4_rows` for each row, as a stack of experts has that
+were quantized one by one. The first element of a pair lies in the low nibble. Scales are
 stored row by row; those of `nvfp4_tiles` lie in the order in which tensor cores read them.
 """
 
@@ -13,7 +14,7 @@ from inductor_q.formats.layout import ROW_MAJOR, Grid, Tiles128x4
 from inductor_q.formats.minifloat import E4M3, E5M2, E8M0
 from inductor_q.formats.packing import BytePacking
 from inductor_q.formats.quant_format import QuantFormat
-from inductor_q.formats.scale import GroupScale, ProductScale, TensorScale
+from inductor_q.formats.scale import GroupScale, ProductScale, RowScale, TensorScale
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -21,9 +22,11 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = Codebook((*_MAGNITUDES, *(-x for x in _MAGNITUDES)))
 
 
-def _nvfp4(name: str, layout: Grid) -> QuantFormat:
+def _nvfp4(
+    name: str, layout: Grid, whole_of: type[TensorScale] | type[RowScale] = TensorScale
+) -> QuantFormat:
     blocks = GroupScale("scale", 16, E4M3, layout)
-    whole = TensorScale("global_scale", Number(("float32",)))
+    whole = whole_of("global_scale", Number(("float32",)))
     return QuantFormat(name, BytePacking(bits=4), E2M1_VALUES, (ProductScale(blocks, whole),))
 
 
@@ -36,5 +39,6 @@ MX_FORMATS = (
         for number in (E4M3, E5M2)
     ),
     _nvfp4("nvfp4", ROW_MAJOR),
+    _nvfp4("nvfp4_rows", ROW_MAJOR, RowScale),
     _nvfp4("nvfp4_tiles", Tiles128x4()),
 )

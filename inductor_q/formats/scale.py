@@ -149,6 +149,36 @@ class RowScale(Scale):
 
 
 @dataclass(frozen=True)
+class TileScale(Scale):
+    """Every tile of `height` rows and `width` columns has one scale; those at the ends are cut.
+
+    The tiles of a stack of weights run on from one to the next, so each one's rows fill whole tiles
+    where it is cut up.
+    """
+
+    operand: str
+    height: int
+    width: int
+    codec: Codec = FLOAT
+
+    def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
+        tiles = -(-rows // self.height) * -(-columns // self.width)
+        return _stored(self.operand, tiles, self.codec)
+
+    def run(self, columns: int) -> int:
+        return math.gcd(self.width, columns)
+
+    def period(self, columns: int) -> int:
+        return self.height * columns
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        across = o.idiv(o.iadd(o.columns(), self.width - 1), self.width)
+        first = o.imul(o.idiv(o.row(i), self.height), across)
+        place = o.iadd(first, o.idiv(o.column(i), self.width))
+        return self.codec.decode(o, o.load(self.operand, place))
+
+
+@dataclass(frozen=True)
 class TensorScale(Scale):
     """A weight has one scale, and so has a stack of weights."""
 

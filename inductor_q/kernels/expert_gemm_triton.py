@@ -34,7 +34,7 @@ def weight_tile(
     """Load [ROWS, COLUMNS] of an expert as stored, in `dtype`, from `column` on, zero where masked.
 
     GROUP columns share one of the scales [E, columns / GROUP, rows]; it is 0 for a dense weight.
-    LOOK_UP maps bytes to the values of their high and low nibbles.
+    LOOK_UP maps bytes to the values of their first and second codes.
     """
     first = (expert * rows + row.to(tl.int64))[:, None]
     if GROUP == 0:

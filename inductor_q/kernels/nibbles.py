@@ -13,9 +13,9 @@ HIGH_FIRST = (4, 0)
 
 
 def refuses(fmt: QuantFormat) -> str:
-    """Return why a format is not nibbles, high one first, of a fixed codebook; empty if it is."""
-    if fmt.nibbles != HIGH_FIRST:
-        return f"{fmt.name} is not packed as nibbles, high one first"
+    """Return why a format is not nibbles of a fixed codebook; empty if it is."""
+    if fmt.nibbles is None:
+        return f"{fmt.name} is not packed as nibbles"
     if fmt.lut16 is None:
         return f"{fmt.name} has no fixed codebook of 16 values"
     return ""

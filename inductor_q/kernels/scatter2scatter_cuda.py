@@ -94,6 +94,8 @@ def _other_format(fmt: QuantFormat | None) -> str:
         return "the weight is dense"
     if refused := nibbles.refuses(fmt):
         return refused
+    if fmt.nibbles != nibbles.HIGH_FIRST:
+        return f"{fmt.name} is not packed as nibbles, high one first"
     scale = fmt.blockwise
     if scale is None or not (scale.is_float or scale.outer):
         return f"{fmt.name} has a scale of another kind"

@@ -23,7 +23,7 @@ from inductor_q.kernels.dequantize_triton import compile_source
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.provider import Provider
 
-MIN_GROUP = 32  # elements of a row that share a scale: fewer make the scales larger than the codes
+MIN_GROUP = 16  # elements of a row that share a scale: with 8, scales take as much as codes
 MAX_RANK = 128
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -222,8 +222,8 @@ _LOOK_UP_HALF = """
         prmt.b32 a, {planes[4]}, {planes[5]}, index;
         prmt.b32 b, {planes[6]}, {planes[7]}, index;
         lop3.b32 high, upper, b, a, 0xCA;
-        prmt.b32 {even}, low, high, 0x7351;
-        prmt.b32 {odd}, low, high, 0x6240;
+        prmt.b32 {high}, low, high, 0x7351;
+        prmt.b32 {low}, low, high, 0x6240;
 """
 
 
@@ -248,24 +248,30 @@ def _kernel(fmt: QuantFormat, dtype: torch.dtype) -> _Kernel:
     )
     filename = f"<qfuse experts {fmt.name} {dtype}>"
     return _Kernel(
-        compile_source(f"{filename} look_up", _printed_look_up(values), "by_permute"),
+        compile_source(f"{filename} look_up", _printed_look_up(values, fmt.nibbles), "by_permute"),
         compile_source(f"{filename} scales", source, "expand_scales"),
         device.scale_operands,
         1 / stretch,
     )
 
 
-def _printed_look_up(values: Tensor) -> str:
-    """Print `by_permute` with the 16 values as constants: a byte permutation looks up 4 nibbles."""
+def _printed_look_up(values: Tensor, order: tuple[int, int] | None) -> str:
+    """Print `by_permute` with the 16 values as constants: a byte permutation looks up 4 nibbles.
+
+    order: the format's `nibbles`, which say whether the high one comes first.
+    """
     bits = values.view(torch.int16).to(torch.int32)
     planes = [
         f"0x{sum(int(byte) << 8 * j for j, byte in enumerate(plane[i : i + 4])):08x}"
         for plane in ((bits & 255).tolist(), (bits >> 8 & 255).tolist())
         for i in range(0, 16, 4)
     ]
+    high, low = (0, 2) if order == nibbles.HIGH_FIRST else (2, 0)  # the results for either nibble
     return _LOOK_UP.format(
-        first=_LOOK_UP_HALF.format(codes="$4", planes=planes, even="$0", odd="$2"),
-        second=_LOOK_UP_HALF.format(codes="rest", planes=planes, even="$1", odd="$3"),
+        first=_LOOK_UP_HALF.format(codes="$4", planes=planes, high=f"${high}", low=f"${low}"),
+        second=_LOOK_UP_HALF.format(
+            codes="rest", planes=planes, high=f"${high + 1}", low=f"${low + 1}"
+        ),
         dtype="tl.bfloat16" if values.dtype is torch.bfloat16 else "tl.float16",
     )
 

@@ -197,19 +197,23 @@ def test_kernels_that_refuse_say_why() -> None:
     assert reasons == {
         "mxfp4": "csrc/dequantize.cpp does not know the scale of mxfp4",
         "nvfp4": "csrc/dequantize.cpp does not know the scale of nvfp4",
+        "nvfp4_rows": "csrc/dequantize.cpp does not know the scale of nvfp4_rows",
         **{
             name: f"csrc/dequantize.cpp decodes 4-bit codebooks, not {name}"
             for name in NAMES
-            if name not in ("mxfp4", "nvfp4")
+            if FORMATS[name].lut16 is None
         },
     }
     for name in NAMES:
         fmt = FORMATS[name]
         other_packing = f"csrc/kbit.cu decodes 2 to 5 bit planes, {name} has another packing"
         assert dequantize_cuda.KERNEL.unknown(fmt) == other_packing
-        not_nibbles = f"{name} is not packed as nibbles, high one first"
-        assert scatter2scatter_triton.KERNEL.unknown(fmt) == not_nibbles
-        assert scatter2scatter_cuda.KERNEL.unknown(fmt) == not_nibbles
+        expected = f"{name} is not packed as nibbles"
+        if fmt.nibbles:
+            expected = "" if fmt.lut16 else f"{name} has no fixed codebook of 16 values"
+        assert scatter2scatter_triton.KERNEL.unknown(fmt) == expected
+        expected = expected or f"{name} is not packed as nibbles, high one first"
+        assert scatter2scatter_cuda.KERNEL.unknown(fmt) == expected
         high_first = replace(fmt, packing=BytePacking(4, HIGH_FIRST))
         refused = scatter2scatter_cuda.KERNEL.unknown(high_first)
         assert refused in (
@@ -321,12 +325,14 @@ def test_what_formats_answer() -> None:
         "kbit3_e4m4": (None, 3, False, 32, False),
         "mxfp4": ((0, 4), 0, True, 32, True),
         "nvfp4": ((0, 4), 0, True, 16, True),
+        "nvfp4_rows": ((0, 4), 0, True, 16, True),
         "int4_g128": ((0, 4), 0, False, 32, True),
         "int4_plain_g32": ((0, 4), 0, False, 32, True),
         "int8_g32": (None, 0, False, 32, True),
         "int8_absmax": (None, 0, False, 96, True),
         "mxfp8_e4m3": (None, 0, False, 32, True),
         "fp8_e4m3_row": (None, 0, False, 96, True),
+        "fp8_e4m3_128x128": (None, 0, False, 32, True),
         "fp8_e5m2_tensor": (None, 0, False, 96, False),
     }
 

@@ -44,17 +44,19 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("name", ["nf4_b64", "fp4_b64"])
+@pytest.mark.parametrize("name", ["nf4_b64", "fp4_b64", "mxfp4"])
 def test_printed_look_up_has_the_value_of_every_code(name: str, dtype: torch.dtype) -> None:
-    """All 256 bytes, through the PTX that a GPU is given."""
+    """All 256 bytes, through the PTX that a GPU is given; the codes of a byte in their order."""
     import numpy as np
 
     from tests.support import ptx
 
-    table = FORMATS[name].lut16
-    assert table is not None
+    table, shifts = FORMATS[name].lut16, FORMATS[name].nibbles
+    assert table is not None and shifts is not None
     values, _ = nibbles.fit(table, dtype)
-    match = re.search(r'"""(.*?)"""', scatter2scatter_triton._printed_look_up(values), re.DOTALL)
+    match = re.search(
+        r'"""(.*?)"""', scatter2scatter_triton._printed_look_up(values, shifts), re.DOTALL
+    )
     assert match
     registers = ptx.run(match[1], [np.arange(256, dtype=np.uint8).view(np.uint32)], 4)
     even, odd = (
@@ -62,8 +64,8 @@ def test_printed_look_up_has_the_value_of_every_code(name: str, dtype: torch.dty
         for i in (0, 2)
     )
     byte = torch.arange(256)
-    assert torch.equal(even, values.view(torch.int16)[byte >> 4])
-    assert torch.equal(odd, values.view(torch.int16)[byte & 15])
+    for found, shift in zip((even, odd), shifts, strict=True):
+        assert torch.equal(found, values.view(torch.int16)[byte >> shift & 15])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -132,7 +134,7 @@ def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
     assert "cpu tensors" in KERNEL.refuses(case.call())
     assert "float32" in KERNEL.refuses(layer(FIT).call())
     assert "nibbles" in KERNEL.refuses(case.call(format="kbit4_e4m4"))
-    assert "rows of 48" in KERNEL.refuses(layer(replace(FIT, in_features=48), dtype=BF16).call())
+    assert "rows of 40" in KERNEL.refuses(layer(replace(FIT, in_features=40), dtype=BF16).call())
     assert "rank 129" in KERNEL.refuses(layer(replace(FIT, rank=129), dtype=BF16).call())
     operands = [case.operands[0].expand(2, -1, -1)[:, ::2], *case.operands[1:]]
     assert "qweight is not contiguous" in KERNEL.refuses(case.call(operands=operands))
@@ -161,6 +163,12 @@ def test_gpu_every_format(quant: str, nested: bool, blocksize: int, rows: int) -
     assert_serves_as_near_as_the_loop(
         KERNEL, sizes, lora=blocksize != 128, adapter=torch.float32, **form
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4_rows"])
+def test_gpu_codes_with_the_low_nibble_first(name: str) -> None:
+    assert_serves_as_near_as_the_loop(KERNEL, FIT, quant=name, bias=True)
 
 
 @pytest.mark.gpu

@@ -58,6 +58,19 @@ def nvfp4(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     return E2M1[_nibbles(qweight, rows, columns)] * _by_group(scales, columns, 16)
 
 
+def nvfp4_rows(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale, global_scale = operands
+    scales = _by_group(E4M3[scale.long()], columns, 16) * global_scale.double()[:, None]
+    return E2M1[_nibbles(qweight, rows, columns)] * scales.float().double()  # is rounded once
+
+
+def fp8_e4m3_128x128(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale = operands
+    tiles = scale.double().reshape(-1, -(-columns // 128)).repeat_interleave(128, 0)[:rows]
+    by_column = tiles.repeat_interleave(128, 1)[:, :columns]
+    return E4M3[qweight.view(torch.uint8).long()].reshape(rows, columns) * by_column
+
+
 def int4_g128(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     qweight, scale, zero_point = operands
     codes = _nibbles(qweight, rows, columns).double()
@@ -106,9 +119,9 @@ def mxfp8_e4m3(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
 FORMULAS: dict[str, Callable[[Sequence[Tensor], int, int], Tensor]] = {
     f.__name__: f
     for f in (
-        *(mxfp4, mxfp8_e4m3, nvfp4),
+        *(mxfp4, mxfp8_e4m3, nvfp4, nvfp4_rows),
         *(int4_g128, int4_plain_g32, int8_g32, int8_absmax),
-        *(fp8_e4m3_row, fp8_e5m2_tensor),
+        *(fp8_e4m3_row, fp8_e5m2_tensor, fp8_e4m3_128x128),
     )
 }
 
@@ -140,6 +153,11 @@ def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
         return [_ALL.repeat(256 * 2), _CODES], (256, 32)
     if name == "nvfp4":
         return [_ALL.repeat(256), _CODES, torch.tensor([0.1])], (256, 16)
+    if name == "nvfp4_rows":
+        return [_ALL.repeat(256 * n), _CODES.repeat(n), special], (n, 256 * 16)
+    if name == "fp8_e4m3_128x128":  # the last tiles of rows and columns are cut
+        codes = _CODES.repeat(130 * n // 2)
+        return [codes, torch.cat([special, special.flip(0)])], (130, n * 128)
     if name == "int4_g128":
         zeros = _CODES.repeat_interleave(n)
         return [_ALL.repeat(256 * n * 8), special.repeat(256), zeros], (256, n * 128)

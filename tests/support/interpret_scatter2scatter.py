@@ -80,6 +80,8 @@ def cases() -> Iterator[Layer]:
         yield make(grouped=form, transposed=transposed, quant=DENSE, sentinel=4)
     for quant, nested, blocksize in FORMATS:
         yield make(quant=quant, nested=nested, blocksize=blocksize, adapter=torch.float32)
+    for quant, transposed in (("mxfp4", False), ("nvfp4_rows", True)):
+        yield make(quant=quant, transposed=transposed, bias=True)
 
 
 def make(sizes: Sizes = FIT, **kwargs: Any) -> Layer:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from inductor_q import ops
+from inductor_q.formats import FORMATS
 from inductor_q.kernels.calls import DENSE, GroupedGram, Scatter2Scatter
 from inductor_q.kernels.dispatch import preferring
 from inductor_q.kernels.provider import Provider
 from inductor_q.ops.routing import Routing, route
-from tests.support.quantized import quantize
+from tests.support.quantized import quantize, random_weight
 
 #: Names of what takes a gradient, in the order of `Layer.leaves`.
 LEAVES = ("x", "lora_a", "lora_b", "bias", "gates", "weight")
@@ -172,7 +173,9 @@ def layer(
     device: str = "cpu",
     seed: int = 0,
 ) -> Layer:
-    """Make a seeded layer; B is not zero, so every gradient is alive. `quant` may be "dense"."""
+    """Make a seeded layer; B is not zero, so every gradient is alive. `quant` may be "dense", or a
+    name in FORMATS.
+    """
     e, k, n, r = sizes.experts, sizes.in_features, sizes.out_features, sizes.rank
     generator = torch.Generator().manual_seed(seed)
 
@@ -183,6 +186,8 @@ def layer(
     shape = [e, k, n] if transposed else [e, n, k]
     if quant == DENSE:
         operands, name = [leaf(shape, dtype, k**-0.5)], DENSE
+    elif quant in FORMATS:
+        operands, name = [t.to(device) for t in random_weight(quant, shape, seed)], quant
     else:
         packed = quantize(
             shape, quant, blocksize=blocksize, nested=nested, dtype=dtype, device=device, seed=seed

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.decode.eager import Eager
-from inductor_q.formats import QuantFormat
+from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import BNB_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.kernels.dequantize import PREPARED
@@ -75,6 +75,20 @@ def quantize(
         quant_storage=storage,
     )
     return Quantized(original, packed, state)
+
+
+def random_weight(name: str, shape: Sequence[int], seed: int = 0) -> list[Tensor]:
+    """Make random operands in any format; values are finite, none is larger than 2**7."""
+    fmt = FORMATS[name]
+    operands = fmt.sample(shape, torch.Generator().manual_seed(seed))
+    found = dict(zip(fmt.operands, operands, strict=True))
+    if name.startswith("fp8_e4m3"):
+        found["qweight"] &= 0xBF  # no NaN
+    if name.startswith("mx"):
+        found["scale"] = 124 + found["scale"] % 4
+    if name.startswith("nvfp4"):
+        found["scale"] = 0x28 + found["scale"] % 24
+    return list(found.values())
 
 
 def by_table(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
