@@ -52,6 +52,8 @@ FUSION_LIMITS = {
     "realize_acc_reads_threshold": 32,
 }
 
+capture.trace_gathered()  # torch.compile imports this module before it traces anything
+
 _reports: list[Report] = []  # one for each graph of this process
 _breaks_before = 0  # what torch had counted at the last reset
 _written: dict[str, list[Report]] = {}  # what this process has put into each report file

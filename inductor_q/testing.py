@@ -233,6 +233,7 @@ def qlora_model(
     nested: bool = True,
     blocksize: int = 64,
     compute_dtype: torch.dtype = torch.bfloat16,
+    quant_storage: torch.dtype = torch.uint8,
     adapter_dtype: torch.dtype | None = None,
     r: int = 16,
     alpha: int | None = None,
@@ -255,7 +256,8 @@ def qlora_model(
     ``target_parameters`` by parametrization (experts in 16 bits). Embeddings, norms and the head
     stay in ``compute_dtype`` and are frozen. ``adapter_dtype=None`` is PEFT's default, fp32
     adapters. PEFT starts LoRA at B = 0, which makes the gradient of A vanish: tests of gradients
-    need ``randomize_adapters``. ``adapters`` > 1 adds more and makes all of them active.
+    need ``randomize_adapters``. FSDP2 needs packed weights in bf16, ``quant_storage``, as it shards
+    floating point alone. ``adapters`` > 1 adds more and makes all of them active.
     ``prepare`` calls PEFT's ``prepare_model_for_kbit_training``, which makes embeddings, norms and
     the head float32, and with them what flows from layer to layer. ``base`` replaces the random
     model of ``config`` (the demo trains one first). ``lora`` has more fields of PEFT's LoraConfig,
@@ -276,6 +278,7 @@ def qlora_model(
         nested=nested,
         blocksize=blocksize,
         compute_dtype=compute_dtype,
+        quant_storage=quant_storage,
     )
     if prepare:  # checkpointing is the caller's choice, as without it
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

@@ -41,7 +41,7 @@ ROOMS = (
     ("csrc", "decode"),
     ("formats",),
     ("kept",),
-    ("exc", "files", "log"),
+    ("exc", "files", "late", "log"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLACES = {"inductor_q": "", "passes": "passes.", "lowerings": "lowerings.", "csrc": "csrc."}

@@ -43,6 +43,13 @@ def stops_gradients(graph: fx.Graph) -> list[fx.Node]:
     return [node for library in LIBRARIES for node in library.stops_gradients(graph)]
 
 
+def trace_gathered() -> None:
+    """Tell Dynamo how layers find the states of weights that FSDP2 has gathered. A process needs it
+    once, before it traces such a layer."""
+    for library in LIBRARIES:
+        library.trace_gathered()
+
+
 def packed_weight(module: nn.Module, name: str) -> Packed | None:
     """Find the packed weight that a module holds under a name, as its library describes it."""
     for library in LIBRARIES:
@@ -95,4 +102,5 @@ __all__ = [
     "packed_weight",
     "packs_anew",
     "stops_gradients",
+    "trace_gathered",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inductor_q.capture import bnb_graph, bnb_state
+from inductor_q.capture import bnb_gathered, bnb_graph, bnb_state
 from inductor_q.capture.library import Library
 from inductor_q.formats.bnb import BNB_FORMATS
 
@@ -16,4 +16,5 @@ BITSANDBYTES = Library(
     stops_gradients=bnb_graph.stops_gradients,
     packed=bnb_state.packed,
     quantizers=dict.fromkeys(BNB_FORMATS, bnb_state.quantize),
+    trace_gathered=bnb_gathered.trace_gathered,
 )

@@ -42,7 +42,8 @@ def packed_weights(
     inputs = gm.graph.find_nodes(op="placeholder")
     names: dict[tuple[str, ...], set[str]] = {}
     for source in sources:
-        names.setdefault(tuple(module_names(source)), set()).add(parameter_name(source))
+        name = "quant_state" if ".quant_state." in source else parameter_name(source)
+        names.setdefault(tuple(module_names(source)), set()).add(name)
     found = []
     for node, source, value in zip(inputs, sources, example_inputs, strict=False):
         if not node.users or not isinstance(value, torch.Tensor):

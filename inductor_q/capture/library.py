@@ -182,6 +182,10 @@ def _packs_nothing(graph: fx.Graph) -> Sequence[Refused]:
     return ()
 
 
+def _needs_nothing() -> None:
+    """Leave Dynamo as it is."""
+
+
 def _stops_nothing(graph: fx.Graph) -> Sequence[fx.Node]:
     return ()
 
@@ -221,6 +225,7 @@ class Library:
             parameter for each projection.
         find_experts: finds such layers in a joint or inference graph that decodes their weights.
         quantizers: those of the formats that this library writes.
+        trace_gathered: tells Dynamo how layers find the state of a weight that FSDP2 has gathered.
     """
 
     name: str
@@ -236,3 +241,4 @@ class Library:
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
     find_experts: Callable[[fx.Graph], ExpertLayers] = _finds_no_experts
     quantizers: Mapping[QuantFormat, Quantizer] = field(default_factory=dict)
+    trace_gathered: Callable[[], None] = _needs_nothing

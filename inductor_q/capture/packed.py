@@ -52,14 +52,17 @@ def is_packed_weight(
     Codes in words of up to 32 bits are one where a scale stands beside them. A matrix of them is
     one in any case where it is a parameter, which integers have no other reason to be, and where it
     is int8 or fp8. Positions and indices, which are 64-bit integers, masks, which are unsigned, and
-    packed scales and zero points are none.
+    packed scales and zero points are none. The weight of a module that keeps a `quant_state` is
+    one in any dtype: FSDP2 gathers it as plain 16-bit numbers, which hold codes.
 
     Args:
         name: the name that it has in the module.
         is_parameter: whether it is a parameter, not a buffer.
-        beside: the names of all tensors that the same module holds.
+        beside: the names of all tensors that the same module holds, and "quant_state", if any.
     """
     if type(tensor).__name__ in _PARAMETERS or wraps_codes(tensor):
+        return True
+    if "quant_state" in beside and name in MAIN_NAMES:
         return True
     if not holds_codes(tensor) or tensor.dtype.itemsize > 4 or _NO_WEIGHT.search(name):
         return False
@@ -72,9 +75,10 @@ def is_packed_weight(
 def packed_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the packed weights that `module` itself holds, by name."""
     held = dict(_held(module))
+    states = {"quant_state"} if vars(module).get("quant_state") is not None else set()
     for name, tensor in held.items():
         is_parameter = name in module._parameters
-        if is_packed_weight(tensor, name, is_parameter=is_parameter, beside=held):
+        if is_packed_weight(tensor, name, is_parameter=is_parameter, beside={*held, *states}):
             yield name, tensor
 
 

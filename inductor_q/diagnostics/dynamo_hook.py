@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from inductor_q.diagnostics.late import after_import
+from inductor_q.late import after_import
 
 if TYPE_CHECKING:
     from inductor_q.diagnostics.hooks import Observer

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from inductor_q.diagnostics.late import after_import
+from inductor_q.late import after_import
 
 _NAME = "QFUSE"
 

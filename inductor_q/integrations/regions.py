@@ -79,7 +79,7 @@ def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Mod
     base = base_model(model)
     if regions == "layers" or (regions == "auto" and _is_sharded(model)):
         names = set(getattr(base, "_no_split_modules", None) or ())
-        layers = [m for m in model.modules() if type(m).__name__ in names]
+        layers = [m for m in model.modules() if names & {c.__name__ for c in type(m).__mro__}]
         if not layers:
             raise NoRegion(model=type(base).__name__)
         return layers

@@ -18,19 +18,24 @@ def after_import(name: str, act: Callable[[], object]) -> Iterator[None]:
     So an observer is in place before anything of a library runs, and a library reads the
     environment variables that a target sets before its imports.
     """
-    if name in sys.modules:
-        act()
-        yield
-        return
-    finder = _Finder(name, act)
-    sys.meta_path.insert(0, finder)
+    finder = on_import(name, act)
     try:
         yield
     finally:
         finder.leave()
 
 
-class _Finder(MetaPathFinder):
+def on_import(name: str, act: Callable[[], object]) -> Finder:
+    """Call `act` once, when module `name` has been executed, or at once if it was before."""
+    finder = Finder(name, act)
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, finder)
+    return finder
+
+
+class Finder(MetaPathFinder):
     """Find one module as everybody else does, and put our loader around its loader."""
 
     def __init__(self, name: str, act: Callable[[], object]) -> None:
