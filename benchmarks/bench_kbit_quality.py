@@ -26,7 +26,7 @@ from benchmarks import harness, origin, plots
 from examples.finetune import TEXT, Size
 from inductor_q import kbit, testing
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS
-from inductor_q.kbit.layers import linear_layers, replace_layers
+from inductor_q.loading.layers import linear_layers, replace_layers
 
 NAME = "bench_kbit_quality"
 BF16 = torch.bfloat16

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from inductor_q.options import list_options as list_options
     from inductor_q.process import report as report
     from inductor_q.quantization import quantize as quantize
+    from inductor_q.shipped import load_checkpoint as load_checkpoint
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _PUBLIC = {
     "dequantize": "inductor_q.capture.bnb_state",
     "last_report": "inductor_q.backend",
     "list_options": "inductor_q.options",
+    "load_checkpoint": "inductor_q.shipped",
     "quantize": "inductor_q.quantization",
     "report": "inductor_q.process",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "dequantize",
     "last_report",
     "list_options",
+    "load_checkpoint",
     "quantize",
     "report",
 ]

@@ -414,6 +414,14 @@ class WrongCheckpoint(QfuseError, ValueError):
         return "\n".join(f"  {line}" for line in _first(self.problems))
 
 
+class UnreadCheckpoint(QfuseError, ValueError):
+    """The weights of a checkpoint are packed in a way that nothing here reads as it is."""
+
+    path: str
+    problem: str
+    message = "{path} is not loaded as it is: {problem}"
+
+
 class UnreadableLogits(QfuseError, RuntimeError):
     """The logits of a chunked loss can be computed from their head while that is what it was, but
     are no part of what was computed before."""

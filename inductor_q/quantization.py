@@ -84,10 +84,11 @@ def quantize(
         UnknownLayer, NothingToQuantize: there is no such layer, or none that is left.
         AlreadyQuantized, WrongCheckpoint: the checkpoint.
     """
-    from inductor_q.kbit.checkpoint import Checkpoint, check_not_quantized
-    from inductor_q.kbit.layers import check_some, linear_layers
     from inductor_q.kbit.model import default_skip, progress_bars
-    from inductor_q.kbit.sources import FromCheckpoint, InMemory, Source
+    from inductor_q.kbit.sources import InMemory, Source
+    from inductor_q.loading.files import Checkpoint, check_not_quantized
+    from inductor_q.loading.layers import check_some, linear_layers
+    from inductor_q.loading.sources import FromCheckpoint
 
     make = _maker(to)
     if checkpoint is not None:

@@ -259,6 +259,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.UnreadCheckpoint(path="model", problem="quant_method 'quark' has no reader"),
+        "model is not loaded as it is: quant_method 'quark' has no reader",
+        ValueError,
+    ),
+    (
         exc.UnreadableLogits(problem="the head was changed"),
         "the head was changed. The loss of this model is computed in chunks, and its logits when "
         "they are read: read them before optimizer.step(), or compile the model with "

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from inductor_q.capture import packed_weight
 from inductor_q.capture.packed import holds_codes
 from inductor_q.exc import AlreadyQuantized, NothingToQuantize
-from inductor_q.experts.checkpoint import ExpertCheckpoint
 from inductor_q.experts.forward import IMPLEMENTATION, register
 from inductor_q.experts.modules import (
     PROJECTIONS,
@@ -24,8 +23,9 @@ from inductor_q.experts.modules import (
 )
 from inductor_q.experts.packing import operand_names, pack
 from inductor_q.experts.stack import ExpertStack
-from inductor_q.kbit.checkpoint import check_not_quantized
 from inductor_q.kernels.calls import DENSE
+from inductor_q.loading.files import Checkpoint, check_not_quantized
+from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.log import log
 
 
@@ -69,8 +69,11 @@ def quantize(
     _check_not_packed(model, format, targets)  # nor does a model without anything to pack
     if checkpoint is not None:
         check_not_quantized(checkpoint)
-    source = None if checkpoint is None else ExpertCheckpoint(checkpoint, model)
-    weights = weights if source is None else source.weight
+    source = None
+    if checkpoint is not None:
+        expert_layers(model)
+        source = FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
+        weights = source.values
     left: Counter[str] = Counter()
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
@@ -79,18 +82,13 @@ def quantize(
                 weight = stack.get_parameter("weight")
                 values = weights(f"{layer_name}.{name}", weight) if weights else weight.detach()
                 operands = pack(values.to(device or values.device), format)
-                packed = put_stack(layer, name, operands, format, stack.shape)
-                packed.lora_A, packed.lora_B = stack.lora_A, stack.lora_B
-                packed.scaling = stack.scaling
-                for adapter in (packed.lora_A, packed.lora_B):
-                    if adapter is not None:  # in place: an optimizer may hold it
-                        adapter.data = adapter.data.to(packed.operands[0].device)
+                put_stack(layer, name, operands, format, stack.shape)
             elif stack.format != format:
                 left[stack.format] += 1
     for other, count in left.items():
         log.warning(f"{count} projections of experts are packed already and stay as {other}")
     if source is not None:
-        source.load_others(model, device)
+        source.finish()
     return use_qfuse(model)
 
 

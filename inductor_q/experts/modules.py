@@ -18,9 +18,7 @@ from inductor_q.exc import NoExperts, UnknownProjection
 from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
-
-#: The fused parameters of an expert layer, in the order in which a layer registers them.
-PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+from inductor_q.loading.sources import PROJECTIONS as PROJECTIONS
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
@@ -76,10 +74,27 @@ def as_stack(layer: Any, name: str) -> ExpertStack:
 
 
 def put_stack(
-    layer: Any, name: str, operands: Mapping[str, Tensor], format: str, shape: Sequence[int]
+    layer: Any,
+    name: str,
+    operands: Mapping[str, Tensor],
+    format: str,
+    shape: Sequence[int],
+    *,
+    transposed: bool | None = None,
 ) -> ExpertStack:
-    """Put a stack in the place of a layer's parameter, or of its stack."""
-    stack = ExpertStack(operands, format, tuple(shape), transposed=layer.is_transposed)
+    """Put a stack in the place of a layer's parameter, or of its stack, whose adapter it takes.
+
+    transposed: whether `shape` is [E, K, N]; by default as the layer's parameters are.
+    """
+    if transposed is None:
+        transposed = layer.is_transposed
+    stack = ExpertStack(operands, format, tuple(shape), transposed=transposed)
+    old = layer._modules.get(name)
+    if isinstance(old, ExpertStack):
+        stack.lora_A, stack.lora_B, stack.scaling = old.lora_A, old.lora_B, old.scaling
+        for adapter in (stack.lora_A, stack.lora_B):
+            if adapter is not None:  # in place: an optimizer may hold it
+                adapter.data = adapter.data.to(stack.operands[0].device)
     layer._parameters.pop(name, None)
     setattr(layer, name, stack)
     return stack

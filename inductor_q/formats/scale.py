@@ -219,6 +219,14 @@ class ProductScale(Scale):
 
 
 @dataclass(frozen=True)
+class QuotientScale(ProductScale):
+    """The first scale is divided by the second, and the quotient rounded."""
+
+    def decode(self, o: Ops[I, V], i: I) -> V:
+        return o.div(self.first.decode(o, i), self.second.decode(o, i))
+
+
+@dataclass(frozen=True)
 class NestedScale(Scale):
     """The scale is quantized itself: it is `codec(scale code) * outer`, `+ offset` if it has one.
 

@@ -1,6 +1,5 @@
 """k-bit weights: tensors, linear layers and whole models in 2 to 5 bits. See docs/kbit.md."""
 
-from inductor_q.kbit.checkpoint import meta_parameters
 from inductor_q.kbit.linear import KBitLinear
 from inductor_q.kbit.model import dequantize_model, quantize_model
 from inductor_q.kbit.storage import load, save
@@ -12,6 +11,7 @@ from inductor_q.kbit.tensor import (
     normal_float_codebook,
     quantize,
 )
+from inductor_q.loading.files import meta_parameters
 
 __all__ = [
     "KBitLinear",

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inductor_q import ops
 from inductor_q.exc import CorruptQuantState
 from inductor_q.formats import FORMATS
 from inductor_q.formats.kbit import kbit_format_name
-from inductor_q.kbit.tensor import KBitTensor, dequantize
+from inductor_q.kbit.tensor import KBitTensor
+from inductor_q.loading.linear import PackedLinear
 
 PACKED = ("qweight", "absmax", "codebook")
 
 
-class KBitLinear(nn.Linear):
-    """Compute `x @ W.t() + bias` with a frozen W [out_features, in_features] in k bits.
-
-    It is an `nn.Linear`, because PEFT and others decide by that type. Its `weight` is the packed
-    words, as bitsandbytes' is: it shows the device, and code that takes it for values (merging an
-    adapter, DoRA) fails on shape and dtype instead of changing a copy. `dequantize()`
-    gives the values, `inductor_q.kbit.dequantize_model` ordinary layers.
+class KBitLinear(PackedLinear):
+    """A `PackedLinear` in k bits; `inductor_q.kbit.dequantize_model` makes ordinary layers of it.
 
     The state dict consists of qweight (int32), absmax (uint8 or float16), codebook (float32) and
-    the bias. Integers are frozen parameters, which DDP, unlike buffers, does not send around in
-    every step; floats are buffers, and `to(dtype)`, `half()` and the like leave their dtype alone.
+    the bias.
     """
 
     qweight: nn.Parameter
@@ -35,17 +29,10 @@ class KBitLinear(nn.Linear):
     codebook: Tensor
 
     def __init__(self, weight: KBitTensor, bias: nn.Parameter | None = None) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.format = weight.format
-        self.qweight = nn.Parameter(weight.qweight, requires_grad=False)
-        if weight.absmax.is_floating_point():
-            self.register_buffer("absmax", weight.absmax)
-        else:
-            self.absmax = nn.Parameter(weight.absmax, requires_grad=False)
-        self.register_buffer("codebook", weight.codebook.clone())  # a state dict shares no memory
-        self.register_parameter("bias", bias)
+        operands = dict(zip(PACKED, weight.operands, strict=True))
+        operands["codebook"] = weight.codebook.clone()  # a state dict shares no memory
+        rows, columns = weight.shape
+        super().__init__(operands, weight.format, (rows, columns), bias, dtype=weight.dtype)
 
     @classmethod
     def empty(
@@ -69,40 +56,11 @@ class KBitLinear(nn.Linear):
         return cls(weight, None if values is None else nn.Parameter(values, requires_grad=False))
 
     @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]
-        """Return the packed words, int32 [blocks * k]."""
-        return self.qweight
-
-    @property
     def kbit_weight(self) -> KBitTensor:
         """Return the weight as it is held."""
         shape = (self.out_features, self.in_features)
         qweight, absmax = self.qweight.detach(), self.absmax.detach()
         return KBitTensor(qweight, absmax, self.codebook, shape, self.dtype)
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values [out_features, in_features], by default in the original dtype."""
-        return dequantize(self.kbit_weight, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        device_type = x.device.type
-        if torch.is_autocast_enabled(device_type):
-            x = x.to(torch.get_autocast_dtype(device_type))
-        operands = [self.qweight, self.absmax, self.codebook]
-        shape = (self.out_features, self.in_features)
-        return ops.linear(x, operands, self.format, shape, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.format}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KBitLinear:
-        packed = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in packed.items():
-            after = self.get_buffer(name)
-            if after.dtype != before.dtype:  # a cast of the module: move, do not round
-                setattr(self, name, before.to(after.device))
-        return self
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any

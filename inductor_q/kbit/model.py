@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from inductor_q.exc import UnknownLayer
 from inductor_q.kbit.allocate import allocate, check_importance, measure, table
-from inductor_q.kbit.checkpoint import Checkpoint, check_not_quantized
-from inductor_q.kbit.layers import check_some, linear_layers, replace_layers
 from inductor_q.kbit.linear import KBitLinear
-from inductor_q.kbit.sources import FromCheckpoint, InMemory, Source
+from inductor_q.kbit.sources import InMemory, Source
 from inductor_q.kbit.tensor import check_codebook, quantize
+from inductor_q.loading.files import Checkpoint, check_not_quantized
+from inductor_q.loading.layers import check_some, linear_layers, replace_layers
+from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 
 

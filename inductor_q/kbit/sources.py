@@ -8,9 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from inductor_q.kbit.checkpoint import Checkpoint, assign, owners
-from inductor_q.kbit.layers import replace_layers
 from inductor_q.kbit.tensor import check_values
+from inductor_q.loading.layers import replace_layers
 
 
 class Source(Protocol):
@@ -52,64 +51,3 @@ class InMemory:
 
     def finish(self) -> nn.Module:
         return self._model
-
-
-class FromCheckpoint:
-    """Read a checkpoint's weights one at a time; the model changes when all are quantized."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        checkpoint: Checkpoint,
-        device: torch.device | str,
-    ) -> None:
-        self._model = model
-        self._checkpoint = checkpoint
-        self._device = device
-        self._packed: dict[str, nn.Module] = {}
-        self._names = _locate(model, checkpoint)
-
-    def check(self, names: Iterable[str], absmax: str) -> None:
-        pass  # nothing is put before everything was read
-
-    def weight(self, name: str) -> Tensor:
-        return self._read(f"{name}.weight" if name else "weight")
-
-    def put(self, name: str, layer: nn.Module) -> None:
-        self._packed[name] = layer
-
-    def finish(self) -> nn.Module:
-        done = {f"{name}.weight" if name else "weight" for name in self._packed}
-        state = self._model.state_dict(keep_vars=True)
-        rest = {n: self._read(n).to(state[n].dtype) for n in self._names if n not in done}
-        model = replace_layers(self._model, self._packed)
-        assign(model, rest)
-        return model.to(self._device)  # buffers that are in no checkpoint
-
-    def _read(self, name: str) -> Tensor:
-        return self._checkpoint.read(self._names[name]).to(self._device)
-
-
-def _locate(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """Map first names in the model to names in the checkpoint; raise when one is missing or
-    differs.
-    """
-    shapes, state = checkpoint.shapes(), model.state_dict(keep_vars=True)
-    names, problems = {}, []
-    for name, aliases in owners(model).items():
-        held = [alias for alias in aliases if alias in shapes]
-        if not held:
-            problems.append(f"{name} is not in it")
-        elif shapes[held[0]] != tuple(state[name].shape):
-            problems.append(f"{name} is {shapes[held[0]]} in it, {tuple(state[name].shape)} here")
-        else:
-            names[name] = held[0]
-    problems += [
-        f"the buffer {name} is on the meta device and in no checkpoint: make the model under "
-        "inductor_q.kbit.meta_parameters()"
-        for name, buffer in model.named_buffers()
-        if buffer.is_meta and name not in state
-    ]
-    if problems:
-        raise checkpoint.wrong(problems)
-    return names

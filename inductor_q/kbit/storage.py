@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from inductor_q.exc import CorruptQuantState, UnknownFormat
 from inductor_q.files import replacing
 from inductor_q.formats.kbit import KBIT_FORMATS
-from inductor_q.kbit.checkpoint import Checkpoint, assign, owners, safetensors
-from inductor_q.kbit.layers import replace_layers
 from inductor_q.kbit.linear import PACKED, KBitLinear, check_packed
+from inductor_q.loading.files import Checkpoint, assign, owners, safetensors
+from inductor_q.loading.layers import replace_layers
 
 KEY = "inductor_q.kbit"
 VERSION = 1

@@ -197,7 +197,10 @@ def test_kernels_that_refuse_say_why() -> None:
     assert reasons == {
         "mxfp4": "csrc/dequantize.cpp does not know the scale of mxfp4",
         "nvfp4": "csrc/dequantize.cpp does not know the scale of nvfp4",
-        "nvfp4_rows": "csrc/dequantize.cpp does not know the scale of nvfp4_rows",
+        **{
+            name: f"csrc/dequantize.cpp does not know the scale of {name}"
+            for name in ("nvfp4_rows", "nvfp4_divided_rows")
+        },
         **{
             name: f"csrc/dequantize.cpp decodes 4-bit codebooks, not {name}"
             for name in NAMES
@@ -326,6 +329,7 @@ def test_what_formats_answer() -> None:
         "mxfp4": ((0, 4), 0, True, 32, True),
         "nvfp4": ((0, 4), 0, True, 16, True),
         "nvfp4_rows": ((0, 4), 0, True, 16, True),
+        "nvfp4_divided_rows": ((0, 4), 0, True, 16, True),
         "int4_g128": ((0, 4), 0, False, 32, True),
         "int4_plain_g32": ((0, 4), 0, False, 32, True),
         "int8_g32": (None, 0, False, 32, True),

@@ -244,7 +244,7 @@ def test_registry() -> None:
         for suffix in ("", "_nested")
     } | {f"kbit{k}_{absmax}" for k in (2, 3, 4, 5) for absmax in ("e4m4", "fp16")}
     expected |= {"mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_rows", "nvfp4_tiles"}
-    expected |= {"int4_g32", "int4_g64", "int4_g128", "fp8_e4m3_128x128"}
+    expected |= {"int4_g32", "int4_g64", "int4_g128", "fp8_e4m3_128x128", "nvfp4_divided_rows"}
     expected |= {
         f"int{of}_g{group}" for of in ("4_plain", "4_tiles", "8") for group in (32, 64, 128, 256)
     }

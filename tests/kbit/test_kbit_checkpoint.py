@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import exc, kbit
-from inductor_q.kbit import checkpoint as checkpoint_module
+from inductor_q.loading import files as checkpoint_module
 from tests.support.kbit_models import (
     IDS,
     LAYERS,

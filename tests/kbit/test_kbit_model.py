@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from inductor_q import exc, kbit, testing
-from inductor_q.kbit.layers import linear_layers
+from inductor_q.loading.layers import linear_layers
 from tests.support.kbit_models import IDS, KBITS, LAYERS, Model, model, packed, quantized, unchanged
 
 # --- one layer ----------------------------------------------------------------------------------

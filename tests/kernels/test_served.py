@@ -16,13 +16,13 @@ NIBBLES = {
 }
 PLANES = {f"kbit{k}_{scale}" for k in (2, 3, 4, 5) for scale in ("e4m4", "fp16")}
 OTHERS = {
-    *("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_rows", "nvfp4_tiles"),
-    *("int4_g32", "int4_g64", "int4_g128", "fp8_e4m3_128x128"),
+    *("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_rows", "nvfp4_divided_rows"),
+    *("nvfp4_tiles", "int4_g32", "int4_g64", "int4_g128", "fp8_e4m3_128x128"),
     *("int8_row", "int8_tensor", "int8_absmax", "nf4_tensor_b64"),
     *(f"int{of}_g{group}" for of in ("4_plain", "4_tiles", "8") for group in (32, 64, 128, 256)),
     *(f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")),
 }
-E2M1 = {"mxfp4", "nvfp4", "nvfp4_rows", "nvfp4_tiles"}
+E2M1 = {"mxfp4", "nvfp4", "nvfp4_rows", "nvfp4_divided_rows", "nvfp4_tiles"}
 EVERY = NIBBLES | PLANES | OTHERS
 
 SERVED: dict[tuple[str, str, str], set[str]] = {

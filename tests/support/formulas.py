@@ -64,6 +64,12 @@ def nvfp4_rows(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     return E2M1[_nibbles(qweight, rows, columns)] * scales.float().double()  # is rounded once
 
 
+def nvfp4_divided_rows(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale, divisor = operands
+    scales = _by_group(E4M3[scale.long()], columns, 16) / divisor.double()[:, None]
+    return E2M1[_nibbles(qweight, rows, columns)] * scales.float().double()  # is rounded once
+
+
 def fp8_e4m3_128x128(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     qweight, scale = operands
     tiles = scale.double().reshape(-1, -(-columns // 128)).repeat_interleave(128, 0)[:rows]
@@ -119,7 +125,7 @@ def mxfp8_e4m3(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
 FORMULAS: dict[str, Callable[[Sequence[Tensor], int, int], Tensor]] = {
     f.__name__: f
     for f in (
-        *(mxfp4, mxfp8_e4m3, nvfp4, nvfp4_rows),
+        *(mxfp4, mxfp8_e4m3, nvfp4, nvfp4_rows, nvfp4_divided_rows),
         *(int4_g128, int4_plain_g32, int8_g32, int8_absmax),
         *(fp8_e4m3_row, fp8_e5m2_tensor, fp8_e4m3_128x128),
     )
@@ -153,7 +159,7 @@ def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
         return [_ALL.repeat(256 * 2), _CODES], (256, 32)
     if name == "nvfp4":
         return [_ALL.repeat(256), _CODES, torch.tensor([0.1])], (256, 16)
-    if name == "nvfp4_rows":
+    if name in ("nvfp4_rows", "nvfp4_divided_rows"):
         return [_ALL.repeat(256 * n), _CODES.repeat(n), special], (n, 256 * 16)
     if name == "fp8_e4m3_128x128":  # the last tiles of rows and columns are cut
         codes = _CODES.repeat(130 * n // 2)

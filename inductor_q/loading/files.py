@@ -30,6 +30,7 @@ class Checkpoint:
         self.path = Path(path)
         self._open = safetensors().safe_open
         self._files: dict[str, Path] = {}
+        self._held: tuple[Path, Any] | None = None  # opened once for all of its tensors
         with self.readable():
             for file, names in _files(self.path):
                 with self._open(file, "pt") as handle:
@@ -62,8 +63,11 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Return the tensor `name` in host memory; nothing of it is kept here."""
-        with self.readable(), self._open(self._files[name], "pt") as handle:
-            tensor: Tensor = handle.get_tensor(name)
+        file = self._files[name]
+        with self.readable():
+            if self._held is None or self._held[0] != file:
+                self._held = file, self._open(file, "pt")
+            tensor: Tensor = self._held[1].get_tensor(name)
         return tensor
 
     def wrong(self, problems: Iterable[str]) -> WrongCheckpoint:
@@ -97,6 +101,32 @@ def _files(path: Path) -> list[tuple[Path, list[str]]]:
     return [(path.parent / file, names) for file, names in by_file.items()]
 
 
+def quantization(path: str | Path) -> dict[str, Any] | None:
+    """Return what the config.json beside a checkpoint says of how its weights are packed, or None.
+
+    ModelOpt's older checkpoints say it in hf_quant_config.json.
+
+    Raises:
+        WrongCheckpoint: the file cannot be read.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    for name in ("config.json", "hf_quant_config.json"):
+        config = folder / name
+        if not config.exists():
+            continue
+        try:
+            said = json.loads(config.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise WrongCheckpoint(path=str(config), problems=(str(error),)) from error
+        for of in (said, said.get("text_config") or {}):
+            for key in ("quantization_config", "compression_config"):
+                if of.get(key):
+                    return dict(of[key])
+        if name != "config.json" and said.get("quantization"):
+            return {"quant_method": "modelopt", **said["quantization"]}
+    return None
+
+
 def check_not_quantized(path: str | Path) -> None:
     """Raise where the config.json beside a checkpoint says that its weights are codes already.
 
@@ -105,25 +135,18 @@ def check_not_quantized(path: str | Path) -> None:
     Raises:
         AlreadyQuantized; WrongCheckpoint where config.json cannot be read.
     """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    config = folder / "config.json"
-    if not config.exists():
-        return
-    try:
-        said = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise WrongCheckpoint(path=str(config), problems=(str(error),)) from error
-    for key in ("quantization_config", "compression_config"):
-        if found := said.get(key):
-            raise AlreadyQuantized(
-                what=f"the checkpoint in {folder}",
-                found=f"config.json says {key}.quant_method={found.get('quant_method')!r}",
-                remedy=(
-                    "Give a checkpoint in 16 or 32 bits, or have transformers dequantize this one "
-                    "(Mxfp4Config(dequantize=True), FineGrainedFP8Config(dequantize=True), or "
-                    "model.dequantize() after loading) and quantize that model without `checkpoint`"
-                ),
-            )
+    found = quantization(path)
+    if found is not None:
+        raise AlreadyQuantized(
+            what=f"the checkpoint {path}",
+            found=f"its configuration says quant_method={found.get('quant_method')!r}",
+            remedy=(
+                "inductor_q.load_checkpoint(model, path) takes its codes as they are. To quantize "
+                "anew, give a checkpoint in 16 or 32 bits, or have transformers dequantize this "
+                "one (Mxfp4Config(dequantize=True), FineGrainedFP8Config(dequantize=True), or "
+                "model.dequantize() after loading) and quantize that model without `checkpoint`"
+            ),
+        )
 
 
 def safetensors() -> Any:

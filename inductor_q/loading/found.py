@@ -1,0 +1,91 @@
+"""What a reader says of a packed weight that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from inductor_q.formats.layout import LOW_FIRST, Order
+
+#: The shapes of a checkpoint's tensors by name, from its headers.
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+#: Returns one of them by name, on the device where the model is to lie.
+Read: TypeAlias = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A packed weight that a checkpoint holds.
+
+    shape: is [rows, columns], or [experts, rows, columns] of a stack.
+    read: returns the operands of the format by name; codes and scales that are bytes as uint8.
+    columns: returns the weight's column of each stored one, where they are in another order.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    read: Callable[[Read], dict[str, Tensor]]
+    columns: Callable[[Read], Tensor] | None = None
+
+
+#: Finds the packed weight that stands for a parameter of the model, by the parameter's name. It
+#: returns None where the file has none, and where it has one that is not read, the reason.
+Find: TypeAlias = Callable[[Shapes, str], "Found | str | None"]
+
+
+def finds_nothing(shapes: Shapes, name: str) -> None:
+    """Find no packed weight: of checkpoints that hold values."""
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of codes or coded scales."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def nibbles_of(words: Tensor, order: Order = LOW_FIRST) -> Tensor:
+    """Unpack int32 [..., n] to the 8 codes of each word: uint8 [..., 8 n]."""
+    codes = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
+    for lane, place in enumerate(order.places(8)):
+        codes[..., lane] = words >> 4 * place & 15
+    return codes.flatten(-2)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Pack codes of 4 bits, uint8 [..., 2 n], in bytes [..., n], the first one of a pair low."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def per_row(scale: Tensor, rows: int) -> Tensor:
+    """Repeat the one scale of a weight for its rows, so that weights can be stacked."""
+    return scale.reshape(-1).float().expand(rows).contiguous()
+
+
+def grouped(qweight: Tensor, scale: Tensor, zero_point: Tensor, columns: int) -> dict[str, Tensor]:
+    """Return the operands of `int4_name`'s format: scales and zero points are [rows, groups].
+
+    Scales of groups that are longer than the format's are repeated.
+    """
+    repeats = columns // scale.shape[1] // _unit(columns // scale.shape[1])
+    spread = (t.repeat_interleave(repeats, 1).reshape(-1) for t in (scale, zero_point))
+    return {
+        "qweight": qweight.reshape(-1),
+        **dict(zip(("scale", "zero_point"), spread, strict=True)),
+    }
+
+
+def int4_name(columns: int, group: int) -> str | None:
+    """Name the format of 4-bit integers with a scale per `group`, which -1 says is a whole row.
+
+    None where there is no such format, since 32 does not divide it.
+    """
+    group = columns if group == -1 else group
+    unit = _unit(group)
+    return f"int4_g{unit}" if unit >= 32 and columns % group == 0 else None
+
+
+def _unit(group: int) -> int:
+    return min(group & -group, 128)

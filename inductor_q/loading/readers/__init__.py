@@ -1,0 +1,42 @@
+"""How libraries lay packed weights out in checkpoints: one file for each, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from inductor_q.exc import UnreadCheckpoint
+from inductor_q.loading.files import quantization
+from inductor_q.loading.found import Find, finds_nothing
+from inductor_q.loading.readers import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+
+#: Makes a `Find` of a checkpoint's quantization_config, or says why such are not read.
+READERS: Mapping[str, Callable[[Mapping[str, Any]], Find | str]] = {
+    "awq": awq.reader,
+    "compressed-tensors": compressed_tensors.reader,
+    "fp8": fp8.reader,
+    "gptq": gptq.reader,
+    "modelopt": modelopt.reader,
+    "mxfp4": mxfp4.reader,
+}
+
+
+def find_in(path: str | Path) -> Find:
+    """Return what finds the packed weights of a checkpoint; nothing where it holds values.
+
+    Raises:
+        UnreadCheckpoint: it is quantized by a method, or in a way, that has no reader.
+        WrongCheckpoint: its config.json cannot be read.
+    """
+    said = quantization(path)
+    if said is None:
+        return finds_nothing
+    method = str(said.get("quant_method"))
+    if method not in READERS:
+        problem = f"quant_method {method!r} has no reader; those that have are {', '.join(READERS)}"
+        raise UnreadCheckpoint(path=str(path), problem=problem)
+    found = READERS[method](said)
+    if isinstance(found, str):
+        raise UnreadCheckpoint(path=str(path), problem=found)
+    return found

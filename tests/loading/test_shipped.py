@@ -1,0 +1,441 @@
+"""Checkpoints as they ship: packed layers of bitwise the values that their libraries give.
+
+GPTQ's, AWQ's, ModelOpt's and compressed-tensors' are their documented formulas, written here in
+plain torch from the file; where transformers has the function itself, that is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as transformers_package
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import inductor_q
+from inductor_q import exc, experts
+from inductor_q.experts.model import stacks
+from inductor_q.experts.stack import ExpertStack
+from inductor_q.kbit import meta_parameters
+from inductor_q.loading.linear import PackedLinear
+from inductor_q.testing import relative_error
+from tests.support.compiling import compile_step, no_codegen
+from tests.support.moe_models import model, tokens
+
+transformers: Any = transformers_package
+BF16 = torch.bfloat16
+ROWS, COLUMNS = 192, 256  # a tile of 128 rows and a cut one; two of columns
+State = dict[str, Tensor]
+#: A quantization_config, tensors of the layer, their values, and the format.
+Case = tuple[dict[str, Any], State, Tensor, str]
+GENERATOR = torch.Generator()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    GENERATOR.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Return any codes of an integer or 8-bit dtype, else numbers from 1/32 to 3/32."""
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        codes = torch.randint(256, shape, generator=GENERATOR, dtype=torch.uint8)
+        return (codes & 0xBF).view(dtype)  # no NaN
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return torch.randint(
+            limits.min, limits.max + 1, shape, generator=GENERATOR, dtype=torch.int64
+        ).to(dtype)
+    return ((torch.rand(shape, generator=GENERATOR) + 0.5) / 16).to(dtype)
+
+
+def codes(words: Tensor) -> Tensor:
+    """Return the eight codes of int32 words, the lowest first, in a last dimension."""
+    return torch.stack([words >> 4 * lane & 15 for lane in range(8)], -1)
+
+
+class Net(nn.Module):
+    """A packed layer, one that is not, and what else a model has."""
+
+    def __init__(self, rows: int = ROWS, columns: int = COLUMNS) -> None:
+        super().__init__()
+        self.packed = nn.Linear(columns, rows, dtype=BF16)
+        self.plain = nn.Linear(rows, 8, bias=False, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.plain(self.packed(x))
+        return out
+
+
+def write(folder: Path, config: dict[str, Any], weight: State, *, name: str = "packed") -> State:
+    """Write a checkpoint of `Net` that holds its first layer as `weight`, and return the rest."""
+    torch.manual_seed(1)
+    net = Net()
+    rest = {n: t.detach() for n, t in net.state_dict().items() if n != "packed.weight"}
+    packed = {f"{name}.{n}": t.contiguous() for n, t in weight.items()}
+    save_file({**rest, **packed}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return rest
+
+
+# --- linear layers: what lies in the file, and its values by the library's formula ---------------
+
+
+def fp8_tiles() -> Case:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    codes = random(ROWS, COLUMNS, dtype=torch.float8_e4m3fn)
+    scale = random(2, 2, dtype=torch.float32)
+    padded = torch.cat([codes.view(torch.uint8), codes.view(torch.uint8)[:64]]).view(codes.dtype)
+    values = Fp8Dequantize(None)._dequantize_one(padded, scale, torch.float32)[:ROWS]
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    return config, {"weight": codes, "weight_scale_inv": scale}, values, "fp8_e4m3_128x128"
+
+
+def fp8_whole() -> Case:
+    codes = random(ROWS, COLUMNS, dtype=torch.float8_e4m3fn)
+    state = {"weight": codes, "weight_scale_inv": torch.tensor(0.37)}
+    return {"quant_method": "fp8"}, state, codes.float() * 0.37, "fp8_e4m3_row"
+
+
+def gptq(act_order: bool = False, group: int = 64, layout: str = "gptq") -> Case:
+    """AutoGPTQ: `scales[g_idx] * (weight - (qzeros + 1)[g_idx])`, [K, N]."""
+    groups = COLUMNS // group if group > 0 else 1
+    state = {
+        "qweight": random(COLUMNS // 8, ROWS, dtype=torch.int32),
+        "qzeros": random(groups, ROWS // 8, dtype=torch.int32),
+        "scales": random(groups, ROWS, dtype=torch.float16),
+    }
+    g_idx = torch.arange(COLUMNS) // (COLUMNS // groups)
+    if act_order:
+        g_idx = g_idx[torch.randperm(COLUMNS, generator=GENERATOR)]
+    state["g_idx"] = g_idx.int()
+    weight = codes(state["qweight"]).transpose(1, 2).reshape(COLUMNS, ROWS)
+    zeros = codes(state["qzeros"]).flatten(1) + (layout == "gptq")
+    values = state["scales"][g_idx].float() * (weight - zeros[g_idx])
+    config = {
+        **{"quant_method": "gptq", "bits": 4, "group_size": group},
+        **{"desc_act": act_order, "checkpoint_format": layout},
+    }
+    return config, state, values.t(), f"int4_g{group if group > 0 else 128}"
+
+
+def awq() -> Case:
+    """AutoAWQ's `dequantize_gemm`: unpacked, put in order, `(weight - zeros) * scales`, [K, N]."""
+    state = {
+        "qweight": random(COLUMNS, ROWS // 8, dtype=torch.int32),
+        "qzeros": random(COLUMNS // 128, ROWS // 8, dtype=torch.int32),
+        "scales": random(COLUMNS // 128, ROWS, dtype=torch.float16),
+    }
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    weight, zeros = (codes(state[n])[..., order].flatten(1) for n in ("qweight", "qzeros"))
+    spread = (t.repeat_interleave(128, 0) for t in (zeros, state["scales"].float()))
+    zeros, scales = spread
+    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    return config, state, ((weight - zeros) * scales).t(), "int4_g128"
+
+
+def e2m1(packed: Tensor) -> Tensor:
+    """Return the numbers of bytes, the low nibble first."""
+    from transformers.integrations.mxfp4 import FP4_VALUES
+
+    numbers = torch.tensor(FP4_VALUES)
+    both = torch.stack([numbers[(packed & 15).long()], numbers[(packed >> 4).long()]], -1)
+    return both.flatten(-2)
+
+
+def modelopt() -> Case:
+    """ModelOpt's `NVFP4QTensor.dequantize`: `number * (scale * scale_2)`."""
+    state = {
+        "weight": random(ROWS, COLUMNS // 2, dtype=torch.uint8),
+        "weight_scale": random(ROWS, COLUMNS // 16, dtype=torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.013),
+        "input_scale": torch.tensor(0.1),
+    }
+    scale = state["weight_scale"].float() * state["weight_scale_2"]
+    values = e2m1(state["weight"]) * scale.repeat_interleave(16, 1)
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4"}, state, values, "nvfp4_rows"
+
+
+def nvfp4_of_compressed_tensors() -> Case:
+    """compressed-tensors' `dequantize`: `number * (scale / global_scale)`."""
+    state = {
+        "weight_packed": random(ROWS, COLUMNS // 2, dtype=torch.uint8),
+        "weight_scale": random(ROWS, COLUMNS // 16, dtype=torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([731.0]),
+    }
+    scale = state["weight_scale"].float() / state["weight_global_scale"]
+    values = e2m1(state["weight_packed"]) * scale.repeat_interleave(16, 1)
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    return config, state, values, "nvfp4_divided_rows"
+
+
+def integers_of_compressed_tensors(
+    zeros: bool = False,
+) -> Case:
+    """`unpack_from_int32` takes 8 off, then `(weight - zero_point) * scale`."""
+    state = {
+        "weight_packed": random(ROWS, COLUMNS // 8, dtype=torch.int32),
+        "weight_scale": random(ROWS, COLUMNS // 32, dtype=BF16),
+        "weight_shape": torch.tensor([ROWS, COLUMNS]),
+    }
+    numbers = codes(state["weight_packed"]).flatten(1) - 8
+    if zeros:
+        state["weight_zero_point"] = random(ROWS // 8, COLUMNS // 32, dtype=torch.int32)
+        points = codes(state["weight_zero_point"]).transpose(1, 2).reshape(ROWS, -1) - 8
+        numbers = numbers - points.repeat_interleave(32, 1)
+    values = numbers * state["weight_scale"].float().repeat_interleave(32, 1)
+    config = {
+        **{"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+    }
+    return config, state, values, "int4_g32"
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "fp8 tiles": fp8_tiles,
+    "fp8 whole": fp8_whole,
+    "gptq": gptq,
+    "gptq act-order": lambda: gptq(act_order=True),
+    "gptq v2": lambda: gptq(layout="gptq_v2"),
+    "gptq rows": lambda: gptq(group=-1),
+    "awq": awq,
+    "nvfp4 of modelopt": modelopt,
+    "nvfp4 of compressed-tensors": nvfp4_of_compressed_tensors,
+    "integers of compressed-tensors": integers_of_compressed_tensors,
+    "zero points of compressed-tensors": lambda: integers_of_compressed_tensors(zeros=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_linear_layer(case: str, tmp_path: Path) -> None:
+    """Values, bitwise in float32 and in 16 bits; the product and its gradient; the rest of it."""
+    config, state, values, format = CASES[case]()
+    rest = write(tmp_path, config, state)
+    with meta_parameters():
+        net: Any = Net()
+    assert inductor_q.load_checkpoint(net, tmp_path, progress=False) is net
+    layer = net.packed
+    assert type(layer) is PackedLinear and layer.format == format
+    for dtype in (torch.float32, BF16, torch.float16):
+        assert torch.equal(layer.dequantize(dtype), values.to(dtype)), dtype
+    for name, value in rest.items():
+        assert torch.equal(net.state_dict()[name], value)
+    assert not any(t.is_meta for t in (*net.parameters(), *net.buffers()))
+    x = torch.randn(3, COLUMNS, generator=GENERATOR).requires_grad_()
+    y = layer.float()(x)  # a cast leaves codes and scales alone
+    exact = x.detach().double().requires_grad_()
+    bias = rest["packed.bias"].double()
+    expected = exact @ values.double().t() + bias
+    assert relative_error(y, expected) < 1e-6
+    gradient = torch.randn(y.shape, generator=GENERATOR)
+    y.backward(gradient)
+    expected.backward(gradient.double())
+    assert x.grad is not None and exact.grad is not None
+    assert relative_error(x.grad, exact.grad) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["fp8 tiles", "gptq act-order", "nvfp4 of modelopt", "awq"])
+def test_a_step_of_lora_is_fused(case: str, tmp_path: Path) -> None:
+    """PEFT takes the layer for the linear layer that it is, and passes read its weight."""
+    peft: Any = pytest.importorskip("peft")
+    config, state, _, _ = CASES[case]()
+    write(tmp_path, config, state)
+    with meta_parameters():
+        net: Any = Net()
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    adapted = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["packed"])).to(BF16)
+    x = torch.randn(4, COLUMNS, generator=GENERATOR).to(BF16)
+    with no_codegen():
+        result = compile_step(adapted, x.requires_grad_(), fullgraph=True)
+    assert [v.status for v in result.report.verdicts().values()] == ["fused"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "quark": ({"quant_method": "quark"}, "quant_method 'quark' has no reader; those that have are"),
+    "gptq bits": ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
+    "awq gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "layout 'gemv'"),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [1, 32]}, "block_size is .1, 32."),
+    "marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'; what"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_reader_is_refused(case: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[case]
+    write(tmp_path, config, {"weight": torch.zeros(ROWS, COLUMNS)})
+    with pytest.raises(exc.UnreadCheckpoint, match=reason):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    config, state, _, _ = fp8_tiles()
+    write(tmp_path, config, {**state, "weight_scale_inv": torch.ones(3, 2)})
+    net = Net()
+    with pytest.raises(exc.WrongCheckpoint, match=r"weight_scale_inv is \(3, 2\), for a weight"):
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    write(tmp_path, config, state)
+    with pytest.raises(exc.WrongCheckpoint, match=r"packed.weight is \(192, 256\) in it"):
+        inductor_q.load_checkpoint(Net(128), tmp_path, progress=False)
+    assert type(net.packed) is nn.Linear
+
+
+def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:
+    config, state, _, _ = fp8_tiles()
+    write(tmp_path, config, state)
+    with pytest.raises(exc.AlreadyQuantized, match=r"inductor_q\.load_checkpoint\(model, path\)"):
+        inductor_q.quantize(Net(), "nf4_b64", checkpoint=tmp_path)
+
+
+def test_a_checkpoint_that_is_not_packed(tmp_path: Path) -> None:
+    net = Net()
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    with meta_parameters():
+        other = Net()
+    inductor_q.load_checkpoint(other, tmp_path, progress=False)
+    assert type(other.packed) is nn.Linear
+    assert torch.equal(other.packed.weight, net.packed.weight)
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def saved(family: str, folder: Path, **sizes: Any) -> State:
+    """Save a tiny model and return its tensors as they lie in the file."""
+    model(family, **sizes).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def save_packed(folder: Path, state: State, config: dict[str, Any]) -> None:
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "quantization_config": config}))
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Blocks and scales as on disk: bitwise transformers' own decode; every code, every scale."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    state = saved("gpt_oss", tmp_path)
+    expected: State = {}
+    for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
+        e, k, n = state.pop(name).shape
+        blocks = random(e, n, k // 32, 16, dtype=torch.uint8)
+        scales = (torch.arange(e * n * k // 32) % 255).to(torch.uint8).reshape(e, n, -1)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_packed(tmp_path, state, {"quant_method": "mxfp4"})
+    with meta_parameters():
+        net = model("gpt_oss")
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    found = dict(stacks(net))
+    assert set(found) == set(expected) and len(found) == 4
+    for name, stack in found.items():
+        assert (stack.format, stack.transposed) == ("mxfp4", False)
+        assert torch.equal(stack.dequantize(torch.float32).transpose(1, 2), expected[name])
+        blocks = state[f"{name}_blocks"]  # as they are
+        assert torch.equal(stack.get_buffer("qweight"), blocks.reshape(-1))
+    for name, value in net.state_dict().items():
+        if name in state:
+            assert torch.equal(value, state[name]), name
+
+
+def fp8_of_experts(state: State) -> tuple[State, State]:
+    """Pack the experts' matrices in E4M3 with a scale per tile; return the file and the values."""
+    packed, values = dict(state), {}
+    for name in [n for n in state if ".experts." in n]:
+        rows, columns = state[name].shape
+        scale = random(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
+        spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        packed[name] = random(rows, columns, dtype=torch.float8_e4m3fn)
+        packed[f"{name}_scale_inv"] = scale
+        values[name] = packed[name].float() * spread
+    return packed, values
+
+
+def nvfp4_of_experts(state: State) -> tuple[State, State]:
+    """Each matrix has a scale of its own for all of it."""
+    packed, values = dict(state), {}
+    for i, name in enumerate([n for n in state if ".experts." in n]):
+        rows, columns = state[name].shape
+        packed[name] = random(rows, columns // 2, dtype=torch.uint8)
+        scale = packed[f"{name}_scale"] = random(rows, columns // 16, dtype=torch.float8_e4m3fn)
+        whole = packed[f"{name}_scale_2"] = torch.tensor(0.01 + i / 1000)
+        values[name] = e2m1(packed[name]) * (scale.float() * whole).repeat_interleave(16, 1)
+    return packed, values
+
+
+EXPERTS: dict[str, tuple[Callable[[State], tuple[State, State]], dict[str, Any]]] = {
+    "fp8_e4m3_128x128": (fp8_of_experts, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "nvfp4_rows": (nvfp4_of_experts, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+}
+
+
+@pytest.mark.parametrize("format", EXPERTS)
+def test_expert_by_expert(format: str, tmp_path: Path) -> None:
+    """They are stacked in the order of the fused parameter, with their scales."""
+    pack, config = EXPERTS[format]
+    state, values = pack(saved("qwen3_moe", tmp_path, hidden_size=128))
+    save_packed(tmp_path, state, config)
+    with meta_parameters():
+        net = model("qwen3_moe", hidden_size=128)
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    found = dict(stacks(net))
+    assert len(found) == 4
+    for name, stack in found.items():
+        assert stack.format == format
+        layer, _, short = name.rpartition(".")
+        parts = ["gate_proj", "up_proj"] if short == "gate_up_proj" else [short]
+        rows = [
+            torch.cat([values[f"{layer}.{e}.{part}.weight"] for part in parts])
+            for e in range(stack.num_experts)
+        ]
+        assert torch.equal(stack.dequantize(torch.float32), torch.stack(rows)), name
+
+
+def test_experts_without_whole_tiles_are_refused(tmp_path: Path) -> None:
+    state, _ = fp8_of_experts(saved("olmoe", tmp_path, intermediate_size=96))
+    save_packed(tmp_path, state, EXPERTS["fp8_e4m3_128x128"][1])
+    with pytest.raises(exc.WrongCheckpoint, match="128x128, whose scale runs on from expert to"):
+        inductor_q.load_checkpoint(model("olmoe", intermediate_size=96), tmp_path, progress=False)
+
+
+def test_gpt_oss_trains_from_its_own_packing(tmp_path: Path) -> None:
+    """A step of LoRA on attention and on every expert: loss and gradients of the decoded model."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    state = saved("gpt_oss", tmp_path)
+    dense = model("gpt_oss")
+    for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
+        e, k, n = state.pop(name).shape
+        blocks = random(e, n, k // 32, 16, dtype=torch.uint8)
+        scales = 122 + random(e, n, k // 32, dtype=torch.uint8) % 3
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            dense.get_parameter(name).copy_(values)
+    save_packed(tmp_path, state, {"quant_method": "mxfp4"})
+    with meta_parameters():
+        net = model("gpt_oss")
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    losses, gradients = [], []
+    for each in (net, dense):
+        each.requires_grad_(False)
+        torch.manual_seed(2)
+        added = experts.add_lora(each, r=2)
+        for i, parameter in enumerate(added):
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+        out = each(tokens(), labels=tokens())
+        out.loss.backward()
+        losses.append(out.loss.detach())
+        gradients.append([p.grad for p in added])
+    assert all(isinstance(stack, ExpertStack) for _, stack in stacks(net))
+    assert relative_error(losses[0], losses[1]) < 1e-5
+    for got, expected in zip(*gradients, strict=True):
+        assert got is not None and expected is not None
+        assert got.any() and relative_error(got, expected) < 1e-4
