@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 4710,
-    "csrc": 2220,
+    "csrc": 2445,
     "docs": 940,
     "examples": 900,
     "inductor_q": 4560,
@@ -29,13 +29,13 @@ BUDGET = {
     "inductor_q/formats": 1600,
     "inductor_q/integrations": 730,
     "inductor_q/kbit": 830,
-    "inductor_q/kernels": 4875,
+    "inductor_q/kernels": 5100,
     "inductor_q/loading": 1280,
-    "inductor_q/ops": 1940,
+    "inductor_q/ops": 2130,
     "inductor_q/presets": 345,
     "lowerings": 480,
-    "passes": 4700,
-    "tests": 29360,
+    "passes": 5060,
+    "tests": 29700,
 }
 
 

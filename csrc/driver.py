@@ -21,6 +21,7 @@ from inductor_q.csrc import nvrtc
 _INVALID_CONTEXT, _INVALID_HANDLE = 201, 400
 _CAPTURE_RELAXED = 2
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 @functools.cache
@@ -109,11 +110,29 @@ def _allow_shared(handle: ctypes.c_void_p, device: int, count: int) -> None:
             _check("cuFuncSetAttribute", handle, which, count)
 
 
+class _Attribute(ctypes.Structure):
+    """A CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """A CUlaunchConfig."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7),  # of the grid, of a block, of its shared memory
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class Launch:
     """A kernel with its grid and arguments, of which `pointers` pointers come first and vary.
 
     grid: programs along x, or along x, y and z. numbers: int64, behind the pointers. shared: bytes
-    of dynamic shared memory.
+    of dynamic shared memory. early: the kernel may begin while the one before it in the stream runs
+    (from sm_90 on), and waits by itself before it reads what that one writes.
 
     Raises RuntimeError where the device has less shared memory than that.
     """
@@ -128,6 +147,7 @@ class Launch:
         pointers: int,
         numbers: Sequence[int],
         shared: int = 0,
+        early: bool = False,
     ) -> None:
         if isinstance(grid, int):
             grid = (grid, 1, 1)
@@ -141,6 +161,12 @@ class Launch:
         self._tail = (arguments, None)
         self._pack = struct.Struct(f"{pointers}Q").pack_into
         self._call = _cuda().cuLaunchKernel
+        self._config: _Config | None = None
+        if early and torch.cuda.get_device_capability(device) >= (9, 0):
+            self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+            self._attribute.value[0] = 1
+            sizes = (ctypes.c_uint * 7)(*grid, threads, 1, 1, shared)
+            self._config = _Config(sizes, None, ctypes.pointer(self._attribute), 1)
         self._lock = threading.Lock()  # the pointers are the launch's own
 
     def __call__(self, *pointers: int) -> None:
@@ -155,9 +181,16 @@ class Launch:
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
         with self._lock:
             self._pack(self._values, 0, *pointers)
-            code = self._call(*self._head, stream, *self._tail)
+            code = self._on(stream)
             if code in (_INVALID_CONTEXT, _INVALID_HANDLE):  # a thread new to CUDA
                 _check("cuCtxSetCurrent", _context(self._device))
-                code = self._call(*self._head, stream, *self._tail)
+                code = self._on(stream)
         if code:
             raise RuntimeError(f"cuLaunchKernel: {_error(code)}")
+
+    def _on(self, stream: ctypes.c_void_p) -> int:
+        if self._config is None:
+            return int(self._call(*self._head, stream, *self._tail))
+        self._config.stream = stream
+        config = ctypes.byref(self._config)
+        return int(_cuda().cuLaunchKernelEx(config, self._head[0], *self._tail))

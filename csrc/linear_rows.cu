@@ -1,14 +1,17 @@
-// Multiply a few rows with a packed weight of 16 codes, read once and never written as values:
-// out[m, n] = sum over k of x[m, k] * codebook[code[n, k]] * scale[n, k / block] (+ bias[n]).
+// Multiply a few rows with packed weights of 16 codes, read once and never written as values:
+// out[m, n] = sum over k of x[m, k] * codebook[code[n, k]] * scale[n, k / block] (+ bias[n])
+//             (+ sum over r of projected[m, r] * B[n, r]).
 //
-// A program takes 16 rows of the weight at a time (a tile), and of these 4096 columns (a stage). Stages
+// Up to four weights of one width share a launch. `project` computes what their adapters project x onto.
+//
+// A program takes 16 rows of a weight at a time (a tile), and of these 4096 columns (a stage). Stages
 // are copied into a ring in shared memory, several ahead. Of a stage each of the 16 warps has a run of 256
 // columns. A lane reads 8 bytes of a row, which are 16 neighbouring codes, and the four lanes of a quad
 // have the 64 of a chunk together. What a lane decodes is at once its part of the first operand of
 // mma.m16n8k16: a product sums over k, so any order of k serves as long as the rows of x, the second
 // operand, are read in the same one. The sums of 64 products are scaled in fp32. At the end of a tile the
 // warps' sums are added up in the order of the warps, so a result is the same every time and does not
-// depend on the other rows of x.
+// depend on the other rows of x. A tile's rows of B come with its last stage.
 //
 // Two codes, a byte, are decoded by one look-up in a table of 256 pairs of values. Each lane has a copy of
 // its own, in its own bank of shared memory, so that no two lanes wait for each other.
@@ -76,76 +79,178 @@ struct Nested {
   }
 };
 
+// Programmatic dependent launch: a kernel may begin while the one before it in the stream runs, and waits
+// for its results here. Nothing happens where a launch does not ask for it.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void launch_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+constexpr int kWeights = 4;  // at most, of a launch
+
+struct Weight {
+  const uint8* qweight;
+  const void* absmax;
+  const float *nested_codebook, *nested_absmax, *nested_offset;
+  const void *bias, *lora_b;
+  void* out;
+};
+
+// x and B are aligned to 16 bytes, and so are their rows; k is a multiple of 64. A block has 2^shift chunks.
 // `codes` are the 16 values as they are stored, four a word, and `factor` the bits of what fp32 products of
 // theirs are multiplied with: arguments, so that no tensor has to live as long as what is launched again.
-// x is aligned to 16 bytes, and so are its rows; k is a multiple of 64. A block has 2^shift chunks.
-template <class Type, class Scale, int kTiles, int kDepth>
-__global__ void __launch_bounds__(kThreads, 1)
-    linear(const typename Type::Raw* x, const uint8* qweight, const typename Scale::Raw* absmax,
-           const float* nested_codebook, const float* nested_absmax, const float* nested_offset,
-           const typename Type::Raw* bias, typename Type::Raw* out, int64 n, int64 k, int64 m, int64 stride,
-           int64 shift, int64 codes0, int64 codes1, int64 codes2, int64 codes3, int64 factor) {
+struct Arguments {
+  const void* x;
+  const float* projected;  // [m, columns], of which weight i reads rank[i] from first[i] on
+  Weight weights[kWeights];
+  int64 n[kWeights], end[kWeights];  // rows, and tiles up to the last of each; those that are missing have none
+  int64 first[kWeights], rank[kWeights], columns, wide, room;  // B is fp32 where `wide`; `room`: bytes of its longest row
+  int64 k, m, shift, codes[4], factor;
+};
+
+// Tiles of a program in its order. Of `paired` weights it takes the same tile of both, one after the other.
+template <bool kPaired>
+struct Walk {
+  int tile = blockIdx.x, weight = 0;
+
+  __device__ void settle(const Arguments& a) {
+    if (!kPaired)
+      while (weight < kWeights - 1 && tile >= a.end[weight]) ++weight;
+  }
+  __device__ void next(const Arguments& a) {
+    if (kPaired) weight ^= 1;
+    if (!kPaired || weight == 0) tile += gridDim.x;
+    settle(a);
+  }
+  // The first row of the tile in its weight.
+  __device__ int row(const Arguments& a) const {
+    return kTile * (kPaired || weight == 0 ? tile : tile - static_cast<int>(a.end[weight - 1]));
+  }
+};
+
+__device__ inline float dot(const float4& a, float b0, float b1, float b2, float b3, float sum) {
+  sum = __fmaf_rn(a.x, b0, sum), sum = __fmaf_rn(a.y, b1, sum);
+  return __fmaf_rn(a.w, b3, __fmaf_rn(a.z, b2, sum));
+}
+
+// The products of a row of B, in shared memory, with what x was projected onto.
+template <class Type>
+__device__ float adapter(const char* b, const float* projected, int rank, bool wide) {
+  float sum = 0;
+  const float4* const from = reinterpret_cast<const float4*>(projected);
+  if (wide) {
+    for (int r = 0; r < rank / 4; ++r) {
+      const float4 values = reinterpret_cast<const float4*>(b)[r];
+      sum = dot(from[r], values.x, values.y, values.z, values.w, sum);
+    }
+  } else {
+    for (int r = 0; r < rank / 8; ++r) {
+      const uint4 words = reinterpret_cast<const uint4*>(b)[r];
+      const auto low = [](uint32 word) { return Type::decode(static_cast<uint16>(word)); };
+      const auto high = [](uint32 word) { return Type::decode(static_cast<uint16>(word >> 16)); };
+      sum = dot(from[2 * r], low(words.x), high(words.x), low(words.y), high(words.y), sum);
+      sum = dot(from[2 * r + 1], low(words.z), high(words.z), low(words.w), high(words.w), sum);
+    }
+  }
+  return sum;
+}
+
+// Where `kGated`, there are two weights of one shape, and out is silu(first) * second.
+template <class Type, class Scale, int kTiles, int kDepth, bool kGated>
+__global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
   constexpr int kColumns = kTokens * kTiles;
   extern __shared__ char shared[];
   char* const ring = shared + kTable;                                               // [kDepth][kTile][kPitch]
   float* const scales = reinterpret_cast<float*>(ring + kDepth * kTile * kPitch);   // [2][kTile][kScales]
-  float* const scale_table = scales + 2 * kTile * kScales;                          // [256]
-  float* const sums = scale_table + 256;                                            // [kWarps][kTile][kColumns]
+  float* const scale_tables = scales + 2 * kTile * kScales;                         // [kWeights][256]
+  float* const offsets = scale_tables + kWeights * 256;                             // [kWeights]
+  float* const sums = offsets + kWeights;                                           // [kWarps][kTile][kColumns]
+  char* const lora = reinterpret_cast<char*>(sums + kWarps * kTile * kColumns);     // [kDepth][kTile][room]
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, member = lane & 3;
-  const int chunks = static_cast<int>(k / kChunk), parts = (chunks + kChunks - 1) / kChunks;
-  const int tiles = static_cast<int>((n + kTile - 1) / kTile);
+  const int m = static_cast<int>(a.m), chunks = static_cast<int>(a.k / kChunk), parts = (chunks + kChunks - 1) / kChunks;
+  const int tiles = static_cast<int>(a.end[kGated ? 0 : kWeights - 1]);
   const int mine = tiles > blockIdx.x ? (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
-  const int stages = mine * parts;
+  const int stages = mine * parts * (kGated ? 2 : 1);
 
   // A thread copies 16 bytes of every fourth row. Every stage has the same number of copies in flight
   // behind it, empty ones at the end.
   constexpr int kPieces = kBytes / 16, kApart = kThreads / kPieces;
-  const int64 row_bytes = k / 2;
+  const int64 row_bytes = a.k / 2;
   const int at = threadIdx.x % kPieces * 16, top = threadIdx.x / kPieces;
-  const uint8* source = qweight + (static_cast<int64>(blockIdx.x) * kTile + top) * row_bytes + at;
-  const int64 next_tile = static_cast<int64>(gridDim.x) * kTile * row_bytes - static_cast<int64>(parts) * kBytes;
   const uint32 target = static_cast<uint32>(__cvta_generic_to_shared(ring)) + top * kPitch + at;
-  int copied = 0, copy_part = 0, left = static_cast<int>(n) - blockIdx.x * kTile - top;
-  uint32 slot = 0;
+  const int room = static_cast<int>(a.room) * kTile;
+  Walk<kGated> copying;
+  copying.settle(a);
+  const uint8* source;
+  int copied = 0, copy_part = 0, slot = 0, left;
+  const auto copy_from = [&] {
+    const int row = copying.row(a) + top;
+    source = a.weights[copying.weight].qweight + row * row_bytes + at;
+    left = static_cast<int>(a.n[copying.weight]) - row;
+  };
+  copy_from();
   const auto copy = [&] {
     if (copied < stages) {
       const int bytes = copy_part * kBytes + at < row_bytes ? 16 : 0;
 #pragma unroll
       for (int i = 0; i < kTile / kApart; ++i)
-        copy16(target + slot + i * kApart * kPitch, source + i * kApart * row_bytes, i * kApart < left ? bytes : 0);
+        copy16(target + slot * (kTile * kPitch) + i * kApart * kPitch, source + i * kApart * row_bytes,
+               i * kApart < left ? bytes : 0);
       source += kBytes;
-      if (++copy_part == parts) copy_part = 0, source += next_tile, left -= gridDim.x * kTile;
+      if (++copy_part == parts) {
+        const int row = copying.row(a), rank = static_cast<int>(a.rank[copying.weight]);
+        if (rank > 0) {
+          const int length = rank * (a.wide ? 4 : 2), there = min(kTile, static_cast<int>(a.n[copying.weight]) - row) * length;
+          const char* const b = static_cast<const char*>(a.weights[copying.weight].lora_b) + static_cast<int64>(row) * length;
+          const uint32 to = static_cast<uint32>(__cvta_generic_to_shared(lora)) + slot * room;
+          for (int i = threadIdx.x * 16; i < there; i += kThreads * 16) copy16(to + i, b + i, 16);
+        }
+        copy_part = 0;
+        copying.next(a);
+        copy_from();
+      }
     }
     ++copied;
-    slot = slot == (kDepth - 1) * kTile * kPitch ? 0 : slot + kTile * kPitch;
+    slot = slot == kDepth - 1 ? 0 : slot + 1;
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
   for (int i = 0; i < kDepth - 1; ++i) copy();
 
   // A warp decodes the scales of one row of a stage, a lane two of them, one stage ahead.
   Scale ahead;
-  int scale_part = 0, feature = blockIdx.x * kTile + warp;
-  uint32 block = static_cast<uint32>(feature) * chunks + 2 * lane;  // in chunks
+  Walk<kGated> scaling;
+  scaling.settle(a);
+  int scale_part = 0, of = 0;
   bool inside[2];
   const auto load_scales = [&] {
+    of = scaling.weight;
+    const Weight& weight = a.weights[of];
+    const int feature = scaling.row(a) + warp;
+    const int chunk = scale_part * kChunks + 2 * lane;
+    const uint32 block = static_cast<uint32>(feature) * chunks + chunk;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      inside[i] = feature < n && scale_part * kChunks + 2 * lane + i < chunks;
-      if (inside[i]) ahead.load(i, absmax, nested_absmax, (block + i) >> shift);
+      inside[i] = feature < a.n[of] && chunk + i < chunks;
+      if (inside[i])
+        ahead.load(i, static_cast<const typename Scale::Raw*>(weight.absmax), weight.nested_absmax, (block + i) >> a.shift);
     }
-    block += kChunks;
-    if (++scale_part == parts)
-      scale_part = 0, feature += gridDim.x * kTile, block += gridDim.x * kTile * chunks - parts * kChunks;
+    if (++scale_part == parts) scale_part = 0, scaling.next(a);
   };
-  load_scales();
+  if (stages > 0) load_scales();
 
   // The copies of an entry are 128 bytes; a thread begins with another part of them than its neighbour.
   {
     const int entry = threadIdx.x / 2;
     const auto value = [&](int code) {
-      const int64 four = code < 8 ? (code < 4 ? codes0 : codes1) : (code < 12 ? codes2 : codes3);
-      return static_cast<uint32>(four >> 16 * (code & 3)) & 0xffffu;
+      return static_cast<uint32>(a.codes[code >> 2] >> 16 * (code & 3)) & 0xffffu;
     };
     const uint32 pair = value(entry >> 4) | value(entry & 15) << 16;
 #pragma unroll
@@ -153,18 +258,26 @@ __global__ void __launch_bounds__(kThreads, 1)
       *reinterpret_cast<uint4*>(shared + entry * kEntry + ((2 * i + threadIdx.x) & 7) * 16) =
           make_uint4(pair, pair, pair, pair);
   }
-  if (nested_codebook != nullptr && threadIdx.x < 256) scale_table[threadIdx.x] = nested_codebook[threadIdx.x];
-  const float offset = nested_offset != nullptr ? *nested_offset : 0.0f, stretch = __uint_as_float(static_cast<uint32>(factor));
+  for (int i = 0; i < kWeights; ++i) {
+    const Weight& weight = a.weights[i];
+    if (weight.nested_codebook != nullptr && threadIdx.x < 256)
+      scale_tables[i * 256 + threadIdx.x] = weight.nested_codebook[threadIdx.x];
+    if (weight.nested_offset != nullptr && threadIdx.x == 256) offsets[i] = *weight.nested_offset;
+  }
+  const float stretch = __uint_as_float(static_cast<uint32>(a.factor));
   __syncthreads();
   const auto store_scales = [&](int stage) {
     float* const to = scales + ((stage & 1) * kTile + warp) * kScales + 2 * lane;
     float decoded[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) decoded[i] = inside[i] ? ahead.decode(i, scale_table, offset) : 0.0f;
+    for (int i = 0; i < 2; ++i)
+      decoded[i] = inside[i] ? ahead.decode(i, scale_tables + of * 256, offsets[of]) : 0.0f;
     *reinterpret_cast<float2*>(to) = make_float2(decoded[0], decoded[1]);
   };
-  store_scales(0);
-  load_scales();
+  if (stages > 0) {
+    store_scales(0);
+    load_scales();
+  }
 
   // The address of an entry is its byte behind the lane's own, so one instruction makes it.
   const uint32 own = lane * 4;
@@ -173,16 +286,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   constexpr bool kHeld = kTiles <= kMostHeld;
   uint4 held[kHeld ? kRun : 1][kTiles][2];
+  const auto* const x = static_cast<const typename Type::Raw*>(a.x);
   const auto tokens_of = [&](int chunk, int t, uint4 (&tokens)[2]) {
     const int token = t * kTokens + quad;
     tokens[0] = tokens[1] = make_uint4(0, 0, 0, 0);
     if (token < m && chunk < chunks) {
-      const uint4* source = reinterpret_cast<const uint4*>(x + token * stride + chunk * kChunk + 16 * member);
+      const uint4* source = reinterpret_cast<const uint4*>(x + token * a.k + chunk * kChunk + 16 * member);
       tokens[0] = __ldg(source), tokens[1] = __ldg(source + 1);
     }
   };
 
-  int tile = blockIdx.x, part = 0, held_part = -1;
+  Walk<kGated> walk;
+  walk.settle(a);
+  int part = 0, held_part = -1, from_slot = 0;
+  wait_for_previous();  // only weights were read so far
+  float gate = 0;
   float total[kTiles][4] = {};
   for (int stage = 0; stage < stages; ++stage) {
     if (kHeld && held_part != part) {
@@ -198,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     store_scales(stage + 1);
     load_scales();
 
-    const char* const from = ring + stage % kDepth * (kTile * kPitch) + quad * kPitch + warp * (kRun * kChunk / 2) + 8 * member;
+    const char* const from = ring + from_slot * (kTile * kPitch) + quad * kPitch + warp * (kRun * kChunk / 2) + 8 * member;
     const float* const scale = scales + ((stage & 1) * kTile + quad) * kScales + warp * kRun;
     const float4 low = *reinterpret_cast<const float4*>(scale), high = *reinterpret_cast<const float4*>(scale + 8 * kScales);
     const float factors[2][kRun] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
@@ -229,6 +347,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < 4; ++i) total[t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[t][i]);
       }
     }
+    const char* const b = lora + from_slot * room;
+    from_slot = from_slot == kDepth - 1 ? 0 : from_slot + 1;
     if (++part < parts) continue;
 
     float* const to = sums + warp * kTile * kColumns;
@@ -241,18 +361,91 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     __syncthreads();
     // What is added up here is written again behind the next stage's barrier.
-    for (int i = threadIdx.x; i < kTile * kColumns; i += kThreads) {
-      const int row = i % kTile, token = i / kTile;
-      const int64 feature = static_cast<int64>(tile) * kTile + row;
-      if (token < m && feature < n) {
-        float sum = 0;
+    static_assert(kTile * kColumns <= kThreads, "a thread has one result");
+    const Weight& weight = a.weights[walk.weight];
+    const int row = threadIdx.x % kTile, token = threadIdx.x / kTile, feature = walk.row(a) + row;
+    const int n = static_cast<int>(a.n[walk.weight]), rank = static_cast<int>(a.rank[walk.weight]);
+    if (token < m && feature < n) {
+      float sum = 0;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += sums[(w * kTile + row) * kColumns + token];
-        sum *= stretch;
-        if (bias != nullptr) sum += Type::decode(bias[feature]);
-        out[token * n + feature] = Type::encode(sum);
+      for (int w = 0; w < kWarps; ++w) sum += sums[(w * kTile + row) * kColumns + token];
+      sum *= stretch;
+      if (rank > 0)
+        sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[walk.weight], rank,
+                             a.wide);
+      using Raw = typename Type::Raw;
+      if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
+      if (kGated && walk.weight == 0) {
+        gate = sum / (1 + __expf(-sum));
+      } else {
+        if (kGated) sum *= gate;
+        static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
       }
     }
-    part = 0, tile += gridDim.x;
+    part = 0, walk.next(a);
+  }
+}
+
+// What the rows of x are projected onto by up to kWeights matrices A [rank, k], each times its factor: a
+// program computes one column of [m, columns] for kRows rows of x. The rows of A and x are aligned to 16 bytes.
+struct Projections {
+  const void *x, *a[kWeights];
+  float* out;
+  int64 end[kWeights], factors[kWeights], k, m, columns;  // columns up to the last of each, and the factors' bits
+};
+
+template <class Type>
+__device__ void unpack(float (&values)[8], const uint4& words) {
+  const uint32 all[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    values[2 * i] = Type::decode(static_cast<uint16>(all[i])), values[2 * i + 1] = Type::decode(static_cast<uint16>(all[i] >> 16));
+}
+
+template <class Type, bool kWide, int kRows>
+__global__ void __launch_bounds__(kThreads) project(const __grid_constant__ Projections p) {
+  launch_next();
+  __shared__ float sums[kWarps][kRows];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = blockIdx.x;
+  const int first = blockIdx.y * kRows, count = min(kRows, static_cast<int>(p.m) - first);
+  int which = 0;
+  while (which < kWeights - 1 && column >= p.end[which]) ++which;
+  const int64 row = column - (which > 0 ? p.end[which - 1] : 0);
+  const char* const a = static_cast<const char*>(p.a[which]) + row * p.k * (kWide ? 4 : 2);
+  const int vectors = static_cast<int>(p.k / 8);
+  const uint4* const x = static_cast<const uint4*>(p.x) + static_cast<int64>(first) * vectors;
+  float total[kRows] = {};
+  for (int i = threadIdx.x; i < vectors; i += kThreads) {
+    uint4 words[kRows];
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) words[t] = __ldg(x + (t < count ? t : 0) * vectors + i);
+    float weights[8];
+    if (kWide) {
+      const float4 low = __ldg(reinterpret_cast<const float4*>(a) + 2 * i);
+      const float4 high = __ldg(reinterpret_cast<const float4*>(a) + 2 * i + 1);
+      weights[0] = low.x, weights[1] = low.y, weights[2] = low.z, weights[3] = low.w;
+      weights[4] = high.x, weights[5] = high.y, weights[6] = high.z, weights[7] = high.w;
+    } else {
+      unpack<Type>(weights, __ldg(reinterpret_cast<const uint4*>(a) + i));
+    }
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) {
+      float values[8];
+      unpack<Type>(values, words[t]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) total[t] = __fmaf_rn(values[e], weights[e], total[t]);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < kRows; ++t) {
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) total[t] += __shfl_xor_sync(kWarp, total[t], apart);
+    if (lane == 0) sums[warp][t] = total[t];
+  }
+  __syncthreads();
+  if (threadIdx.x < count) {
+    float sum = 0;
+    for (int w = 0; w < kWarps; ++w) sum += sums[w][threadIdx.x];
+    p.out[(first + threadIdx.x) * p.columns + column] = sum * __uint_as_float(static_cast<uint32>(p.factors[which]));
   }
 }

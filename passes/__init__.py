@@ -3,7 +3,8 @@
 unwrap_weights reads the graph as Dynamo captured it, in which a weight in a tensor subclass is one
 input; so do causal_attention and chunk_loss, before AOTAutograd chooses attention's kernels and
 splits the loss into parts. canonicalize precedes the rest, which then know
-one form. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
+one form. fuse_rows takes layers of few rows with their adapters, of which fold_lora then finds
+none. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
 fold_lora precedes the stacking, since a scale or a cast between two products hides that they share
 an input. stack_adapters precedes extend_k, so that one projection serves all of a group's products.
 stack_gradients follows when extend_k has laid the gradients side by side. keep_checkpointed and
@@ -21,6 +22,7 @@ from inductor_q.passes.decode_again import DecodeAgain
 from inductor_q.passes.extend_k import ExtendK
 from inductor_q.passes.fold_lora import FoldLora
 from inductor_q.passes.fuse_dropout import FuseDropout
+from inductor_q.passes.fuse_rows import FuseRows
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
@@ -34,6 +36,7 @@ PIPELINE: tuple[Pass, ...] = (
     CausalAttention(),  # a causal mask written out -> is_causal, of keys that are not repeated
     ChunkLoss(),  # the loss of a product with the head, without having all logits at a time
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
+    FuseRows(),  # layers of few rows of one input, and their adapters: one launch
     FuseScatter2Scatter(),  # products with packed experts: one op that reads them packed
     FuseDropout(),  # adapters' masks are made in the kernels that use them
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour

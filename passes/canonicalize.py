@@ -107,7 +107,7 @@ def _for_few_rows(found: Linear, context: Context) -> str:
         return ""
     operands, fmt = [tensor(o) for o in found.weight.operands], get_format(found.weight.format)
     features, columns = found.weight.shape
-    call = LinearRows(x.reshape(count, columns), operands, fmt, (features, columns), None)
+    call = LinearRows(x.reshape(count, columns), [operands], fmt, [features], [None], [None])
     name = served_by("linear_rows", call)
     return "" if name == REFERENCE else name
 

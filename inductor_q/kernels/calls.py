@@ -295,22 +295,38 @@ class SoftmaxLoss(Call):
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter of a linear layer, which adds `scaling * (x @ a.t()) @ b.t()`."""
+
+    a: Tensor  # [r, K]
+    b: Tensor  # [N, r]
+    scaling: float
+
+
+@dataclass(frozen=True)
 class LinearRows(Call):
-    """One call as a kernel gets it: return `x @ weight.t() + bias`, contiguous, for a few rows."""
+    """One call as a kernel gets it: return `x @ weight.t()` of each weight with what is added, each
+    contiguous, for a few rows; where `gated`, `silu(first) * second` of two alone."""
 
     x: Tensor  # [M, K]
-    operands: Sequence[Tensor]
+    weights: Sequence[Sequence[Tensor]]  # operands of weights [N_i, K]
     fmt: QuantFormat
-    shape: tuple[int, int]  # [N, K]
-    bias: Tensor | None  # [N], in the dtype of x
+    features: Sequence[int]  # N_i
+    biases: Sequence[Tensor | None]  # [N_i], in the dtype of x
+    adapters: Sequence[Adapter | None]
+    gated: bool = False
 
     @property
     def device(self) -> torch.device:
         return self.x.device
 
-    def empty(self) -> Tensor | None:
-        rows, features = self.x.shape[0], self.shape[0]
-        return None if rows and features else self.x.new_empty((rows, features))
+    def outputs(self) -> list[Tensor]:
+        """Return memory for the results."""
+        features = self.features[:1] if self.gated else self.features
+        return [self.x.new_empty((self.x.shape[0], count)) for count in features]
+
+    def empty(self) -> list[Tensor] | None:
+        return None if self.x.shape[0] and sum(self.features) else self.outputs()
 
 
 @dataclass(frozen=True)

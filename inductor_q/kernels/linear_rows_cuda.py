@@ -1,14 +1,17 @@
 """Multiply a few rows with a packed weight on a GPU, with the CUDA kernel of csrc/linear_rows.cu.
 
-The weight is read once, as it is stored, and never written as values. Each byte's pair of codes is
+Weights are read once, as they are stored, and never written as values. Each byte's pair of codes is
 one look-up in a table of shared memory, and the products are those of tensor cores, so that 16 rows
-cost little more than one.
+cost little more than one. Several weights of one input share a launch. Their adapters take one more
+in front of it, which projects x, and their products in float32 are added before the one rounding.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ THREADS, TILE, CHUNK, TOKENS = 512, 16, 64, 8
 STRIPS = (1, 2, 4)
 MOST_ROWS = TOKENS * STRIPS[-1]
 OUTER = 256  # scales that share an outer one
+WEIGHTS = 4  # of one launch
+MOST_RANK = 256  # of an adapter
 DEPTH = 2  # stages in the ring: one is read while the next is copied
 
 
@@ -52,65 +57,149 @@ class Cuda(Provider[LinearRows]):
     def refuses(self, call: LinearRows) -> str:
         if refused := self.unknown(call.fmt):
             return refused
-        x, (features, columns) = call.x, call.shape
+        x, columns = call.x, call.x.shape[1]
         if x.device.type != "cuda":
             return f"the CUDA kernel runs on a GPU, not on {x.device}"
         if x.dtype not in (torch.bfloat16, torch.float16):
             return f"x is {x.dtype}, not of 16 bits"
         if x.shape[0] > MOST_ROWS:
             return f"{x.shape[0]} rows, more than {MOST_ROWS}"
-        if columns % CHUNK:
+        if columns % CHUNK or not columns:
             return f"{columns} columns, which are no multiple of {CHUNK}"
-        for name, operand in zip(call.fmt.operands, call.operands, strict=True):
-            if operand.dtype not in (torch.uint8, torch.float32):
-                return f"{name} is {operand.dtype}, not float32"
-            if not operand.is_contiguous():
-                return f"{name} is not contiguous"
-        bias = call.bias
-        if bias is not None and (bias.shape != (features,) or not bias.is_contiguous()):
-            return f"the bias is not {features} numbers in a row"
+        if len(call.weights) > WEIGHTS:
+            return f"{len(call.weights)} weights, more than {WEIGHTS}"
+        for operands, features, bias in zip(call.weights, call.features, call.biases, strict=True):
+            for name, operand in zip(call.fmt.operands, operands, strict=True):
+                if operand.dtype not in (torch.uint8, torch.float32):
+                    return f"{name} is {operand.dtype}, not float32"
+                if not operand.is_contiguous():
+                    return f"{name} is not contiguous"
+            if bias is not None and (bias.shape != (features,) or not bias.is_contiguous()):
+                return f"the bias is not {features} numbers in a row"
+        if refused := _refuses_adapters(call):
+            return refused
         properties: Any = torch.cuda.get_device_properties(x.device)  # annotations are partial
-        needed = shared_bytes(_strips(x.shape[0]))
+        needed = shared_bytes(_strips(x.shape[0]), _room(call))
         if properties.major < 8 or properties.shared_memory_per_block_optin < needed:
             arch = f"sm_{properties.major}{properties.minor}"
             return f"{arch} has less than {needed:,} bytes of shared memory for a block"
-        handle = _function(kernel_name(call), x.device.index)
-        return handle if isinstance(handle, str) else ""
+        kernels = [kernel_name(call)] + ([project_name(call)] if _room(call) else [])
+        handles = [_function(kernel, x.device.index) for kernel in kernels]
+        return next((handle for handle in handles if isinstance(handle, str)), "")
 
-    def run(self, call: LinearRows) -> Tensor:
-        x, (features, columns) = _aligned(call.x), call.shape
-        qweight, *scales = _operands(call)
-        qweight = _aligned(qweight)
-        out = x.new_empty((x.shape[0], features))
+    def run(self, call: LinearRows) -> list[Tensor]:
+        device, columns = call.x.device.index, call.x.shape[1]
+        call = replace(call, x=_aligned(call.x))
+        projected, first = _project(call) if _room(call) else (None, [0] * WEIGHTS)
+        outputs = call.outputs()
+        tiles = [-(-features // TILE) for features in call.features]
+        ends = [sum(tiles[: i + 1]) for i in range(WEIGHTS)]
+        ranks = [0 if adapter is None else adapter.b.shape[1] for adapter in call.adapters]
         scale = call.fmt.blockwise
         assert scale is not None
+        missing = [0] * (WEIGHTS - len(tiles))
         launch = _prepared(
             kernel_name(call),
-            x.device.index,
-            _programs(features, x.device.index),
+            device,
+            _programs(tiles[0] if call.gated else ends[-1], device),
+            2 + 8 * WEIGHTS,
             (
-                *(features, columns, x.shape[0], columns, (scale.block // CHUNK).bit_length() - 1),
-                *_codebook(call.fmt, x.dtype),
+                *(*call.features, *missing, *ends, *first, *ranks, *missing),
+                *(0 if projected is None else projected.shape[1], _wide(call), _room(call)),
+                *(columns, call.x.shape[0], (scale.block // CHUNK).bit_length() - 1),
+                *_codebook(call.fmt, call.x.dtype),
             ),
-            shared_bytes(_strips(x.shape[0])),
+            shared_bytes(_strips(call.x.shape[0]), _room(call)),
+            projected is not None,
         )
-        tensors = (x, qweight, *scales, call.bias, out)
+        tensors: list[Tensor | None] = [call.x, projected]
+        for i, operands in enumerate(call.weights):
+            adapter = call.adapters[i]
+            tensors += _in_order(call.fmt, operands)
+            tensors += [call.biases[i], None if adapter is None else _aligned(adapter.b)]
+            tensors += outputs[i : i + 1] or [None]
+        tensors += [None] * (2 + 8 * WEIGHTS - len(tensors))
+        if call.gated:  # both weights have one result
+            tensors[2 + 8 + 7] = outputs[0]
         launch(*(0 if t is None else t.data_ptr() for t in tensors))
-        return out
+        return outputs
+
+
+def _refuses_adapters(call: LinearRows) -> str:
+    adapters = [adapter for adapter in call.adapters if adapter is not None]
+    dtypes = {t.dtype for adapter in adapters for t in (adapter.a, adapter.b)}
+    if len(dtypes) > 1 or not dtypes <= {call.x.dtype, torch.float32}:
+        return f"the adapters are {sorted(map(str, dtypes))}, not all {call.x.dtype} or float32"
+    for adapter in adapters:
+        if not adapter.a.is_contiguous() or not adapter.b.is_contiguous():
+            return "an adapter is not contiguous"
+        rank = adapter.a.shape[0]
+        if not 0 < rank <= MOST_RANK or rank * adapter.b.element_size() % VECTOR_BYTES:
+            return f"an adapter's rank is {rank}: its rows are not some times {VECTOR_BYTES} bytes"
+    return ""
+
+
+def _wide(call: LinearRows) -> bool:
+    return any(a is not None and a.b.dtype is torch.float32 for a in call.adapters)
+
+
+def _room(call: LinearRows) -> int:
+    """Return the bytes of the longest row of the B of an adapter; 0 where there is none."""
+    return max(
+        (a.b.shape[1] * a.b.element_size() for a in call.adapters if a is not None), default=0
+    )
+
+
+def _project(call: LinearRows) -> tuple[Tensor, list[int]]:
+    """Launch the projections of x; return them and the first column of each weight's."""
+    rows, columns = call.x.shape
+    adapters = [adapter for adapter in call.adapters if adapter is not None]
+    ends = [sum(a.a.shape[0] for a in adapters[: i + 1]) for i in range(WEIGHTS)]
+    projected = call.x.new_empty((rows, ends[-1]), dtype=torch.float32)
+    launch = _prepared(
+        project_name(call),
+        call.x.device.index,
+        (ends[-1], -(-rows // _together(rows)), 1),
+        2 + WEIGHTS,
+        (
+            *(*ends, *(_bits(a.scaling) for a in adapters), *[0] * (WEIGHTS - len(adapters))),
+            *(columns, rows, ends[-1]),
+        ),
+        0,
+        False,
+    )
+    tensors = [call.x, *(_aligned(adapter.a) for adapter in adapters)]
+    pointers = [t.data_ptr() for t in tensors] + [0] * (WEIGHTS - len(adapters))
+    launch(*pointers, projected.data_ptr())
+    starts = iter([0, *ends])
+    first = [0 if adapter is None else next(starts) for adapter in call.adapters]
+    return projected, [*first, *[0] * (WEIGHTS - len(first))]
 
 
 def kernel_name(call: LinearRows) -> str:
     """Name the specialization of csrc/linear_rows.cu that serves a call."""
     scale = call.fmt.blockwise
     assert scale is not None
-    kind = "Plain" if scale.is_float else "Nested"
-    return f"linear<{TYPES[call.x.dtype]}, {kind}, {_strips(call.x.shape[0])}, {DEPTH}>"
+    kind, gated = "Plain" if scale.is_float else "Nested", str(call.gated).lower()
+    return f"linear<{TYPES[call.x.dtype]}, {kind}, {_strips(call.x.shape[0])}, {DEPTH}, {gated}>"
 
 
-def shared_bytes(strips: int) -> int:
-    """Add up what csrc/linear_rows.cu holds: table; ring; scales, twice; their table; sums."""
+def project_name(call: LinearRows) -> str:
+    wide, together = str(_wide(call)).lower(), _together(call.x.shape[0])
+    return f"project<{TYPES[call.x.dtype]}, {wide}, {together}>"
+
+
+def _together(rows: int) -> int:
+    """Return how many rows of x a program projects."""
+    return 1 if rows == 1 else TOKENS
+
+
+def shared_bytes(strips: int, room: int = 0) -> int:
+    """Add up what csrc/linear_rows.cu holds: table; ring; scales, twice; their tables and offsets;
+    sums; rows of B."""
     table, ring, scales = 256 * 256, DEPTH * TILE * (2048 + 32), 2 * TILE * (64 + 4) * 4
-    return table + ring + scales + 1024 + THREADS // 32 * TILE * TOKENS * strips * 4
+    sums = THREADS // 32 * TILE * TOKENS * strips * 4
+    return table + ring + scales + WEIGHTS * (1024 + 4) + sums + DEPTH * TILE * room
 
 
 def _strips(rows: int) -> int:
@@ -122,18 +211,17 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % VECTOR_BYTES else x
 
 
-def _operands(call: LinearRows) -> list[Any]:
-    """Put the weight's operands in the kernel's order: codes, scales, and what nests those."""
-    scale = call.fmt.blockwise
+def _in_order(fmt: QuantFormat, operands: Sequence[Tensor]) -> list[Tensor | None]:
+    """Put a weight's operands in the kernel's order: codes, scales, and what nests those."""
+    scale = fmt.blockwise
     assert scale is not None
-    by_name = dict(zip(call.fmt.operands, call.operands, strict=True))
+    by_name = dict(zip(fmt.operands, operands, strict=True))
     nested = [by_name[name] for name in scale.operands]
-    return [by_name["qweight"], *nested, *[None] * (4 - len(nested))]
+    return [_aligned(by_name["qweight"]), *nested, *[None] * (4 - len(nested))]
 
 
-def _programs(features: int, device: int) -> int:
+def _programs(tiles: int, device: int) -> int:
     """Return how many programs share the tiles: at most one for each multiprocessor."""
-    tiles: int = -(-features // TILE)
     return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -142,8 +230,13 @@ def _codebook(fmt: QuantFormat, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the kernel's last arguments: 16 values, four a word, and what undoes their stretch."""
     assert fmt.lut16 is not None
     values, stretch = nibbles.fit(fmt.lut16, dtype)
-    (factor,) = struct.unpack("<i", struct.pack("<f", 1 / stretch))
-    return (*values.view(torch.int64).tolist(), factor)
+    return (*values.view(torch.int64).tolist(), _bits(1 / stretch))
+
+
+def _bits(value: float) -> int:
+    """Return the bits of a float32 as an integer."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return int(bits)
 
 
 def _function(kernel: str, device: int) -> Any:
@@ -152,18 +245,25 @@ def _function(kernel: str, device: int) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(
-    kernel: str, device: int, programs: int, numbers: tuple[int, ...], shared: int
+    kernel: str,
+    device: int,
+    grid: int | tuple[int, int, int],
+    pointers: int,
+    numbers: tuple[int, ...],
+    shared: int,
+    early: bool,
 ) -> driver.Launch:
     handle = _function(kernel, device)
     assert not isinstance(handle, str), handle
     return driver.Launch(
         handle,
         device,
-        grid=programs,
+        grid=grid,
         threads=THREADS,
-        pointers=8,
+        pointers=pointers,
         numbers=numbers,
         shared=shared,
+        early=early,
     )
 
 

@@ -77,8 +77,8 @@ def compute(
     if has_few_rows(x):
         rows, features = x.reshape(-1, x.shape[-1]), shape[0]
         check_operands(operands, get_format(format), shape, x.dtype)
-        call = LinearRows(rows, operands, get_format(format), (features, shape[1]), bias)
-        result: Tensor = serve("linear_rows", call)
+        call = LinearRows(rows, [operands], get_format(format), [features], [bias], [None])
+        result: Tensor = serve("linear_rows", call)[0]
         return result.view(*x.shape[:-1], features)
     weight = torch.ops.qfuse.dequantize(operands, format, shape, x.dtype)
     return torch.nn.functional.linear(x, weight, bias).contiguous()

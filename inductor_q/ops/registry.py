@@ -11,6 +11,7 @@ from inductor_q.ops.extend import define_extend
 from inductor_q.ops.grouped_gram import define_grouped_gram
 from inductor_q.ops.linear import define_linear
 from inductor_q.ops.linear_cross_entropy import define_linear_cross_entropy
+from inductor_q.ops.linears import define_linears
 from inductor_q.ops.lora_linear import define_lora_linear
 from inductor_q.ops.quantize_kbit import define_quantize_kbit
 from inductor_q.ops.scatter2scatter import define_scatter2scatter
@@ -28,6 +29,7 @@ def define_ops() -> None:
         define_grouped_gram,
         define_linear,
         define_linear_cross_entropy,
+        define_linears,
         define_lora_linear,
         define_quantize_kbit,
         define_scatter2scatter,

@@ -48,10 +48,17 @@ SOURCES = {
     "linear_rows.cu": Source(
         tuple(arch for arch in ARCHS if arch != "sm_75"),
         [
-            f"linear<{dtype}, {scale}, {strips}, {linear_rows_cuda.DEPTH}>"
+            f"linear<{dtype}, {scale}, {strips}, {linear_rows_cuda.DEPTH}, {gated}>"
             for dtype in ("BFloat16", "Float16")
+            for gated in ("false", "true")
             for scale in ("Plain", "Nested")
             for strips in linear_rows_cuda.STRIPS
+        ]
+        + [
+            f"project<{dtype}, {wide}, {rows}>"
+            for dtype in ("BFloat16", "Float16")
+            for wide in ("false", "true")
+            for rows in (1, linear_rows_cuda.TOKENS)
         ],
     ),
     "scatter2scatter.cu": Source(

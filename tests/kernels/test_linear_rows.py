@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from inductor_q import ops, testing
+from inductor_q.exc import WrongShape
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import NF4
-from inductor_q.kernels import PROVIDERS, linear_rows_cuda, linear_rows_reference, nibbles
-from inductor_q.kernels.calls import LinearRows
+from inductor_q.kernels import linear_rows_cuda, linear_rows_reference, nibbles
+from inductor_q.kernels.calls import Adapter, LinearRows
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
+from inductor_q.ops.linears import linears
 from tests.support.compiling import compile_step, step
+from tests.support.few_rows import serve_rows
 from tests.support.quantized import sample
 
 NESTED = "nf4_b64_nested"
@@ -32,17 +37,40 @@ def made(
     *,
     device: str = "cpu",
     bias: bool = False,
-) -> tuple[LinearRows, Tensor]:
-    """Make a call, and its result in float64."""
-    operands, values = sample(fmt, shape)
+    ranks: Sequence[int] = (0,),
+    adapter: torch.dtype | None = None,
+    gated: bool = False,
+) -> tuple[LinearRows, list[Tensor]]:
+    """Make a call, and its results in float64: of a weight of `shape` for each of `ranks`, with an
+    adapter where that is not 0."""
     generator = torch.Generator().manual_seed(rows)
-    x = torch.randn(rows, shape[1], generator=generator).to(dtype)
-    added = torch.randn(shape[0], generator=generator).to(dtype) if bias else None
-    exact = x.double() @ values.double().t()
-    exact = exact + added.double() if added is not None else exact
-    there = [operand.to(device) for operand in operands]
-    added = None if added is None else added.to(device)
-    return LinearRows(x.to(device), there, fmt, shape, added), exact.to(device)
+
+    def random(*sizes: int, of: torch.dtype = dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*sizes, generator=generator) * scale).to(device, of)
+
+    x = random(rows, shape[1])
+    weights: list[list[Tensor]] = []
+    biases: list[Tensor | None] = []
+    adapters: list[Adapter | None] = []
+    exact: list[Tensor] = []
+    for i, rank in enumerate(ranks):
+        operands, values = sample(fmt, shape, seed=i)
+        weights.append([operand.to(device) for operand in operands])
+        biases.append(random(shape[0]) if bias else None)
+        result = x.double() @ values.double().to(device).t()
+        added = biases[-1]
+        result = result if added is None else result + added.double()
+        adapters.append(None)
+        if rank:
+            of = adapter or dtype
+            a = random(rank, shape[1], of=of, scale=shape[1] ** -0.5)
+            b = random(shape[0], rank, of=of, scale=0.1)
+            adapters[-1] = Adapter(a, b, 2.0)
+            result = result + 2.0 * (x.double() @ a.double().t()) @ b.double().t()
+        exact.append(result)
+    exact = [F.silu(exact[0]) * exact[1]] if gated else exact
+    features = [shape[0]] * len(ranks)
+    return LinearRows(x, weights, fmt, features, biases, adapters, gated), exact
 
 
 def error(out: Tensor, exact: Tensor) -> float:
@@ -57,10 +85,48 @@ def test_formats_that_the_kernel_serves() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 3, MOST_ROWS])
 def test_the_op_serves_any_number_of_rows(rows: int) -> None:
-    call, exact = made(FORMATS[NESTED], (40, 320), rows, torch.bfloat16, bias=True)
-    out = ops.linear(call.x, call.operands, NESTED, call.shape, call.bias)
+    call, [exact] = made(FORMATS[NESTED], (40, 320), rows, torch.bfloat16, bias=True)
+    out = ops.linear(call.x, call.weights[0], NESTED, (40, 320), call.biases[0])
     assert out.shape == (rows, 40) and out.is_contiguous()
     assert rows == 0 or error(out, exact) < 5e-3
+
+
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_op_of_several_layers(gated: bool, adapter: torch.dtype) -> None:
+    call, exact = made(
+        FORMATS[NESTED],
+        (40, 320),
+        6,
+        torch.bfloat16,
+        bias=True,
+        ranks=(8, 0),
+        adapter=adapter,
+        gated=gated,
+    )
+    found = several(call, call.x.view(2, 3, 320))
+    assert [tuple(y.shape) for y in found] == [(2, 3, 40)] * (1 if gated else 2)
+    for y, result in zip(found, exact, strict=True):
+        assert error(y.view(6, 40), result) < 8e-3
+    with pytest.raises(WrongShape, match="adapter 0"):
+        several(replace(call, adapters=[Adapter(exact[0], exact[0], 1.0), None]), call.x)
+    empty = several(call, call.x[:0])
+    assert [tuple(y.shape) for y in empty] == [(0, 40)] * len(found)
+
+
+def several(call: LinearRows, x: Tensor) -> list[Tensor]:
+    """Call `qfuse::linears` with the arguments of a call."""
+    return linears(
+        x,
+        [operand for operands in call.weights for operand in operands],
+        call.fmt.name,
+        call.features,
+        call.biases,
+        [None if adapter is None else adapter.a for adapter in call.adapters],
+        [None if adapter is None else adapter.b for adapter in call.adapters],
+        [1.0 if adapter is None else adapter.scaling for adapter in call.adapters],
+        call.gated,
+    )
 
 
 def test_a_layer_without_columns_gives_its_bias() -> None:
@@ -74,15 +140,19 @@ def test_a_layer_without_columns_gives_its_bias() -> None:
 def test_a_bias_that_the_kernel_cannot_read_is_left_to_torch() -> None:
     call, _ = made(FORMATS[NESTED], (40, 320), 2, torch.bfloat16, device="cuda")
     row = torch.randn(80, device="cuda").bfloat16()
-    assert not linear_rows_cuda.KERNEL.refuses(replace(call, bias=row[:40]))
+    assert not linear_rows_cuda.KERNEL.refuses(replace(call, biases=[row[:40]]))
     for bias in (row[::2], row[:1]):
-        assert "the bias is not 40" in linear_rows_cuda.KERNEL.refuses(replace(call, bias=bias))
+        assert "the bias is not 40" in linear_rows_cuda.KERNEL.refuses(replace(call, biases=[bias]))
 
 
 def test_what_the_kernel_refuses() -> None:
     kernel, fmt = linear_rows_cuda.KERNEL, FORMATS[NESTED]
     call, _ = made(fmt, (40, 320), 2, torch.bfloat16)
     assert "runs on a GPU" in kernel.refuses(call)
+    odd = [Adapter(torch.empty(4, 320).bfloat16(), torch.empty(40, 4).bfloat16(), 1.0)]
+    assert "rank is 4" in linear_rows_cuda._refuses_adapters(replace(call, adapters=odd))
+    mixed = [Adapter(torch.empty(8, 320), torch.empty(40, 8).bfloat16(), 1.0)]
+    assert "not all" in linear_rows_cuda._refuses_adapters(replace(call, adapters=mixed))
     assert "not one scale for each 64" in kernel.unknown(FORMATS["nf4_b32"])
     assert "not packed as nibbles" in kernel.unknown(FORMATS["kbit4_e4m4"])
     assert kernel.unknown(None)
@@ -113,21 +183,11 @@ def test_a_codebook_lies_on_the_cpu_whatever_device_is_the_default() -> None:
     assert values.device.type == "cpu" and values._base is None
 
 
-class Fake(linear_rows_reference.Reference):
-    """The reference, under the name of a kernel that reads packed weights."""
-
-    name = "packed"
-
-
-@pytest.fixture
-def a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = PROVIDERS["linear_rows"]
-    monkeypatch.setitem(PROVIDERS, "linear_rows", {**table, "cpu": (Fake(), *table["cpu"])})
-
-
-@pytest.mark.usefixtures("a_kernel")
 @pytest.mark.parametrize("rows", [1, 16, 17])
-def test_few_rows_of_inference_read_packed_weights(rows: int) -> None:
+def test_few_rows_of_inference_read_packed_weights(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_rows(monkeypatch)
     module = linear(bias=True)
     x = torch.randn(rows, module.in_features).bfloat16()
     with torch.no_grad():
@@ -149,15 +209,40 @@ def test_the_kernel_against_float64(fmt: QuantFormat, dtype: torch.dtype) -> Non
     for shape in SHAPES if fmt.name in (NESTED, "nf4_b64") else SHAPES[1:3]:
         for rows in (1, 7, 8, 9, 16, 25, MOST_ROWS):
             call, exact = made(fmt, shape, rows, dtype, device="cuda", bias=rows % 2 == 0)
-            assert not linear_rows_cuda.KERNEL.refuses(call)
-            out = linear_rows_cuda.KERNEL.run(call)
-            plain = linear_rows_reference.KERNEL.run(call)
-            # With few scales, which rounding is closer is luck.
-            assert error(out, exact) <= 1.25 * error(plain, exact), (shape, rows)
-            assert torch.equal(out, linear_rows_cuda.KERNEL.run(call))
-            if rows <= 8:
-                last = replace(call, x=call.x[-1:])
-                assert torch.equal(linear_rows_cuda.KERNEL.run(last)[0], out[-1])
+            check(call, exact)
+
+
+def check(call: LinearRows, exact: list[Tensor]) -> None:
+    kernel = linear_rows_cuda.KERNEL
+    assert not kernel.refuses(call)
+    found, plain, again = kernel.run(call), linear_rows_reference.KERNEL.run(call), kernel.run(call)
+    last = kernel.run(replace(call, x=call.x[-1:]))
+    for i, result in enumerate(exact):
+        # With few scales, which rounding is closer is luck.
+        assert error(found[i], result) <= 1.25 * error(plain[i], result), call.x.shape
+        assert torch.equal(found[i], again[i])
+        assert call.x.shape[0] > 8 or torch.equal(last[i][0], found[i][-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 9, MOST_ROWS])
+def test_weights_and_adapters_of_one_launch(rows: int, adapter: torch.dtype) -> None:
+    """Ranks of one input may differ, and a layer may have no adapter; a pair may be gated."""
+    for shape, ranks in (((40, 320), (8, 0, 64)), ((2100, 4160), (16, 16)), ((64, 11008), (0, 32))):
+        for gated in (False, True) if len(ranks) == 2 else (False,):
+            call, exact = made(
+                FORMATS[NESTED],
+                shape,
+                rows,
+                torch.bfloat16,
+                device="cuda",
+                ranks=ranks,
+                adapter=adapter,
+                gated=gated,
+                bias=rows == 3,
+            )
+            check(call, exact)
 
 
 @pytest.mark.gpu
