@@ -37,6 +37,29 @@ def test_a_launch_on_its_device_whichever_is_current(monkeypatch: pytest.MonkeyP
         launch(8, 9)
 
 
+def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and the attribute lie where the driver looks for them; older devices have neither."""
+    for major, words in ((8, 0), (9, 1)):
+        cuda = FakeDriver(monkeypatch, device=0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
+        launch = driver.Launch(
+            ctypes.c_void_p(1),
+            0,
+            grid=(5, 6, 7),
+            threads=32,
+            pointers=1,
+            numbers=(9,),
+            shared=64,
+            early=True,
+        )
+        launch(8)
+        assert cuda.launched == [(8, 9)]
+        assert len(cuda.configured) == words
+        for config in cuda.configured:
+            assert config[:7] == (5, 6, 7, 32, 1, 1, 64)
+            assert config[7:] == (6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 @pytest.mark.gpu
 def test_gpu_grid_and_shared_memory(tmp_path: Path) -> None:
     source = tmp_path / "where.cu"

@@ -70,6 +70,21 @@ def test_opcheck_linear(needs_grad: bool, bias: bool) -> None:
     opcheck(QFUSE.linear.default, (case.x, *case.w.operands, case.bias))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_opcheck_linears(gated: bool) -> None:
+    """It has no gradient: it is for inference."""
+    case = layer(bias=True)
+    operands, fmt, shape = case.w.operands
+    n, a, b = shape[0], case.a[0].detach(), case.b[0].detach()
+    bias = None if case.bias is None else case.bias.detach()
+    given = (case.x.detach(), [*operands, *operands], fmt, [n, n], [None, bias], [a, None])
+    opcheck(
+        QFUSE.linears.default,
+        (*given, [b, None], [2.0, 1.0], gated),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+    )
+
+
 @pytest.mark.parametrize("ranks", [(4,), (4, 2), ()], ids=str)
 @pytest.mark.parametrize("frozen", ["nothing", "x", "first A"])
 def test_opcheck_lora_linear(frozen: str, ranks: tuple[int, ...]) -> None:

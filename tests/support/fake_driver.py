@@ -16,12 +16,14 @@ from inductor_q.csrc import driver
 class FakeDriver:
     """Take the place of the driver and of torch's current device.
 
-    launched: pointers and numbers of each launch. current: the device that was current then. codes:
+    launched: pointers and numbers of each launch. configured: of those with attributes, the sizes
+    and the first attribute with its value. current: the device that was current then. codes:
     what the next launches return, the last of them for good.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int | None = None) -> None:
         self.launched: list[tuple[int, ...]] = []
+        self.configured: list[tuple[int, ...]] = []
         self.current: list[int | None] = []
         self.codes = [0]
         self.device = device
@@ -43,6 +45,13 @@ class FakeDriver:
         self.launched.append(tuple(place.contents.value for place in places))
         self.current.append(self.device)
         return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+
+    def cuLaunchKernelEx(self, config: Any, *given: Any) -> int:
+        words = ctypes.cast(config, ctypes.POINTER(ctypes.c_uint))
+        attributes = ctypes.cast(config, ctypes.POINTER(ctypes.c_void_p))[5]
+        attribute = ctypes.cast(attributes, ctypes.POINTER(ctypes.c_int))
+        self.configured.append((*words[:7], attribute[0], attribute[2]))
+        return self.cuLaunchKernel(*given)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *given: 0

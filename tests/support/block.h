@@ -1,0 +1,180 @@
+// A program of 512 threads on the CPU, enough of one for csrc/linear_rows.cu: fibers in step, which meet
+// at every barrier, shuffle and product of tensor cores. All threads have to come to each of them.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct Index {
+  unsigned x, y;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+inline Index threadIdx, blockIdx, gridDim;
+alignas(16) char shared[232448];
+
+namespace block {
+
+constexpr int kThreads = 512, kStack = 1 << 16;
+inline ucontext_t scheduler, threads[kThreads];
+inline bool running[kThreads];
+inline std::function<void()> kernel;
+
+inline void meet() { swapcontext(&threads[threadIdx.x], &scheduler); }
+
+inline void enter() {
+  kernel();
+  running[threadIdx.x] = false;  // and on to the scheduler, the context's successor
+}
+
+inline void run(unsigned columns, unsigned rows, std::function<void()> body) {
+  const std::unique_ptr<char[]> stacks(new char[kThreads * kStack]);
+  kernel = std::move(body);
+  gridDim = {columns, rows};
+  for (unsigned program = 0; program < columns * rows; ++program) {
+    blockIdx = {program % columns, program / columns};
+    std::memset(shared, 0x7f, sizeof shared);  // as fp32 3.4e38
+    for (int i = 0; i < kThreads; ++i) {
+      running[i] = true;
+      getcontext(&threads[i]);
+      threads[i].uc_stack.ss_sp = stacks.get() + i * kStack;
+      threads[i].uc_stack.ss_size = kStack;
+      threads[i].uc_link = &scheduler;
+      makecontext(&threads[i], enter, 0);
+    }
+    while (running[kThreads - 1])
+      for (unsigned i = 0; i < kThreads; ++i) {
+        threadIdx = {i, 0};
+        if (!running[i]) std::abort();  // returned before the others: out of step
+        swapcontext(&scheduler, &threads[i]);
+      }
+  }
+}
+
+// What every thread of the block gives, once all have.
+template <class T>
+const T* given(const T& value) {
+  static T values[2][kThreads];
+  static int turn[kThreads];
+  const int thread = threadIdx.x, now = turn[thread]++ & 1;
+  values[now][thread] = value;
+  meet();
+  return values[now];
+}
+
+// Copies to shared memory that are under way. They arrive when they are waited for, or at once: both are
+// what a GPU may do.
+inline bool at_once;
+struct Copy {
+  unsigned to;
+  const void* from;
+  int bytes;
+  void arrive() const {
+    std::memset(shared + to, 0, 16);
+    std::memcpy(shared + to, from, bytes);
+  }
+};
+inline std::vector<std::vector<Copy>> under_way[kThreads];
+inline std::vector<Copy> open[kThreads];
+
+inline void copy16(unsigned to, const void* from, int bytes) {
+  const Copy copy{to, from, bytes};
+  if (to % 16 || reinterpret_cast<size_t>(from) % 16) std::abort();
+  if (at_once)
+    copy.arrive();
+  else
+    open[threadIdx.x].push_back(copy);
+}
+inline void commit() { under_way[threadIdx.x].push_back(std::move(open[threadIdx.x])), open[threadIdx.x].clear(); }
+inline void wait(size_t most) {
+  auto& groups = under_way[threadIdx.x];
+  while (groups.size() > most) {
+    for (const Copy& copy : groups.front()) copy.arrive();
+    groups.erase(groups.begin());
+  }
+}
+
+// mma.m16n8k16 of bf16, in float64.
+inline float bf16(unsigned word, int high) {
+  const unsigned bits = high ? word & 0xffff0000u : word << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+struct Fragments {
+  unsigned a[4], b[2];
+};
+inline void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  const Fragments* all = given(Fragments{{a0, a1, a2, a3}, {b0, b1}}) + threadIdx.x / 32 * 32;
+  const int quad = threadIdx.x % 32 / 4, member = threadIdx.x % 4;
+  for (int i = 0; i < 4; ++i) {
+    double total = sum[i];
+    for (int k = 0; k < 16; ++k) {
+      const int place = k % 8 / 2, high = k % 2;
+      const unsigned a = all[quad * 4 + place].a[i / 2 + k / 8 * 2], b = all[(2 * member + i % 2) * 4 + place].b[k / 8];
+      total += static_cast<double>(bf16(a, high)) * bf16(b, high);
+    }
+    sum[i] = static_cast<float>(total);
+  }
+}
+
+}  // namespace block
+
+inline void __syncthreads() { block::meet(); }
+
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+  const unsigned source = threadIdx.x ^ mask;
+  return block::given(value)[source];
+}
+
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return out;
+}
+
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+template <class T>
+T __ldg(const T* p) {
+  if (reinterpret_cast<size_t>(p) % alignof(T)) std::abort();
+  return *p;
+}
+inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const char*>(p) - shared; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __expf(float x) { return std::exp(x); }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
