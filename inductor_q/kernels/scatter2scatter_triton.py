@@ -197,8 +197,8 @@ def expand_scales(out, offsets, {pointers}factor, rows, columns, groups,
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[None, :]
         mask = (row < rows) & (group < groups)
-        scale = scale_fn((expert * rows + row) * columns + group * GROUP, mask, {operands})
-        tl.store(out + (expert * groups + group) * rows + row, scale * factor, mask=mask)
+        found = scale_fn((expert * rows + row) * columns + group * GROUP, mask, {operands})
+        tl.store(out + (expert * groups + group) * rows + row, found * factor, mask=mask)
 """
 
 #: Per four bytes it looks up both byte planes of four nibbles' values, twice, and joins the bytes.

@@ -108,14 +108,26 @@ def test_compiles_and_takes_no_more_than_was_computed(
         assert re.search(r"mma\.sync|wgmma", result.asm["ptx"])
 
 
+def assert_scales_expand(name: str) -> None:
+    """Compile the kernel that writes the scales of a format in float32."""
+    kernel = scatter2scatter_triton._kernel(FORMATS[name], BF16)
+    pointers = {"out": "*fp32", "offsets": "*i32", "factor": "fp32"}
+    pointers |= dict.fromkeys(("absmax", "scale"), "*u8")
+    floats = ("nested_codebook", "nested_absmax", "nested_offset", "global_scale", "global_divisor")
+    pointers |= dict.fromkeys(floats, "*fp32")
+    compiled(kernel.expand_scales, {"GROUP": 16, "ROWS": 64, "GROUPS": 32}, pointers, arch=80)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4_rows", "nvfp4_divided_rows"])
+def test_scales_of_checkpoints_expand(name: str) -> None:
+    assert_scales_expand(name)
+
+
 @pytest.mark.parametrize("name", ["nf4_b64", "nf4_b64_nested"])
 def test_what_surrounds_the_product_compiles(name: str) -> None:
     from inductor_q.kernels import expert_rows_triton
 
-    kernel = scatter2scatter_triton._kernel(FORMATS[name], BF16)
-    pointers = {"out": "*fp32", "offsets": "*i32", "absmax": "*u8", "factor": "fp32"}
-    pointers |= dict.fromkeys(("nested_codebook", "nested_absmax", "nested_offset"), "*fp32")
-    compiled(kernel.expand_scales, {"GROUP": 64, "ROWS": 64, "GROUPS": 32}, pointers, arch=80)
+    assert_scales_expand(name)
     pointers = dict.fromkeys(("offsets", "tiles"), "*i32")
     for experts in (1, 128):
         sizes = {"HEIGHT": 128, "STEP": 16, "EXPERTS": experts}
