@@ -51,13 +51,6 @@ from inductor_q.passes.written_attention import Written, additive, fixed, read_w
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 QFUSE = torch.ops.qfuse
 
-#: On an H200 (torch 2.11), with gradients, values and gradients of two packed sequences agree with
-#: float64 at every length tried; without gradients some rows were zero at one length of four
-#: (tests/ops/test_attention.py), and why is not known.
-INFERENCE_BLOCKS = (
-    "without gradients, documents or a window keep their mask on a GPU: FlexAttention was wrong"
-)
-
 #: What torch._inductor.kernel.flex.flex_attention asks for.
 LEAST_FEATURES = 16
 
@@ -92,8 +85,6 @@ class CausalAttention:
             elif root.graph is not graph and known.shares:
                 reason = "the mask is made inside of a checkpoint"
                 yield Site(node, rejected=reason, by_choice=True)
-            elif known.in_blocks and _on_gpu(root) and not _value(node).requires_grad:
-                yield Site(node, rejected=INFERENCE_BLOCKS, by_choice=True)
             elif known.in_blocks:
                 yield _blocks(node, arguments, graphs, known, written)
             else:
@@ -397,10 +388,6 @@ def _root(mask: fx.Node, outside: dict[fx.Node, fx.Node]) -> fx.Node:
         if not all(map(same_size, _value(whole).shape, value.shape)):
             return mask
         mask = whole
-
-
-def _on_gpu(mask: fx.Node) -> bool:
-    return bool(_value(mask).device.type == "cuda")
 
 
 def _value(node: Any) -> Any:

@@ -261,6 +261,7 @@ def _flex(
         "OUTPUT_LOGSUMEXP": trains or sinks is not None,
         "OUTPUT_MAX": False,
     }
+    blocks = [_laid_out(table) for table in blocks]
     # Versions of torch differ in what lies between the tables and the function, which comes last.
     *block_mask, _ = BlockMask(
         seq_lengths=(length, length),
@@ -292,6 +293,18 @@ def _flex(
     # The operator gives the logarithm of the softmax's sum to the base 2. A sink is a term more.
     share = torch.sigmoid(by_two * math.log(2) - sinks.to(by_two.dtype)[:, None])
     return (attended * share.unsqueeze(-1)).to(attended.dtype)
+
+
+def _laid_out(table: Tensor) -> Tensor:
+    """A table with the strides by which FlexAttention's kernels find a sequence's.
+
+    They take them from the dimension of heads, which has size one: Inductor is free to give that
+    any stride, and does so in a graph without gradients, where no table is a result.
+    """
+    strides = [1]
+    for size in reversed(table.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return table.as_strided(table.shape, strides)
 
 
 def define_attention() -> None:

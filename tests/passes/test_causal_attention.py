@@ -17,7 +17,6 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
-from inductor_q.passes import causal_attention  # noqa: E402
 from tests.support.attention import GROUPED, batch, causal, plain_step, positions  # noqa: E402
 from tests.support.captured import CapturedStage  # noqa: E402
 from tests.support.compiling import no_codegen  # noqa: E402
@@ -284,26 +283,6 @@ def test_a_mask_is_kept_for_few_positions_only() -> None:
     kept = "positions, fewer than causal_attention.min_positions=20: the mask is kept"
     found = [site.rejected or site.provider for site in backend.sites]
     assert found == [f"14 {kept}", f"15 {kept}", VALID_FIRST]
-
-
-def test_a_gpu_keeps_masks_of_documents_where_nothing_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(causal_attention, "_on_gpu", lambda mask: True)
-    model, inputs = plain(sliding_window=None), batch("documents", 24)
-    kept = causal_attention.INFERENCE_BLOCKS
-    for has_gradients, trains, expected in (
-        (True, True, DOCUMENTS),
-        (False, True, kept),
-        (True, False, kept),
-    ):
-        torch.compiler.reset()
-        backend = CapturedStage(PASS, **ALWAYS)
-        model.requires_grad_(trains)
-        with torch.set_grad_enabled(has_gradients):
-            run: Any = torch.compile(model, backend=backend)
-            run(use_cache=False, **inputs)
-        assert {site.rejected or site.provider for site in backend.sites} == {expected}
 
 
 def test_packed_rows_of_a_dynamic_graph() -> None:
