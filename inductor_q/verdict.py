@@ -32,7 +32,7 @@ UNWRAP = "unwrap_weights"
 CAPTURED_PASSES = frozenset({"causal_attention", "chunk_loss"})
 
 # Passes whose sites say nothing about a layer's product.
-_OTHER_PASSES = CAPTURED_PASSES | {"keep_checkpointed", "decode_again"}
+_OTHER_PASSES = CAPTURED_PASSES | {"recompute_products", "keep_checkpointed", "decode_again"}
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
 

@@ -7,9 +7,9 @@ one form. fuse_rows takes layers of few rows with their adapters, of which fold_
 none. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
 fold_lora precedes the stacking, since a scale or a cast between two products hides that they share
 an input. stack_adapters precedes extend_k, so that one projection serves all of a group's products.
-stack_gradients follows when extend_k has laid the gradients side by side. keep_checkpointed and
-keep_packed run in the partitioner, on what is left, and decode_again on the backward graph that it
-makes.
+stack_gradients follows when extend_k has laid the gradients side by side. recompute_products,
+keep_checkpointed, which reads its marks, and keep_packed run in the partitioner, on what is left,
+and decode_again on the backward graph that it makes.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
@@ -26,6 +26,7 @@ from inductor_q.passes.fuse_rows import FuseRows
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
+from inductor_q.passes.recompute_products import RecomputeProducts
 from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
 from inductor_q.passes.stack_gradients import StackGradients
@@ -43,6 +44,7 @@ PIPELINE: tuple[Pass, ...] = (
     StackAdapters(),  # adapters that share an input: one projection
     ExtendK(),  # the adapter rides in the main product
     StackGradients(),  # gradients of A that share an input: one product
+    RecomputeProducts(),  # wide products of a checkpointed segment that torch 2.11 would keep
     KeepCheckpointed(),  # small parts of checkpointed segments are saved, not recomputed
     KeepPacked(),  # dequantized weights are recomputed, not saved
     DecodeAgain(),  # a decode for each wide product of backward

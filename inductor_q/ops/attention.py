@@ -261,7 +261,8 @@ def _flex(
         "OUTPUT_LOGSUMEXP": trains or sinks is not None,
         "OUTPUT_MAX": False,
     }
-    blocks = [_laid_out(table) for table in blocks]
+    query, key, value = (_LaidOut.apply(x) for x in (query, key, value))  # type: ignore[no-untyped-call]
+    blocks = [_contiguous_strides(table) for table in blocks]
     # Versions of torch differ in what lies between the tables and the function, which comes last.
     *block_mask, _ = BlockMask(
         seq_lengths=(length, length),
@@ -295,11 +296,34 @@ def _flex(
     return (attended * share.unsqueeze(-1)).to(attended.dtype)
 
 
-def _laid_out(table: Tensor) -> Tensor:
-    """A table with the strides by which FlexAttention's kernels find a sequence's.
+class _LaidOut(torch.autograd.Function):
+    """`x` laid out as in eager mode, and the features of a row side by side.
 
-    They take them from the dimension of heads, which has size one: Inductor is free to give that
-    any stride, and does so in a graph without gradients, where no table is a result.
+    Inductor chooses the layout of what it computes for FlexAttention's kernels, which take any: of
+    rotated queries and keys it put the heads side by side, and the kernels took four times as long
+    (H200, torch 2.11).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from torch._inductor.inductor_prims import force_stride_order
+
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        result: Tensor = force_stride_order(x, x.stride())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _contiguous_strides(table: Tensor) -> Tensor:
+    """A contiguous table with its strides written down.
+
+    The kernels take them from the dimension of heads, which has size one: Inductor is free to give
+    that any stride, and does so in a graph without gradients, where no table is a result. They then
+    read the second sequence's tables past the end (H200, torch 2.11).
     """
     strides = [1]
     for size in reversed(table.shape[1:]):

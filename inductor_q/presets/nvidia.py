@@ -57,6 +57,13 @@ SM_90 = replace(
             "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.29 at "
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
+        "recompute_products.max_kept": Entry(
+            value=6,
+            evidence="all products of a decoder layer of Qwen3-8B but one of gate_proj's and "
+            "up_proj's are kept: the whole step takes less time and memory than stock Inductor's, "
+            "which keeps them all (one H200, torch 2.11.0+cu130, 2026-11-22, "
+            "benchmarks/results/step_packed-h200.json)",
+        ),
     },
 )
 

@@ -153,9 +153,10 @@ def test_tables_are_no_views(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [100, 600])
-def test_strides_of_tables_are_written_down(length: int) -> None:
+def test_the_operator_gets_strides_that_are_written_down(length: int) -> None:
     """Without gradients no table is a result, so Inductor may choose the stride of the dimension of
-    heads, by which FlexAttention's kernels find the second sequence's tables."""
+    heads, by which FlexAttention's kernels find the second sequence's tables; and it may lay out
+    what it computes for them so that a row's features are far apart."""
 
     def compute(x: Tensor, positions: Tensor) -> Tensor:
         tables = attention.block_tables(positions, None, 2, length, None, CPU)
@@ -167,12 +168,16 @@ def test_strides_of_tables_are_written_down(length: int) -> None:
     (call,) = traced.graph.find_nodes(
         op="call_function", target=torch.ops.higher_order.flex_attention
     )
+    for operand in call.args[:3]:
+        assert isinstance(operand, torch.fx.Node)
+        assert operand.target is torch.ops.prims.inductor_force_stride_order.default
+        assert operand.args[1] == list(x.stride())
     tables = [arg for arg in call.args[4] if isinstance(arg, torch.fx.Node)]
     tables = [arg for arg in tables if arg.op != "get_attr"]
     assert len(tables) == 8
     for table in tables:
         assert table.target is torch.ops.aten.as_strided.default
-        assert tuple(table.args[2]) == torch.empty(table.meta["val"].shape).stride()
+        assert table.args[2] == list(torch.empty(table.meta["val"].shape).stride())
 
 
 @pytest.mark.parametrize("form", ["mask", "flex"])
