@@ -131,6 +131,7 @@ def new_report(resolved: Resolved, device: torch.device) -> Report:
     values = {
         **resolved.inductor,
         "qfuse.numerics": resolved.numerics,
+        "qfuse.compute": resolved.compute,
         "qfuse.memory": resolved.memory,
     }
     compile_id = CompileContext.current_compile_id()
@@ -141,6 +142,7 @@ def new_report(resolved: Resolved, device: torch.device) -> Report:
         torch=torch.__version__,
         device=str(device),
         numerics=resolved.numerics,
+        compute=resolved.compute,
         options={
             key: {"value": str(values.get(key, "")), "source": source}
             for key, source in resolved.sources.items()

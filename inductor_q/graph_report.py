@@ -33,6 +33,7 @@ class Report:
     torch: str = ""
     device: str = ""
     numerics: str = ""
+    compute: str = "bf16"
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     passes: list[PassRecord] = field(default_factory=list)
     sites: list[SiteRecord] = field(default_factory=list)
@@ -58,6 +59,12 @@ class Report:
     def bytes_saved(self) -> int:
         """The bytes of dequantized weights and of logits that stock would keep for backward."""
         return sum(site.bytes_saved * (1 + len(site.also)) for site in self.sites)
+
+    def in_eight_bits(self) -> tuple[int, int]:
+        """Return how many products with quantized weights are in eight bits, and of how many."""
+        sites = [site for site in self.sites if site.pass_name == "quantize_products"]
+        counts = [(not site.rejected, 1 + len(site.also)) for site in sites]
+        return sum(n for done, n in counts if done), sum(n for _, n in counts)
 
     def applied(self) -> dict[str, int]:
         """Return the number of sites that each pass rewrote, by pass."""
@@ -107,6 +114,9 @@ class Report:
                 sites.append(f"{name} {count}" + (f" (+{refused} rejected)" if refused else ""))
         if sites:
             parts.append(f"sites: {', '.join(sites)}")
+        some, products = self.in_eight_bits()
+        if products:
+            parts.append(f"{some} of {products} products with frozen weights in {self.compute}")
         if self.bytes_saved:
             parts.append(f"{self.bytes_saved / 2**20:.1f} MiB not saved for backward")
         if self.memory is not None:
@@ -116,7 +126,11 @@ class Report:
         return "qfuse: " + "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "bytes_saved": self.bytes_saved}
+        return {
+            **asdict(self),
+            "bytes_saved": self.bytes_saved,
+            "in_eight_bits": list(self.in_eight_bits()),
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -124,7 +138,7 @@ class Report:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
         """Make a report from the output of `to_dict`."""
-        known = {k: v for k, v in data.items() if k != "bytes_saved"}
+        known = {k: v for k, v in data.items() if k not in ("bytes_saved", "in_eight_bits")}
         known["passes"] = [PassRecord(**p) for p in known["passes"]]
         known["sites"] = [
             SiteRecord(**{**s, "shape": tuple(s["shape"]), "also": tuple(s.get("also", ()))})

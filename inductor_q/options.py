@@ -80,6 +80,7 @@ def resolve(
         passes=_passes(layers["qfuse.passes"], sources),
         numerics=numerics,
         loss=chosen("qfuse.loss", "auto"),
+        compute=chosen("qfuse.compute", "bf16"),
         memory=_memory(chosen("qfuse.memory", None), device, _variable(sources, "qfuse.memory")),
         kernels=_kernels(layers["qfuse.kernels"], sources),
         report=chosen("qfuse.report", None),

@@ -21,7 +21,7 @@ from inductor_q.exc import (
     UnknownProvider,
 )
 from inductor_q.presets import FrozenMap
-from inductor_q.resolved import Loss, Numerics
+from inductor_q.resolved import Compute, Loss, Numerics
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -198,6 +198,13 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
             'time, "whole" as written, "auto" in chunks on a GPU, where there would be several',
             _parse_one_of(*get_args(Loss)),
             "QFUSE_LOSS",
+        ),
+        "qfuse.compute": Option(
+            "how products with quantized weights are computed, forward and for the gradient of "
+            'the input: "bf16" as written; "fp8" or "int8" in eight bits, with a scale for each '
+            "token and each out-feature, which is faster and has an error of some percent",
+            _parse_one_of(*get_args(Compute)),
+            "QFUSE_COMPUTE",
         ),
         "qfuse.memory": Option(
             'the memory that a training step may take on its device: "22GB", "20GiB", or a share '

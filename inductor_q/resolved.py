@@ -12,6 +12,7 @@ from inductor_q.presets import Preset
 
 Numerics = Literal["strict", "default", "relaxed"]
 Loss = Literal["auto", "chunked", "whole"]
+Compute = Literal["bf16", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Resolved:
     passes: tuple[str, ...]  # enabled, in pipeline order
     numerics: Numerics
     loss: Loss
+    compute: Compute  # of products with frozen weights
     memory: int | None  # the budget in bytes
     kernels: Mapping[str, str]  # op -> provider; "auto" where absent
     report: str | None
@@ -54,6 +56,7 @@ class Resolved:
             "passes": self.passes,
             "numerics": self.numerics,
             "loss": self.loss,
+            "compute": self.compute,
             "memory": self.memory,
             "kernels": self.kernels,
             "strict": self.strict,

@@ -11,10 +11,11 @@ def register() -> None:
 
     Only our namespace is touched: `backend="inductor"` lowers everything else as before.
     """
-    from inductor_q.lowerings import dequantize, direct_call, extend
+    from inductor_q.lowerings import dequantize, direct_call, extend, requantize
     from inductor_q.ops.registry import define_ops
 
     define_ops()
     dequantize.register()
     direct_call.register()
     extend.register()
+    requantize.register()

@@ -12,6 +12,7 @@ from inductor_q.kernels.calls import (
     DropoutGrad,
     DropoutProject,
     GroupedGram,
+    Requantize,
     TileMap,
     unchecked,
 )
@@ -25,6 +26,20 @@ def qfuse_dequantize(
 ) -> None:
     """Write a weight's values into `out`, a matrix or a slice of a wider one."""
     write(operands, FORMATS[format], out, provider)
+
+
+def qfuse_requantize(
+    operands: Sequence[Tensor],
+    scale: Tensor,
+    format: str,
+    transposed: bool,
+    provider: str,
+    *,
+    out: Tensor,
+) -> None:
+    """Write a weight in eight bits into `out`."""
+    call = Requantize(operands, FORMATS[format], scale, out, transposed)
+    serve("requantize", call, provider)
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:

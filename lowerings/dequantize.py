@@ -50,19 +50,24 @@ def pointwise(
     operands: Sequence[Any], fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
 ) -> ir.TensorBox:
     """Express the decode as loop IR."""
-    loaders = {
-        name: _flat(_units(operand, fmt) if name == "qweight" else operand).make_loader()
-        for name, operand in zip(fmt.operands, operands, strict=True)
-    }
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     device = operands[0].get_device()
-    loops = Loops(loaders, device.type, shape[-1] if shape else 1)
+    loops = loops_over(operands, fmt, shape[-1] if shape else 1)
 
     def inner(index: Sequence[sympy.Expr]) -> Any:
         i = sum((x * s for x, s in zip(index, strides, strict=True)), sympy.S.Zero)
         return ops.to_dtype(fmt.decode(loops, i), dtype)
 
     return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(shape))
+
+
+def loops_over(operands: Sequence[Any], fmt: QuantFormat, columns: Any) -> Loops:
+    """Make the interpreter of a decode that loads these operands."""
+    loaders = {
+        name: _flat(_units(operand, fmt) if name == "qweight" else operand).make_loader()
+        for name, operand in zip(fmt.operands, operands, strict=True)
+    }
+    return Loops(loaders, operands[0].get_device().type, columns)
 
 
 def _units(x: Any, fmt: QuantFormat) -> Any:

@@ -7,6 +7,8 @@ one form. fuse_rows takes layers of few rows with their adapters, of which fold_
 none. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
 fold_lora precedes the stacking, since a scale or a cast between two products hides that they share
 an input. stack_adapters precedes extend_k, so that one projection serves all of a group's products.
+quantize_products stands between them: products in eight bits are none that an adapter of 16 bits
+can ride in, so extend_k finds those that were refused there.
 stack_gradients follows when extend_k has laid the gradients side by side. recompute_products,
 keep_checkpointed, which reads its marks, and keep_packed run in the partitioner, on what is left,
 and decode_again on the backward graph that it makes.
@@ -26,6 +28,7 @@ from inductor_q.passes.fuse_rows import FuseRows
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
+from inductor_q.passes.quantize_products import QuantizeProducts
 from inductor_q.passes.recompute_products import RecomputeProducts
 from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
@@ -42,6 +45,7 @@ PIPELINE: tuple[Pass, ...] = (
     FuseDropout(),  # adapters' masks are made in the kernels that use them
     FoldLora(),  # no clone, no [M, N] scaling, no float32 detour
     StackAdapters(),  # adapters that share an input: one projection
+    QuantizeProducts(),  # products with frozen weights in eight bits, where asked for
     ExtendK(),  # the adapter rides in the main product
     StackGradients(),  # gradients of A that share an input: one product
     RecomputeProducts(),  # wide products of a checkpointed segment that torch 2.11 would keep

@@ -5,12 +5,14 @@ Passes insert where it reads naturally; the runner restores a topological order 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
@@ -83,6 +85,26 @@ def emit(
         if key in like.meta:
             node.meta[key] = like.meta[key]
     return node
+
+
+def inline(
+    graph: fx.Graph, function: Callable[..., Any], args: Sequence[fx.Node | None], like: fx.Node
+) -> list[fx.Node]:
+    """Emit the operators that a torch function of tensors consists of; return its results."""
+    values = [None if a is None else tensor(a) for a in args]
+    with V.fake_mode:
+        traced = make_fx(function, select_decomp_table())(*values)
+    given = iter(args)
+    env: dict[fx.Node, Any] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "output":
+            return [env[result] for result in node.all_input_nodes]
+        else:
+            found = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = emit(graph, node.target, found[0], like, **found[1])
+    raise AssertionError("a graph has an output")
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:

@@ -94,7 +94,9 @@ class KeepPacked:
 def _operands(graph: fx.Graph) -> set[fx.Node]:
     """Find the inputs of dequantizations: in a nested compile region, where torch names no static
     input, they alone are known to be packed weights."""
-    calls = graph.find_nodes(op="call_function", target=torch.ops.qfuse.dequantize.default)
+    ops = torch.ops.qfuse
+    decodes = (ops.dequantize.default, ops.row_amax.default, ops.requantize.default)
+    calls = [call for op in decodes for call in graph.find_nodes(op="call_function", target=op)]
     return {a for call in calls for a in call.all_input_nodes if a.op == "placeholder"}
 
 

@@ -65,6 +65,8 @@ def test_numerics(numerics: str) -> None:
     ("name", "value", "expected"),
     [
         ("qfuse.numerics", "fast", "one of 'strict', 'default', 'relaxed'"),
+        ("qfuse.compute", "fp16", "one of 'bf16', 'fp8', 'int8'"),
+        ("qfuse.compute", True, "one of 'bf16', 'fp8', 'int8'"),
         ("qfuse.preset", 90, "the name of a preset"),
         ("qfuse.report", 3, "a path"),
         ("qfuse.strict", 1, "True or False"),

@@ -98,6 +98,12 @@ class QuantFormat:
         return values if one_scale and values is not None and len(values) == 16 else None
 
     @property
+    def largest(self) -> float:
+        """Return the largest magnitude that a code has before its one scale; 0 if none is known."""
+        values = self.codec.values if len(self.shared) == 1 else None
+        return max(map(abs, values)) if values else 0.0
+
+    @property
     def table(self) -> Operand | None:
         """Return the operand that holds the values of codes, if one scale is all else; or None."""
         return self.codec.table if len(self.shared) == 1 else None

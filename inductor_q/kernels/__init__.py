@@ -17,6 +17,8 @@ from inductor_q.kernels import (
     quantize_kbit_cuda,
     quantize_kbit_reference,
     quantize_kbit_triton,
+    requantize_reference,
+    requantize_triton,
     scatter2scatter_cuda,
     scatter2scatter_dequantize,
     scatter2scatter_grouped_mm,
@@ -33,6 +35,10 @@ from inductor_q.kernels.provider import Late, Provider, Table
 #: Providers by op and device type. A device type that is not listed has the reference.
 PROVIDERS: dict[str, Table] = {
     "dequantize": DEQUANTIZE,
+    "requantize": {
+        "cpu": (requantize_reference.KERNEL,),
+        "cuda": (requantize_triton.KERNEL, requantize_reference.KERNEL),
+    },
     "quantize_kbit": {
         "cpu": (quantize_kbit_reference.KERNEL,),
         "cuda": (
@@ -89,7 +95,11 @@ PROVIDERS: dict[str, Table] = {
 LATE: Mapping[str, Late] = {"scatter2scatter": {"triton": scatter2scatter_triton.is_slow}}
 
 #: Ops whose provider a compile chooses (`qfuse.kernels`), and names that it has besides kernels'.
-CHOSEN: Mapping[str, tuple[str, ...]] = {"dequantize": (POINTWISE,), "scatter2scatter": ()}
+CHOSEN: Mapping[str, tuple[str, ...]] = {
+    "dequantize": (POINTWISE,),
+    "requantize": (POINTWISE,),
+    "scatter2scatter": (),
+}
 
 __all__ = ["CHOSEN", "LATE", "POINTWISE", "PROVIDERS", "Provider", "provider_names"]
 

@@ -330,6 +330,24 @@ class LinearRows(Call):
 
 
 @dataclass(frozen=True)
+class Requantize(Call):
+    """One call as a kernel gets it: write a weight's values over its rows' scales into `out`.
+
+    `out` is contiguous, in e4m3 or int8: [N, K], or [K, N] where `transposed`.
+    """
+
+    operands: Sequence[Tensor]
+    fmt: QuantFormat
+    scale: Tensor  # [N] in float32
+    out: Tensor
+    transposed: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.out.device
+
+
+@dataclass(frozen=True)
 class DropoutProject(Call):
     """One call as a kernel gets it: write the projections of `x` under dropout into `out`.
 

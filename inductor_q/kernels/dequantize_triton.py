@@ -97,15 +97,13 @@ class _Plan:
         rows, cols = out.shape
         numel, stride = out.numel(), out.stride(0) if rows > 1 else cols
         flat = stride == cols
-        codes = _codes(operands[0], fmt, out, flat, stride)
+        codes = codes_of_a_lane(operands[0], fmt, out, flat, stride)
         units = -(-numel // codes)
         if codes == 1:  # a program has as many elements as with words, on four times the warps
             config = replace(config, block=8 * config.block, num_warps=4 * config.num_warps)
         kernel = _kernel(fmt, codes)
-        self._codebook = _codebook(fmt, out.device)
-        table = fmt.operands.index(kernel.table) if kernel.table else len(fmt.operands)
-        others = [fmt.operands.index(name) for name in kernel.pointers]
-        self._order = (0, table, *others)  # of the operands and, behind them, the codebook
+        self._codebook = codebook_on(fmt, out.device)
+        self._order = kernel.order(fmt)
         self.launch = Repeated(
             kernel.function,
             (-(-units // config.block), 1, 1),
@@ -129,7 +127,7 @@ class _Plan:
         return [out, *[given[i] for i in self._order]]
 
 
-def _codes(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, stride: int) -> int:
+def codes_of_a_lane(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, stride: int) -> int:
     """Return how many elements a lane decodes; all of them share their scales."""
     cols = out.shape[1]
     codes = 1
@@ -152,19 +150,29 @@ def _fits_words(qweight: Tensor, out: Tensor, flat: bool, stride: int, codes: in
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class Kernel:
     """A printed kernel, its pointers behind the table, and the operand that is the table."""
 
     function: Any
     pointers: tuple[str, ...]
     table: str
 
+    def order(self, fmt: QuantFormat) -> tuple[int, ...]:
+        """Order the operands and, behind them, the codebook as the kernel takes them."""
+        table = fmt.operands.index(self.table) if self.table else len(fmt.operands)
+        return (0, table, *(fmt.operands.index(name) for name in self.pointers))
+
 
 @functools.cache
-def _kernel(fmt: QuantFormat, codes: int) -> _Kernel:
+def _kernel(fmt: QuantFormat, codes: int) -> Kernel:
     """Print and compile the kernel of `fmt` for `codes` codes in a lane."""
-    printed = _by_element(fmt) if codes == 1 else _by_unit(fmt, codes)
-    source = printed.functions + _KERNEL.format(
+    return print_kernel("dequantize", _KERNEL, fmt, codes, _CAST)
+
+
+def print_kernel(name: str, template: str, fmt: QuantFormat, codes: int, cast: str) -> Kernel:
+    """Fill a template with the decode of `fmt`, whose values are followed by `cast`; compile it."""
+    printed = _by_element(fmt, cast) if codes == 1 else _by_unit(fmt, codes, cast)
+    source = printed.functions + template.format(
         pointers="".join(f"{name}, " for name in printed.pointers),
         codes=codes,
         unit=printed.unit,
@@ -172,8 +180,8 @@ def _kernel(fmt: QuantFormat, codes: int) -> _Kernel:
         values="\n".join(f"    {line}" for line in printed.values),
         joined=_join(list(range(codes))),
     )
-    function = compile_source(f"<qfuse {fmt.name} x{codes}>", source, "dequantize")
-    return _Kernel(function, printed.pointers, printed.table)
+    function = compile_source(f"<qfuse {name} {fmt.name} x{codes}>", source, name)
+    return Kernel(function, printed.pointers, printed.table)
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,7 @@ class _Printed:
 _CAST = ".to(out.dtype.element_ty)"
 
 
-def _by_element(fmt: QuantFormat) -> _Printed:
+def _by_element(fmt: QuantFormat, cast: str) -> _Printed:
     """Let a lane decode one element, with the whole decode as it is printed."""
     decode = decode_function(fmt)
     table = fmt.table.name if fmt.table else ""
@@ -209,11 +217,11 @@ def _by_element(fmt: QuantFormat) -> _Printed:
         table=table,
         unit=f"tl.{fmt.packing.unit}",
         units="",
-        values=[f"v0 = decode_fn({arguments}){_CAST}"],
+        values=[f"v0 = decode_fn({arguments}){cast}"],
     )
 
 
-def _by_unit(fmt: QuantFormat, codes: int) -> _Printed:
+def _by_unit(fmt: QuantFormat, codes: int, cast: str) -> _Printed:
     """Let a lane unpack the codes of a unit and decode them under what they share, found once."""
     device = device_functions(fmt)
     unit, units, unpacked = _units(fmt, codes)
@@ -221,7 +229,7 @@ def _by_unit(fmt: QuantFormat, codes: int) -> _Printed:
     shared = ", ".join(device.shared)
     values = [f"{shared} = scale_fn({', '.join(arguments)})"]
     values += [
-        f"v{e} = value_fn({code}, {shared}, codebook){_CAST}" for e, code in enumerate(unpacked)
+        f"v{e} = value_fn({code}, {shared}, codebook){cast}" for e, code in enumerate(unpacked)
     ]
     return _Printed(device.source, device.scale_operands, device.table, unit, units, values)
 
@@ -270,7 +278,7 @@ def compile_source(filename: str, text: str, kernel: str) -> Any:
 
 
 @functools.cache
-def _codebook(fmt: QuantFormat, device: torch.device) -> Tensor:
+def codebook_on(fmt: QuantFormat, device: torch.device) -> Tensor:
     """Return the format's table on `device`, made once: graph capture finds it there."""
     return torch.tensor(fmt.codec.values or (0.0,), dtype=torch.float32, device=device)
 

@@ -7,6 +7,7 @@ import functools
 from inductor_q.ops.attention import define_attention
 from inductor_q.ops.dequantize import define_dequantize
 from inductor_q.ops.dropout import define_dropout
+from inductor_q.ops.eight_bits import define_eight_bits
 from inductor_q.ops.extend import define_extend
 from inductor_q.ops.grouped_gram import define_grouped_gram
 from inductor_q.ops.linear import define_linear
@@ -25,6 +26,7 @@ def define_ops() -> None:
         define_attention,
         define_dequantize,
         define_dropout,
+        define_eight_bits,
         define_extend,
         define_grouped_gram,
         define_linear,

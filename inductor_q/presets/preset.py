@@ -79,6 +79,12 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: with so many rows a wider GEMM "
             "costs less than the adapter's products do; measured where a preset says otherwise",
         ),
+        # Rows from which a product with a quantized weight is computed in eight bits, if asked for.
+        "quantize_products.min_rows": Entry(
+            value=1024,
+            evidence="a start value, not a measured crossover: with fewer rows the decode of the "
+            "weight and the cast of the input take a larger share of the layer's time",
+        ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
         "linear_rows.max_rows": Entry(
             value=16,

@@ -246,7 +246,7 @@ def test_elements_in_a_lane_share_their_scales(
 ) -> None:
     operands, _ = sample(FORMATS[name], shape)
     out = torch.empty(shape)
-    found = dequantize_triton._codes(operands[0], FORMATS[name], out, True, shape[1])
+    found = dequantize_triton.codes_of_a_lane(operands[0], FORMATS[name], out, True, shape[1])
     assert found == codes
 
 

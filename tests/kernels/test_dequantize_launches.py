@@ -69,7 +69,7 @@ def test_later_launches_go_through_the_driver(name: str, monkeypatch: pytest.Mon
     """Whoever calls, compiled code or eager, with the pointers of that call."""
     fmt, launches = FORMATS[name], forget_kernels(monkeypatch)
     jit, cuda = served_by_triton(monkeypatch, fmt)
-    book = dequantize_triton._codebook(fmt, torch.device("cpu"))
+    book = dequantize_triton.codebook_on(fmt, torch.device("cpu"))
     seen = []
     for seed in range(4):
         operands, _ = sample(fmt, (48, 256), seed=seed)

@@ -14,10 +14,11 @@ from tests.support.quantized import needs_0_50
 @needs_0_50
 def test_triton_in_the_interpreter() -> None:
     """The real kernel, on CPU tensors."""
-    decoded, encoded, losses = interpreted("interpret_triton")
+    decoded, encoded, losses, narrowed = interpreted("interpret_triton")
     assert losses == 4
     assert decoded == 8 * len(decoded_by(dequantize_triton.KERNEL))
     assert encoded == 3 * len(KBIT_CASES) * len(KINDS)
+    assert narrowed == 2 * len(FORMATS)
 
 
 def test_printed_source() -> None:

@@ -16,6 +16,7 @@ from inductor_q.kernels import (
     expert_rows_triton,
     grouped_gram_triton,
     quantize_kbit_triton,
+    requantize_triton,
     softmax_loss_triton,
 )
 from tests.kbit.test_kbit import CASES
@@ -101,6 +102,25 @@ def test_dequantize_families(name: str, codes: int) -> None:
     required = [operand for operand in fmt.requirements((64, 256)) if operand.dtypes]
     text = ptx(kernel.function, constants, {o.name: types[o.dtypes[0]] for o in required})
     assert not re.search(r"\.ftz|fma\.rn\.f32", text)
+
+
+@pytest.mark.parametrize(("dtype", "arch"), [("*fp8e4nv", 89), ("*fp8e4nv", 90), ("*i8", 80)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_requantize(transposed: bool, dtype: str, arch: int) -> None:
+    """A lane writes 16 bytes at a time, and a transposed tile passes through shared memory once."""
+    fmt = FORMATS["nf4_b64"]
+    kernel = requantize_triton._kernel(fmt, 8)
+    config = requantize_triton.TRANSPOSED if transposed else requantize_triton.PLAIN
+    constants = {
+        "ROWS": config.rows,
+        "UNITS": config.columns // 8,
+        "TRANSPOSED": transposed,
+        "WIDE": False,
+    }
+    pointers = {**POINTERS, "out": dtype, "row_scale": "*fp32", "absmax": "*fp32"}
+    made = compiled(kernel.function, constants, pointers, arch=arch, num_warps=config.num_warps)
+    assert "st.global.v4" in made.asm["ptx"]
+    assert made.asm["ptx"].count("bar.sync") <= 1
 
 
 @pytest.mark.parametrize("top_k", [0, 8])

@@ -26,7 +26,7 @@ def by_element() -> int:
     ]:
         operands, values = sample(fmt, (rows, cols))
         out = torch.full((rows, cols), 7.0)
-        with mock.patch.object(dequantize_triton, "_codes", return_value=1):
+        with mock.patch.object(dequantize_triton, "codes_of_a_lane", return_value=1):
             dequantize_triton.KERNEL.run(Dequantize(operands, fmt, out))
         assert_same_bits(out, values)
         cases += 1

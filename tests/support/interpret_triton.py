@@ -1,13 +1,15 @@
 """Run the Triton kernels on CPU tensors under Triton's interpreter, with TRITON_INTERPRET=1.
 
 This is a program of its own, because Triton decides at import whether it interprets. It prints how
-many cases of dequantize and of quantize_kbit were equal to the reference bit for bit, and how many
-of softmax_loss up to the rounding of float32 sums; the first case that is not raises.
+many cases of dequantize, of quantize_kbit and of requantize to int8 were equal to the reference bit
+for bit (the interpreter truncates to e4m3), and how many of softmax_loss up to the rounding of
+float32 sums; the first case that is not raises.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -16,10 +18,12 @@ from inductor_q.kernels import (
     dequantize_reference,
     dequantize_triton,
     quantize_kbit_triton,
+    requantize_reference,
+    requantize_triton,
     softmax_loss_reference,
     softmax_loss_triton,
 )
-from inductor_q.kernels.calls import Dequantize, QuantizeKbit, SoftmaxLoss
+from inductor_q.kernels.calls import Dequantize, QuantizeKbit, Requantize, SoftmaxLoss
 from inductor_q.kernels.quantize_kbit_reference import reference
 from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
 from tests.support.quantized import assert_same_bits, sample
@@ -78,6 +82,25 @@ def quantize() -> int:
     return cases
 
 
+def requantize() -> int:
+    cases = 0
+    config = requantize_triton.Config(rows=16, columns=64, num_warps=4)
+    for name, (rows, columns) in itertools.product(FORMATS, ((16, 64), (20, 160))):
+        operands, values = sample(FORMATS[name], (rows, columns))
+        scale = values.nan_to_num(0, 0, 0).abs().amax(1).clamp_min(1e-30) / 127
+        transposed = cases % 3 > 0
+        out = torch.empty((columns, rows) if transposed else (rows, columns), dtype=torch.int8)
+        call = Requantize(operands, FORMATS[name], scale, out, transposed)
+        assert not requantize_triton.KERNEL.refuses(call)
+        requantize_triton.Plan(call, config)(call)
+        expected = torch.empty_like(out)
+        requantize_reference.KERNEL.run(replace(call, out=expected))
+        finite = (values.t() if transposed else values).isfinite()
+        assert torch.equal(out[finite], expected[finite]), f"{name} {transposed=}"
+        cases += 1
+    return cases
+
+
 def softmax_loss() -> int:
     cases = 0
     for columns, gradient in itertools.product((5, softmax_loss_triton.BLOCK + 3), (False, True)):
@@ -104,4 +127,4 @@ def softmax_loss() -> int:
 
 
 if __name__ == "__main__":
-    print(dequantize(), quantize(), softmax_loss())
+    print(dequantize(), quantize(), softmax_loss(), requantize())

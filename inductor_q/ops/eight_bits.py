@@ -1,0 +1,138 @@
+"""Products in eight bits: each side has its numbers in e4m3 or int8, and a scale for each row.
+
+`x @ W'` of a frozen weight W [N, K] is `scaled_product` of two sides. x is cast with a scale for
+each token, found in its row (`cast_rows`), by torch's own operators, so that Inductor fuses the
+cast into the kernel that produces x. W is decoded straight to eight bits with a scale for each
+out-feature (`qfuse::requantize`), which follows from what the row's blocks share
+(`qfuse::row_amax`): the weight itself is read once.
+
+`dY @ W` contracts over out-features, along which the scales of W differ. They are multiplied into
+dY before its cast, and W is decoded transposed, as tensor cores want their second operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inductor_q.decode.eager import Eager
+from inductor_q.formats import QuantFormat, get_format
+from inductor_q.kernels.calls import Requantize, check_operands
+from inductor_q.kernels.dispatch import serve
+from inductor_q.ops.dequantize import dequantize
+from inductor_q.ops.library import define
+
+#: The dtype of each kind of product in eight bits, and its largest number.
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+#: A row whose numbers are all smaller is cast as if its largest were this one: it may be zero.
+LEAST = 2.0**-100
+
+
+def to_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale under which numbers up to `amax` fit the dtype."""
+    return amax.clamp_min(LEAST) * (1.0 / LARGEST[dtype])
+
+
+def to_eight_bits(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float32 numbers that fit to e4m3 or int8, to the nearest."""
+    return (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
+
+
+def cast_rows(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cast `x * factor` [M, K] to eight bits, with the scale of each row [M, 1] in float32."""
+    wide = x.to(torch.float32)
+    if factor is not None:
+        wide = wide * factor
+    scale = to_scale(wide.abs().amax(-1, keepdim=True), dtype)
+    return to_eight_bits(wide * scale.reciprocal(), dtype), scale
+
+
+def scaled_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `(a * scale_a) @ (b * scale_b)` in `dtype`.
+
+    Args:
+        a: [M, K] in eight bits, with `scale_a` [M, 1].
+        b: [K, N] in the dtype of `a`, its columns contiguous, with `scale_b` [1, N] or None for 1.
+    """
+    if a.dtype is torch.float8_e4m3fn and a.device.type == "cuda":
+        if scale_b is None:
+            scale_b = torch.ones((1, b.shape[1]), dtype=torch.float32, device=b.device)
+        # Hopper accumulates in fewer bits so: that is far below the error of the casts, and a fifth
+        # of the product's time.
+        return torch._scaled_mm(
+            a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=True
+        )
+    if a.dtype is torch.int8:
+        total = torch._int_mm(a, b).to(torch.float32)
+    else:
+        total = a.to(torch.float32) @ b.to(torch.float32)
+    total = total * scale_a
+    return (total if scale_b is None else total * scale_b).to(dtype)
+
+
+def _row_amax(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
+    fmt = get_format(format)
+    check_operands(operands, fmt, shape, torch.float32)
+    rows, columns = shape
+    if not fmt.largest:
+        return dequantize(operands, format, shape, torch.float32).abs().amax(-1)
+    index = torch.arange(0, rows * columns, fmt.group(columns), device=operands[0].device)
+    scales = fmt.shared[0].decode(Eager(_named(fmt, operands), columns), index)
+    return scales.abs().view(rows, -1).amax(-1) * fmt.largest
+
+
+def _named(fmt: QuantFormat, operands: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(fmt.operands, operands, strict=True))
+
+
+def _fake_row_amax(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
+    return operands[0].new_empty((shape[0],), dtype=torch.float32)
+
+
+def _requantize(
+    operands: Sequence[Tensor],
+    scale: Tensor,
+    format: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    fmt = get_format(format)
+    check_operands(operands, fmt, shape, torch.float32)
+    rows, columns = shape
+    out = scale.new_empty((columns, rows) if transposed else (rows, columns), dtype=dtype)
+    serve("requantize", Requantize(operands, fmt, scale, out, transposed))
+    return out
+
+
+def _fake_requantize(
+    operands: Sequence[Tensor],
+    scale: Tensor,
+    format: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    rows, columns = shape
+    return scale.new_empty((columns, rows) if transposed else (rows, columns), dtype=dtype)
+
+
+def define_eight_bits() -> None:
+    """Define the two ops of weights. They have no gradient: a quantized weight is frozen."""
+    define(
+        "row_amax(Tensor[] operands, str format, SymInt[] shape) -> Tensor",
+        _row_amax,
+        _fake_row_amax,
+    )
+    define(
+        "requantize(Tensor[] operands, Tensor scale, str format, SymInt[] shape, ScalarType dtype, "
+        "bool transposed) -> Tensor",
+        _requantize,
+        _fake_requantize,
+    )

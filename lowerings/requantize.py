@@ -1,0 +1,126 @@
+"""Lower `qfuse::row_amax` and `qfuse::requantize`: to loop IR, or to a kernel's call.
+
+What a row's scale follows from is a reduction over the scales of its blocks. A weight in eight bits
+is a kernel's call on a GPU, and elsewhere its decode in loop IR, divided by the scales and rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V, ops
+
+from inductor_q.formats import get_format
+from inductor_q.kernels import POINTWISE, PROVIDERS
+from inductor_q.kernels.provider import REFERENCE, on_device
+from inductor_q.lowerings.dequantize import loops_over, pointwise
+from inductor_q.lowerings.in_force import in_force
+
+OP = "requantize"
+aten = torch.ops.aten
+
+
+def register() -> None:
+    for op, lower in (
+        (torch.ops.qfuse.row_amax.default, lower_row_amax),
+        (torch.ops.qfuse.requantize.default, lower_requantize),
+    ):
+        lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def lower_row_amax(operands: Sequence[Any], format: str, shape: Sequence[int]) -> ir.TensorBox:
+    fmt = get_format(format)
+    rows, columns = shape
+    largest, step = (fmt.largest, fmt.group(columns)) if fmt.largest else (1.0, 1)
+    loops = loops_over(operands, fmt, columns)
+
+    def inner(index: Sequence[Any], reduced: Sequence[Any]) -> Any:
+        i = index[0] * columns + reduced[0] * step
+        shared = fmt.shared[0].decode(loops, i) if fmt.largest else fmt.decode(loops, i)
+        return ops.mul(ops.abs(shared), ops.constant(largest, torch.float32))
+
+    return ir.Reduction.create(
+        device=operands[0].get_device(),
+        dst_dtype=torch.float32,
+        src_dtype=torch.float32,
+        inner_fn=inner,
+        ranges=[rows],
+        reduction_ranges=[columns // step],
+        reduction_type="max",
+    )
+
+
+def lower_requantize(
+    operands: Sequence[Any],
+    scale: Any,
+    format: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    transposed: bool,
+) -> ir.TensorBox:
+    provider = _provider(operands[0].get_device().type)
+    in_force().count_provider(OP, provider)
+    if provider != POINTWISE:
+        return _extern(operands, scale, format, shape, dtype, transposed, provider)
+    lowered = lowering.lowerings
+    wide = pointwise(operands, get_format(format), shape, torch.float32)
+    of_row = lowered[aten.unsqueeze.default](lowered[aten.reciprocal.default](scale), 1)
+    scaled = lowered[aten.mul.Tensor](wide, of_row)
+    if not dtype.is_floating_point:
+        scaled = lowered[aten.round.default](scaled)
+    result = lowering.to_dtype(scaled, dtype)
+    if transposed:
+        result = lowering.clone(lowered[aten.permute.default](result, [1, 0]))
+    return cast(ir.TensorBox, result)
+
+
+def _provider(device_type: str) -> str:
+    """Choose who writes the weight: a kernel, or loops where there is none."""
+    wanted = in_force().kernel(OP)
+    if wanted == POINTWISE or V.graph.cpp_wrapper:
+        return POINTWISE
+    usable = [p.name for p in on_device(PROVIDERS[OP], device_type) if not p.missing()]
+    if wanted in usable:
+        return wanted
+    return next((name for name in usable if name != REFERENCE), POINTWISE)
+
+
+class RequantizeOut(ir.ExternKernelOut):
+    """A call of the kernel from the generated code, past the dispatcher."""
+
+    def codegen(self, wrapper: Any) -> None:
+        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_requantize")
+        super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        inputs = cast(Sequence[ir.IRNode], self.inputs)
+        *operands, scale = [x.codegen_reference() for x in inputs]
+        return [f"[{', '.join(operands)}]", scale, *map(repr, self.constant_args)]
+
+    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+        return []
+
+
+def _extern(
+    operands: Sequence[Any],
+    scale: Any,
+    format: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    transposed: bool,
+    provider: str,
+) -> ir.TensorBox:
+    size = list(reversed(shape)) if transposed else list(shape)
+    layout = ir.FixedLayout(device=operands[0].get_device(), dtype=dtype, size=size)
+    inputs = [ir.ExternKernel.realize_input(x) for x in (*operands, scale)]
+    node = RequantizeOut(
+        layout=layout,
+        inputs=[ir.ExternKernel.require_contiguous(x) for x in inputs],
+        constant_args=(format, transposed, provider),
+        python_kernel_name="qfuse_requantize",
+        op_overload=torch.ops.qfuse.requantize.default,
+    )
+    return ir.TensorBox.create(node)

@@ -1,0 +1,149 @@
+"""Compute products with frozen weights in eight bits, forward and for the gradient of the input.
+
+`x @ W'` becomes a product of x, cast with a scale for each token, and of W, decoded straight to
+eight bits with a scale for each out-feature. In `dY @ W` these scales are multiplied into dY before
+its cast, and W is decoded transposed. All of it but the decode consists of torch's operators, so
+the casts join the kernels that produce x and dY; products of one input share its cast.
+
+An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
+adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
+exact, and which Inductor adds in the kernel that reads the sum.
+
+It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
+dtypes and sizes that tensor cores do not multiply so, devices without e4m3, and fewer rows than
+`quantize_products.min_rows` of the preset.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from inductor_q.context import Context
+from inductor_q.ops import eight_bits
+from inductor_q.passes.fold_lora import STRICT
+from inductor_q.passes.graph import (
+    MM,
+    PERMUTE,
+    backward_nodes,
+    emit,
+    inline,
+    peel_transposes,
+    replace,
+    rows,
+    tensor,
+)
+from inductor_q.passes.products import Product, as_product, packed_weight
+from inductor_q.passes.runner import Site
+
+MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
+ROW_AMAX = torch.ops.qfuse.row_amax.default
+REQUANTIZE = torch.ops.qfuse.requantize.default
+UNSQUEEZE = torch.ops.aten.unsqueeze.default
+
+
+class QuantizeProducts:
+    name: ClassVar[str] = "quantize_products"
+    stage: ClassVar[str] = "joint"
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        if context.resolved.compute == "bf16":
+            return
+        backward = backward_nodes(graph)
+        groups: dict[object, list[Product]] = defaultdict(list)
+        for node in graph.find_nodes(op="call_function", target=MM):
+            product = as_product(node)
+            if product is None or product.weight is None:
+                continue
+            if reason := _refused(product, context):
+                weight = packed_weight(product.weight)
+                yield Site(node, reason, weight, by_choice=True)
+                continue
+            forward = peel_transposes(product.rhs)[1]
+            # A segment that is computed again is cast on its own, and so is a gradient, whose
+            # product has scales of its own.
+            segment, own = node.meta.get("ac_graph_id"), None if forward else node
+            groups[product.x, segment, node in backward, own].append(product)
+        for members in groups.values():
+            for i, member in enumerate(members):
+                plan = None if i else members
+                weight = packed_weight(member.weight)
+                yield Site(member.node, weight=weight, plan=plan)
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        if site.plan is None:
+            return
+        dtype = eight_bits.DTYPES[context.resolved.compute]
+        cast: list[fx.Node] | None = None
+        for product in site.plan:
+            with graph.inserting_before(product.node):
+                cast = _emit(graph, product, dtype, cast)
+
+
+def _emit(
+    graph: fx.Graph, product: Product, dtype: torch.dtype, cast: list[fx.Node] | None
+) -> list[fx.Node]:
+    """Emit a product in eight bits in the place of `product`; return the cast of its input."""
+    like, weight = product.node, product.weight
+    assert weight is not None
+    operands, format, shape, _ = weight.args
+    by_rows = peel_transposes(product.rhs)[1]  # the inner dimension is that of the weight's rows
+    amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
+    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], weight)
+    packed = (operands, scale, format, shape, dtype, not by_rows)
+    codes = emit(graph, REQUANTIZE, packed, weight)
+    columns = emit(graph, PERMUTE, (codes, [1, 0]), like)
+    if cast is None:
+        factor = None if by_rows else scale
+        cast = inline(graph, functools.partial(_cast, dtype), [product.lhs, factor], like)
+    of_columns = emit(graph, UNSQUEEZE, (scale, 0), like) if by_rows else None
+    factors = [cast[0], columns, cast[1], of_columns]
+    (new,) = inline(
+        graph, functools.partial(eight_bits.scaled_product, dtype=tensor(like).dtype), factors, like
+    )
+    replace(like, new)
+    graph.erase_node(like)
+    return cast
+
+
+def _cast(dtype: torch.dtype, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    return eight_bits.cast_rows(x, dtype, factor)
+
+
+def _refused(product: Product, context: Context) -> str:
+    """Return why a product stays in 16 bits; empty where it can be computed in eight."""
+    if context.numerics == "strict":
+        return STRICT
+    compute, value = context.resolved.compute, tensor(product.node)
+    if reason := _unable(compute, value.device):
+        return reason
+    allowed = (torch.bfloat16,) if compute == "fp8" else (torch.bfloat16, torch.float16)
+    if value.dtype not in allowed:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        return f"the product is in {value.dtype}; qfuse.compute={compute!r} is for {names}"
+    if product.inner % MULTIPLE or product.cols % MULTIPLE:
+        return f"the weight's sizes are no multiples of {MULTIPLE}, as eight-bit products need"
+    least, count = context.threshold("quantize_products.min_rows"), rows(product.node)
+    if count < least:
+        return f"{count} rows, fewer than quantize_products.min_rows={least} of the preset"
+    return ""
+
+
+def _unable(compute: str, device: torch.device) -> str:
+    """Return why a device has no such products; on a CPU they are emulated."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"products in {compute} were made for NVIDIA GPUs, not for {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if compute == "fp8" and (major, minor) < (8, 9):
+        return (
+            f"sm_{major}{minor} has no FP8 (sm_89 is the first): qfuse.compute='int8' computes in "
+            "eight bits there"
+        )
+    return ""

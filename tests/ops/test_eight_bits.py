@@ -1,0 +1,87 @@
+"""Casts, scales and products in eight bits, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from inductor_q.formats import FORMATS
+from inductor_q.ops import eight_bits
+from inductor_q.ops.registry import define_ops
+from tests.support.quantized import quantize, sample
+
+define_ops()
+QFUSE = torch.ops.qfuse
+FP8, INT8 = eight_bits.DTYPES["fp8"], eight_bits.DTYPES["int8"]
+DTYPES = pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact).norm() / exact.norm())
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_magnitude_of_a_row(name: str) -> None:
+    """It is a bound, and tight where blocks lie within a row and have their scale as a value."""
+    operands, values = sample(FORMATS[name], (24, 128))
+    bound = QFUSE.row_amax(operands, name, [24, 128])
+    exact = values.abs().amax(1)
+    assert (bound >= exact).all() or bound.isnan().any()
+    if name in ("nf4_b32", "nf4_b64", "nf4_b128", "int8_row"):
+        torch.testing.assert_close(bound, exact, rtol=1e-6, atol=0)
+
+
+@DTYPES
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "nf4_b64", "kbit3_e4m4", "int8_row"])
+def test_a_weight_in_eight_bits(name: str, transposed: bool, dtype: torch.dtype) -> None:
+    shape = [48, 128]
+    operands, values = sample(FORMATS[name], shape)
+    scale = eight_bits.to_scale(QFUSE.row_amax(operands, name, shape), dtype)
+    codes = QFUSE.requantize(operands, scale, name, shape, dtype, transposed)
+    assert codes.is_contiguous()
+    assert codes.dtype is dtype
+    decoded = (codes.t() if transposed else codes).float() * scale[:, None]
+    # Half a step of three bits of mantissa, or of a 127th of the row.
+    step = values.abs() / 16 + scale[:, None] / 512 if dtype is FP8 else scale[:, None] / 2
+    assert ((decoded - values).abs() <= step * 1.001).all()
+
+
+@DTYPES
+def test_opcheck(dtype: torch.dtype) -> None:
+    operands, name, shape = quantize((48, 64)).operands
+    opcheck(QFUSE.row_amax.default, (operands, name, shape))
+    scale = torch.rand(48) + 0.1
+    for transposed in (False, True):
+        opcheck(QFUSE.requantize.default, (operands, scale, name, shape, dtype, transposed))
+
+
+@DTYPES
+def test_rows_of_any_magnitude(dtype: torch.dtype) -> None:
+    """Zero, a gradient without loss scaling, an outlier: no row becomes infinite or NaN."""
+    magnitudes = torch.tensor([0.0, 1e-12, 1.0, 1e30])[:, None]
+    codes, scale = eight_bits.cast_rows(normal(4, 64) * magnitudes, dtype)
+    assert codes.float().isfinite().all()
+    assert scale.shape == (4, 1)
+    assert (codes[0] == 0).all()
+    largest = codes.float().abs().amax(1)[1:]
+    assert (largest == eight_bits.LARGEST[dtype]).all()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(FP8, 0.045), (INT8, 0.015)], ids=["fp8", "int8"])
+def test_error_of_products(dtype: torch.dtype, most: float) -> None:
+    """Two e4m3 casts, each with a relative error of 2 to 3 %, give one of 3 to 4.5 %."""
+    x, w, grad = normal(64, 256), normal(128, 256, seed=1) * 0.02, normal(64, 128, seed=2)
+    (a, of_a), (b, of_b) = eight_bits.cast_rows(x, dtype), eight_bits.cast_rows(w, dtype)
+    y = eight_bits.scaled_product(a, b.t(), of_a, of_b.t(), torch.bfloat16)
+    assert most / 3 < error(y, x.double() @ w.double().t()) < most
+    # The weight's scales are along what is contracted now: they are in the gradient's cast.
+    g, of_g = eight_bits.cast_rows(grad, dtype, of_b.squeeze(1))
+    dx = eight_bits.scaled_product(g, b, of_g, None, torch.bfloat16)
+    assert most / 3 < error(dx, grad.double() @ w.double()) < most

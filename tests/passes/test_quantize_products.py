@@ -1,0 +1,232 @@
+"""Products with frozen weights in eight bits: what is rewritten, what is refused, which values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from inductor_q import testing
+from inductor_q.passes import quantize_products
+from inductor_q.passes.fold_lora import STRICT
+from tests.support.compiling import (
+    Between,
+    Compiled,
+    compile_step,
+    gradients,
+    no_codegen,
+    partition,
+    step,
+)
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+BF16, FP32 = torch.bfloat16, torch.float32
+EVERY_ROW = {"quantize_products.min_rows": 1, "extend_k.min_rows": 1}
+
+
+def compiled(
+    layer: nn.Module,
+    x: Tensor,
+    compute: str = "fp8",
+    options: dict[str, Any] | None = None,
+    *,
+    codegen: bool = False,
+) -> Compiled:
+    given = {"qfuse.compute": compute, "qfuse.thresholds": EVERY_ROW, **(options or {})}
+    context = None if codegen else no_codegen()
+    return compile_step(layer, x, options=given, context=context)
+
+
+def layer(n: int = 128, k: int = 64, **settings: Any) -> nn.Module:
+    return Between(testing.lora_linear(n, k, **{"adapter_dtype": BF16, **settings}))
+
+
+def tokens(k: int = 64, dtype: torch.dtype = BF16) -> Tensor:
+    x = torch.randn(2, 32, k, generator=torch.Generator().manual_seed(3)).to(dtype)
+    return x.requires_grad_()
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
+
+
+def refusals(outcome: Compiled) -> dict[str, int]:
+    return outcome.reasons.get("quantize_products", {})
+
+
+def test_by_default_nothing_is_in_eight_bits() -> None:
+    outcome = compile_step(layer(), tokens(), context=no_codegen())
+    assert "quantize_products" not in {s.pass_name for s in outcome.report.sites}
+    assert outcome.report.in_eight_bits() == (0, 0)
+    assert outcome.report.compute == "bf16"
+
+
+@pytest.mark.parametrize("compute", ["fp8", "int8"])
+def test_forward_and_gradient_of_the_input(compute: str) -> None:
+    """The six products of the adapter stay in bfloat16, and none rides in eight bits."""
+    block, x = layer(), tokens()
+    expected, grads = step(block, x, module=block)
+    outcome = compiled(block, x, compute, codegen=True)
+    assert outcome.applied["quantize_products"] == 2
+    assert "extend_k" not in outcome.applied
+    assert outcome.ops["qfuse.requantize"] == 2
+    assert outcome.ops["qfuse.dequantize"] == 0
+    assert outcome.ops["qfuse.extend"] == 0
+    assert outcome.ops["mm"] == 6 + (2 if compute == "fp8" else 0)  # which a CPU emulates
+    assert outcome.ops["_int_mm"] == (2 if compute == "int8" else 0)
+    assert 1e-3 < error(outcome.output, expected) < 0.04
+    assert grads.keys() == outcome.gradients.keys()
+    for name, grad in grads.items():
+        assert error(outcome.gradients[name], grad) < 0.05, name
+
+
+def test_the_gradient_takes_the_weight_transposed() -> None:
+    outcome = compiled(layer(), tokens())
+    (joint,) = outcome.joint
+    decodes = joint.find_nodes(op="call_function", target=quantize_products.REQUANTIZE)
+    assert [node.args[-1] for node in decodes] == [False, True]
+    for node in decodes:
+        (columns,) = node.users
+        assert columns.meta["val"].stride(0) == 1  # as tensor cores want their second operand
+
+
+def test_the_report_says_how_many() -> None:
+    outcome = compiled(layer(), tokens())
+    assert outcome.report.in_eight_bits() == (2, 2)
+    assert "2 of 2 products with frozen weights in fp8" in outcome.report.summary()
+    assert outcome.report.to_dict()["in_eight_bits"] == [2, 2]
+    assert type(outcome.report).from_dict(outcome.report.to_dict()).in_eight_bits() == (2, 2)
+
+
+class Shared(nn.Module):
+    """Two layers over one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = testing.lora_linear(64, 64, adapter_dtype=BF16)
+        self.k = testing.lora_linear(64, 64, adapter_dtype=BF16, seed=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        return torch.tanh(self.q(x) * self.k(x))
+
+
+def test_products_of_one_input_share_its_cast() -> None:
+    outcome = compiled(Shared(), tokens())
+    assert outcome.applied["quantize_products"] == 4
+    assert outcome.ops["amax"] == 1 + 2  # of x, and of each gradient
+    assert outcome.ops["qfuse.requantize"] == 4
+
+
+def test_no_decoded_weight_is_saved() -> None:
+    def run(call: Any) -> None:
+        call(tokens()).sum().backward()
+
+    options = {"qfuse.compute": "fp8", "qfuse.thresholds": EVERY_ROW}
+    forward, backward = partition(run, layer(), options)
+    for graph in (forward, backward):
+        (decode,) = graph.find_nodes(op="call_function", target=quantize_products.REQUANTIZE)
+        assert decode.args[-1] is (graph is backward)
+    given = [n.meta["val"] for n in backward.find_nodes(op="placeholder")]
+    assert {v.dtype for v in given} == {BF16, torch.uint8, FP32}
+    assert max(v.numel() for v in given if v.dtype is FP32) < 512  # scales, and their tables
+
+
+def test_under_a_checkpoint() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    block, x = layer(), tokens()
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(block, x, use_reentrant=False)
+        return result
+
+    plain = compiled(block, x)
+    options = {"qfuse.compute": "fp8", "qfuse.thresholds": EVERY_ROW}
+    again = compile_step(run, x, module=block, options=options, context=no_codegen())
+    assert again.report.in_eight_bits() == (2, 2)
+    torch.testing.assert_close(again.output, plain.output)
+    for name, grad in plain.gradients.items():
+        torch.testing.assert_close(again.gradients[name], grad)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_few_rows() -> None:
+    options: dict[str, Any] = {"qfuse.thresholds": {"extend_k.min_rows": 1}}
+    outcome = compiled(layer(), tokens(), options=options)
+    reason = "64 rows, fewer than quantize_products.min_rows=1024 of the preset"
+    assert refusals(outcome) == {reason: 2}
+    assert outcome.report.in_eight_bits() == (0, 2)
+    assert outcome.applied["extend_k"] == 2  # as in bf16
+
+
+def test_strict_numerics() -> None:
+    assert refusals(compiled(layer(), tokens(), options={"qfuse.numerics": "strict"})) == {
+        STRICT: 2
+    }
+
+
+def test_dtypes() -> None:
+    block = Between(testing.lora_linear(128, 64, adapter_dtype=FP32, compute_dtype=FP32))
+    outcome = compiled(block, tokens(dtype=FP32))
+    reason = "the product is in torch.float32; qfuse.compute='fp8' is for bfloat16"
+    assert refusals(outcome) == {reason: 2}
+
+
+def test_sizes() -> None:
+    outcome = compiled(layer(n=72), tokens())
+    reason = "the weight's sizes are no multiples of 16, as eight-bit products need"
+    assert refusals(outcome) == {reason: 2}
+
+
+@pytest.mark.parametrize(
+    ("compute", "capability", "reason"),
+    [
+        ("fp8", (8, 6), "sm_86 has no FP8 (sm_89 is the first): qfuse.compute='int8'"),
+        ("fp8", (8, 9), ""),
+        ("fp8", (9, 0), ""),
+        ("int8", (8, 0), ""),
+    ],
+)
+def test_devices(
+    compute: str, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = quantize_products._unable(compute, torch.device("cuda", 0))
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+# --- a model ------------------------------------------------------------------------------------
+
+
+def test_a_training_in_fp8_follows_that_in_bf16() -> None:
+    """Under the recipe of trainers: float32 adapters, autocast, dropout of no element."""
+    losses: dict[str, list[float]] = {}
+    optimizer: Any
+    for compute in ("bf16", "fp8"):
+        model = testing.qlora_model(testing.tiny_qwen3_config(), seed=0)
+        optimizer = torch.optim.AdamW(testing.adapter_parameters(model), lr=5e-3)
+        ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
+        options: Any = {"qfuse.compute": compute, "qfuse.thresholds": EVERY_ROW}
+        torch._dynamo.reset()
+        with no_codegen():
+            call: Any = torch.compile(model, backend=testing.qfuse_backend(), options=options)
+            losses[compute] = []
+            for _ in range(6):
+                with torch.autocast("cpu", BF16):
+                    loss = call(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[compute].append(float(loss))
+        gradients({}, model)
+    assert losses["bf16"][-1] < losses["bf16"][0] - 0.05
+    assert losses["fp8"] != losses["bf16"]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
