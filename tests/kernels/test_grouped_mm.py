@@ -26,7 +26,10 @@ from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import in_order, on_device
 from inductor_q.log import warn_once
 from tests.ops.test_scatter2scatter import SHAPES, check
-from tests.support.gpu_experts import assert_never_synchronizes_and_is_captured
+from tests.support.gpu_experts import (
+    assert_as_near_as_the_loop,
+    assert_never_synchronizes_and_is_captured,
+)
 from tests.support.moe import Sizes, layer, results
 from tests.support.processes import interpreted
 from tests.support.quantized import assert_same_bits, sample
@@ -116,7 +119,10 @@ PLACES = {"rows": (5, 48, 72), "experts": (5, 56, 64), "whole": (5, 48, 64)}
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "name",
-    ["nf4_b64_nested", "nf4_b4096", "kbit3_e4m4", "nvfp4", "int4_g128", "fp8_e4m3_row", DENSE],
+    [
+        *("nf4_b64_nested", "nf4_b4096", "kbit3_e4m4", "nvfp4", "int4_g128", "fp8_e4m3_row", DENSE),
+        *("mxfp4", "nvfp4_rows", "fp8_e4m3_128x128"),
+    ],
 )
 def test_experts_are_written_where_they_are_told(name: str, place: str) -> None:
     shape, some = (5, 48, 64), torch.tensor([3, 0])
@@ -132,6 +138,21 @@ def test_experts_are_written_where_they_are_told(name: str, place: str) -> None:
 
 
 # --- dequantize ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider", ["reference", "dequantize"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4_rows", "nvfp4_divided_rows", "fp8_e4m3_128x128", "int4_g32"]
+)
+def test_formats_of_checkpoints(name: str, provider: str, served: list[str]) -> None:
+    """Forward and every gradient, with fewer rows than experts (of which some are decoded)."""
+    form: dict[str, Any] = {"dtype": BF16, "quant": name, "bias": True, "sentinel": -1}
+    for tokens in (3, 40):
+        sizes = Sizes(experts=12, in_features=256, out_features=128, tokens=tokens)
+        cases = [layer(sizes, seed=seed, grouped=(False, True), **form) for seed in range(3)]
+        assert_as_near_as_the_loop(cases, provider)
+    assert set(served) == {provider}
+
 
 STACKS: dict[str, dict[str, Any]] = {
     "nf4": {},

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import inductor_q
-from inductor_q import exc, experts
+from inductor_q import capture, exc, experts
 from inductor_q.experts.model import stacks
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kbit import meta_parameters
+from inductor_q.loading.files import Checkpoint
 from inductor_q.loading.linear import PackedLinear
 from inductor_q.testing import relative_error
 from tests.support.compiling import compile_step, no_codegen
@@ -103,19 +104,25 @@ def fp8_whole() -> Case:
     return {"quant_method": "fp8"}, state, codes.float() * 0.37, "fp8_e4m3_row"
 
 
-def gptq(act_order: bool = False, group: int = 64, layout: str = "gptq") -> Case:
+def gptq(
+    act_order: bool = False,
+    group: int = 64,
+    layout: str = "gptq",
+    rows: int = ROWS,
+    columns: int = COLUMNS,
+) -> Case:
     """AutoGPTQ: `scales[g_idx] * (weight - (qzeros + 1)[g_idx])`, [K, N]."""
-    groups = COLUMNS // group if group > 0 else 1
+    groups = columns // group if group > 0 else 1
     state = {
-        "qweight": random(COLUMNS // 8, ROWS, dtype=torch.int32),
-        "qzeros": random(groups, ROWS // 8, dtype=torch.int32),
-        "scales": random(groups, ROWS, dtype=torch.float16),
+        "qweight": random(columns // 8, rows, dtype=torch.int32),
+        "qzeros": random(groups, rows // 8, dtype=torch.int32),
+        "scales": random(groups, rows, dtype=torch.float16),
     }
-    g_idx = torch.arange(COLUMNS) // (COLUMNS // groups)
+    g_idx = torch.arange(columns) // (columns // groups)
     if act_order:
-        g_idx = g_idx[torch.randperm(COLUMNS, generator=GENERATOR)]
+        g_idx = g_idx[torch.randperm(columns, generator=GENERATOR)]
     state["g_idx"] = g_idx.int()
-    weight = codes(state["qweight"]).transpose(1, 2).reshape(COLUMNS, ROWS)
+    weight = codes(state["qweight"]).transpose(1, 2).reshape(columns, rows)
     zeros = codes(state["qzeros"]).flatten(1) + (layout == "gptq")
     values = state["scales"][g_idx].float() * (weight - zeros[g_idx])
     config = {
@@ -292,6 +299,14 @@ def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:
         inductor_q.quantize(Net(), "nf4_b64", checkpoint=tmp_path)
 
 
+def test_what_transformers_has_loaded_says_how_to_load_it_for_training() -> None:
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    found = capture.packed_weight(FP8Linear(128, 128, (128, 128)), "weight")
+    assert found is not None and found.read is None
+    assert "inductor_q.load_checkpoint" in found.reason
+
+
 def test_a_checkpoint_that_is_not_packed(tmp_path: Path) -> None:
     net = Net()
     save_file(net.state_dict(), tmp_path / "model.safetensors")
@@ -317,7 +332,7 @@ def save_packed(folder: Path, state: State, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({**said, "quantization_config": config}))
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
+def test_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and scales as on disk: bitwise transformers' own decode; every code, every scale."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -332,7 +347,16 @@ def test_gpt_oss(tmp_path: Path) -> None:
     save_packed(tmp_path, state, {"quant_method": "mxfp4"})
     with meta_parameters():
         net = model("gpt_oss")
+    read: list[str] = []
+    original = Checkpoint.read
+
+    def count(self: Checkpoint, name: str) -> Tensor:
+        read.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", count)
     inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert sorted(read) == sorted(state)  # each tensor once
     found = dict(stacks(net))
     assert set(found) == set(expected) and len(found) == 4
     for name, stack in found.items():
@@ -358,6 +382,17 @@ def fp8_of_experts(state: State) -> tuple[State, State]:
     return packed, values
 
 
+def gptq_of_experts(state: State) -> tuple[State, State]:
+    """Each matrix has the tensors of a linear layer in GPTQ."""
+    packed, values = dict(state), {}
+    for name in [n for n in state if ".experts." in n]:
+        rows, columns = packed.pop(name).shape
+        _, tensors, value, _ = gptq(group=32, rows=rows, columns=columns)
+        packed |= {name.removesuffix("weight") + n: t for n, t in tensors.items()}
+        values[name] = value
+    return packed, values
+
+
 def nvfp4_of_experts(state: State) -> tuple[State, State]:
     """Each matrix has a scale of its own for all of it."""
     packed, values = dict(state), {}
@@ -372,6 +407,7 @@ def nvfp4_of_experts(state: State) -> tuple[State, State]:
 
 EXPERTS: dict[str, tuple[Callable[[State], tuple[State, State]], dict[str, Any]]] = {
     "fp8_e4m3_128x128": (fp8_of_experts, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "int4_g32": (gptq_of_experts, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
     "nvfp4_rows": (nvfp4_of_experts, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 }
 
