@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 4710,
+    "benchmarks": 5060,
     "csrc": 2445,
     "docs": 940,
     "examples": 900,
@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5340,
     "inductor_q/experts": 800,
     "inductor_q/formats": 1600,
-    "inductor_q/integrations": 730,
+    "inductor_q/integrations": 765,
     "inductor_q/kbit": 830,
     "inductor_q/kernels": 5170,
     "inductor_q/loading": 1280,

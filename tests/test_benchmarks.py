@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from benchmarks import (  # noqa: E402
     bench_loss,
     bench_moe,
     bench_moe_model,
+    bench_ranks,
     bench_recipe,
     bench_rows,
     bench_step,
@@ -42,6 +44,7 @@ from benchmarks.peers import _peer_options  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.kernels.dispatch import serve  # noqa: E402
+from tests.support.processes import environment  # noqa: E402
 
 CPU = torch.device("cpu")
 COMMIT = "0" * 40
@@ -593,6 +596,27 @@ def test_recipes_of_bench_step_train_the_model_of_their_name(
     bench_step.loss_of(model, chosen)(ids).backward()
     assert set(seen) == {base}
     assert all(p.grad is not None for p in testing.adapter_parameters(model))
+
+
+def test_exposed_communication_is_what_nothing_else_covers() -> None:
+    spans = [(True, 0, 10), (False, 2, 5), (False, 4, 6), (True, 8, 12), (False, 11, 20)]
+    assert bench_ranks.exposed(spans) == 2 + (11 - 6)
+    assert bench_ranks.exposed([(False, 0, 10)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--wraps", "fsdp2"], ["--large"]], ids=["fsdp2", "large"])
+def test_bench_ranks(options: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    sizes = ["--device", "cpu", "--quick", "--layers", "1", "--steps", "2", "--threads", "1"]
+    peers = ["--backends", "eager", "qfuse", "--out", str(out)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "-m", "benchmarks.bench_ranks", *sizes, *peers, *options]
+    subprocess.run(command, env=environment(), check=True, timeout=500)
+    rows = {row["peer"]: row for row in json.loads(out.read_text())["rows"]}
+    eager, qfuse = rows["eager"]["extra"], rows["qfuse"]["extra"]
+    assert (qfuse["breaks"], qfuse["graphs"], qfuse["fused"]) == (0, 1, "7 of 7")
+    assert qfuse["loss"] == pytest.approx(eager["loss"], abs=0.02)
 
 
 @pytest.mark.slow

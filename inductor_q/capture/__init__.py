@@ -9,7 +9,15 @@ from torch import Tensor, fx, nn
 
 from inductor_q.capture.bitsandbytes import BITSANDBYTES
 from inductor_q.capture.expert_layers import ExpertLayer
-from inductor_q.capture.library import ExpertLayers, Layout, Library, Match, Packed, Refused
+from inductor_q.capture.library import (
+    STATE_IS_NOTED,
+    ExpertLayers,
+    Layout,
+    Library,
+    Match,
+    Packed,
+    Refused,
+)
 from inductor_q.capture.own import OWN
 from inductor_q.capture.torchao import TORCHAO
 from inductor_q.capture.transformers import TRANSFORMERS
@@ -93,6 +101,7 @@ def find_experts(graph: fx.Graph) -> ExpertLayers:
 
 __all__ = [
     "LIBRARIES",
+    "STATE_IS_NOTED",
     "find_experts",
     "holds_experts",
     "is_decoder",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from inductor_q.capture.library import STATE_IS_NOTED
 from inductor_q.late import on_import
 
 LAYERS = "bitsandbytes.nn.modules"
@@ -31,5 +32,7 @@ def _substitute() -> None:
 
     @torch.compiler.substitute_in_graph(layers.fix_4bit_weight_quant_state_from_module)
     def find_quant_state(module: Any) -> None:
+        if hasattr(module, STATE_IS_NOTED):
+            return
         if not isinstance(module.weight, packed) or module.weight.quant_state is None:
             module.weight.quant_state = module.quant_state

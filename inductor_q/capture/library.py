@@ -21,6 +21,10 @@ from inductor_q.formats import QuantFormat
 # --- in a graph ---------------------------------------------------------------------------------
 
 
+#: The attribute of a layer whose weight has its state already, whenever FSDP2 has gathered it.
+STATE_IS_NOTED = "quant_state_is_noted"
+
+
 @dataclass(frozen=True)
 class Weight:
     """A quantized weight in a graph: the arguments of `qfuse::dequantize` but for the dtype."""

@@ -18,6 +18,7 @@ from torch import nn
 from inductor_q.exc import NoRegion
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
+from inductor_q.integrations.gathered import note_states
 from inductor_q.integrations.states import Region, States
 
 Regions = Literal["auto", "model", "layers"]
@@ -53,6 +54,8 @@ def compile(
     Raises:
         NoRegion: there are no layers to compile.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     found = compiled_regions(model, regions)
     prepare_checkpointing(model)
     keep_unpacked(model)
@@ -69,6 +72,8 @@ def compile(
         elif isinstance(call, Region):
             states = call.states
     for module in found:
+        if isinstance(module, FSDPModule):
+            note_states(module)
         if not isinstance(module._compiled_call_impl, Region):
             module._compiled_call_impl = Region(module, states)
     return model

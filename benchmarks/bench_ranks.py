@@ -1,0 +1,351 @@
+"""Time a QLoRA step on several ranks, under DDP and FSDP2: ``torchrun --nproc-per-node 2 -m
+benchmarks.bench_ranks``.
+
+A GPU gets 8 layers of Qwen3-8B from its configuration and 1 x 2048 tokens a rank, a CPU a toy over
+gloo. FSDP2 shards each decoder layer, then the model; the packed weights are stored in bfloat16.
+What is compiled is each layer, or under DDP with ``--regions model`` all of the model. A step is
+forward and backward. Peers come one after the other, so that a peak is of one model alone.
+``inductor`` is stock Inductor behind our capture of bitsandbytes' gathered weights, without which
+it breaks at each linear layer under FSDP2.
+
+``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others.
+
+``--large`` takes some steps of a model in the shape of Llama-3-70B (80 layers, gradient
+checkpointing, AdamW), which is packed layer by layer, so that no rank ever holds all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+import inductor_q
+from benchmarks import harness
+from inductor_q import testing
+
+LARGE = {
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500_000.0,
+}
+
+#: What a model on meta gets: weights of adapters and of embeddings are small, norms are one.
+SCALE = 0.02
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--wraps", nargs="+", choices=("ddp", "fsdp2"), default=["ddp", "fsdp2"])
+    parser.add_argument("--regions", choices=("layers", "model"), default="layers")
+    parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU; --large: 80, 2")
+    parser.add_argument("--vocab", type=int, help="default: that of the model")
+    parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
+    parser.add_argument("--steps", type=int, help="timed steps a peer; default: 12, and 5 if large")
+    parser.add_argument("--large", action="store_true")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda":
+        arguments.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(arguments.device)
+    dist.init_process_group("gloo" if arguments.device == "cpu" else "nccl")
+    try:
+        harness.console.quiet = dist.get_rank() > 0
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        suite = harness.start("bench_ranks", arguments)
+        suite.settings |= {"ranks": dist.get_world_size(), "regions": arguments.regions}
+        with dynamo_config.patch(recompile_limit=64):
+            if arguments.large:
+                _large(suite, arguments)
+            else:
+                for wrap in arguments.wraps:
+                    _compare(suite, arguments, wrap)
+        shown = ("first_s", "peak_bytes", "exposed_s", "breaks", "graphs", "fused", "loss")
+        if dist.get_rank() == 0:
+            harness.finish(suite, arguments, extras=shown)
+    finally:
+        harness.console.quiet = False
+        dist.destroy_process_group()
+    return suite
+
+
+def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> None:
+    on_gpu = suite.device.type == "cuda"
+    layers = arguments.layers or (8 if on_gpu else 2)
+    vocab = {"vocab_size": arguments.vocab} if arguments.vocab else {}
+    make = testing.qwen3_8b_config if on_gpu else testing.tiny_qwen3_config
+    config = make(num_hidden_layers=layers, **vocab)
+    ids = _ids(config.vocab_size, arguments.seq_len or (2048 if on_gpu else 32), suite.device)
+    timings: dict[str, harness.Timing] = {}
+    extra: dict[str, dict[str, Any]] = {}
+    for peer in harness.available(arguments.backends):
+        model = testing.qlora_model(
+            config,
+            quant_storage=torch.bfloat16,
+            adapter_dtype=torch.bfloat16,
+            randomize_adapters=True,
+            device=suite.device,
+            seed=arguments.seed,
+        )
+        call = _parallel(model, wrap, peer, arguments.regions, suite.device)
+
+        def step(model: Any = model, call: Any = call) -> torch.Tensor:
+            loss: torch.Tensor = call(input_ids=ids, labels=ids).loss
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            return loss
+
+        timings[peer], extra[peer] = _time(step, model, arguments.steps or 12, suite.device)
+        del step, call, model
+        _forget()
+    suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
+
+
+def _parallel(
+    model: Any, wrap: str, peer: str, regions: str, device: torch.device
+) -> Callable[..., Any]:
+    """Return what calls `model` on this rank, as `peer` runs it."""
+    parts = _layers(model)
+    whole = wrap == "ddp" and regions == "model"
+    if not whole and peer != "eager":
+        for part in parts:
+            part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
+    if wrap == "fsdp2":
+        _shard(parts, model)
+        return lambda **batch: model(**batch)
+    devices = [device.index] if device.type == "cuda" else None
+    call: Any = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+    compiled: Callable[..., Any] = harness.compile_as(peer, call) if whole else call
+    return compiled
+
+
+def _shard(parts: Iterable[nn.Module], model: nn.Module) -> None:
+    mesh = dist.device_mesh.init_device_mesh(_device_type(model), (dist.get_world_size(),))
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh)
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(p.device.type for p in model.parameters() if p.device.type != "meta")
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    found: list[nn.Module] = list(model.get_base_model().model.layers)
+    return found
+
+
+def _ids(vocab: int, length: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(0, vocab, (1, length), generator=generator).to(device)
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- measuring --------------------------------------------------------------------------
+
+
+def _time(
+    step: Callable[[], torch.Tensor], model: nn.Module, steps: int, device: torch.device
+) -> tuple[harness.Timing, dict[str, Any]]:
+    """Time steps, each from a barrier to the end of this rank's work."""
+    counters.clear()
+    start = time.perf_counter()
+    step()
+    harness.synchronize(device)
+    extra: dict[str, Any] = {"first_s": time.perf_counter() - start}
+    for _ in range(2):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    samples = []
+    for _ in range(steps):
+        dist.barrier()
+        harness.synchronize(device)
+        start = time.perf_counter()
+        loss = step()
+        harness.synchronize(device)
+        samples.append(time.perf_counter() - start)
+    if device.type == "cuda":
+        extra["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        extra["exposed_s"] = _exposed(step, device)
+    extra |= {
+        "breaks": sum(counters["graph_break"].values()),
+        "graphs": counters["stats"]["unique_graphs"],
+        "loss": loss.item(),
+    }
+    told = inductor_q.report(model)
+    if told.graphs:
+        extra["fused"] = f"{told.fused} of {len(told.layers)}"
+    return harness.Timing.of(samples), extra
+
+
+def _exposed(step: Callable[[], object], device: torch.device, steps: int = 3) -> float:
+    """Return the seconds of a step in which only NCCL's kernels run, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        harness.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    spans = [("nccl" in e["name"].lower(), e["ts"], e["ts"] + e["dur"]) for e in kernels]
+    return exposed(spans) * 1e-6 / steps
+
+
+def exposed(spans: Iterable[tuple[bool, float, float]]) -> float:
+    """Return for how long a span of communication is open, and no other."""
+    changes = sorted(
+        (when, is_communication, change)
+        for is_communication, begin, end in spans
+        for when, change in ((begin, 1), (end, -1))
+    )
+    total, before, open_now = 0.0, 0.0, {True: 0, False: 0}
+    for when, is_communication, change in changes:
+        if open_now[True] and not open_now[False]:
+            total += when - before
+        open_now[is_communication] += change
+        before = when
+    return total
+
+
+# --- 80 layers --------------------------------------------------------------------------
+
+
+def _large(suite: harness.Suite, arguments: argparse.Namespace) -> None:
+    on_gpu = suite.device.type == "cuda"
+    layers = arguments.layers or (80 if on_gpu else 2)
+    config = testing.tiny_llama_config(**(LARGE if on_gpu else {}), num_hidden_layers=layers)
+    ids = _ids(config.vocab_size, arguments.seq_len or (2048 if on_gpu else 32), suite.device)
+    for peer in harness.available(arguments.backends):
+        start = time.perf_counter()
+        model = large_model(config, suite.device, arguments.seed)
+        if peer == "qfuse":
+            inductor_q.compile(model)
+        elif peer != "eager":
+            for part in _layers(model):
+                part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4)
+        built = {"build_s": time.perf_counter() - start}
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        if on_gpu:
+            built["built_bytes"] = torch.cuda.memory_allocated(suite.device)
+            built["build_peak_bytes"] = torch.cuda.max_memory_allocated(suite.device)
+        timing, extra = _time(step, model, arguments.steps or 5, suite.device)
+        suite.add(
+            {"wrap": "fsdp2", "layers": layers, "tokens": ids.numel()},
+            {peer: timing},
+            extra={peer: {**built, **extra}},
+        )
+        del step, model, optimizer, trained
+        _forget()
+
+
+def large_model(config: Any, device: torch.device, seed: int) -> Any:
+    """Make a QLoRA model whose layers are filled, packed and sharded one after the other."""
+    import peft
+    import transformers
+
+    with torch.device("meta"):
+        from_config: Any = transformers.AutoModelForCausalLM.from_config
+        base = from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    base.requires_grad_(False)
+    for layer in base.model.layers:
+        _put_unpacked(layer)
+    base.is_loaded_in_4bit = True
+    lora = peft.LoraConfig(
+        r=16, lora_alpha=32, target_modules=list(testing.PROJECTIONS), task_type="CAUSAL_LM"
+    )
+    model: Any = peft.get_peft_model(base, lora, low_cpu_mem_usage=True)
+    torch.manual_seed(seed)  # all ranks fill the same weights, and keep their shard
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in base.model.layers:
+        _fill(layer, device)
+        fully_shard(layer, mesh=mesh)
+    with device:
+        base.model.rotary_emb = type(base.model.rotary_emb)(config=config)
+    _fill(model, device)
+    fully_shard(base.model.embed_tokens, mesh=mesh)
+    fully_shard([base.model.norm, base.lm_head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def _put_unpacked(layer: nn.Module) -> None:
+    """Put 4-bit layers without weights into the place of linear ones."""
+    bnb = testing.bitsandbytes()
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                linear = bnb.nn.Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    compute_dtype=torch.bfloat16,
+                    quant_type="nf4",
+                    quant_storage=torch.bfloat16,
+                    device="meta",
+                )
+                linear.support_avx512bf16_for_cpu = False
+                setattr(parent, name, linear)
+
+
+def _fill(part: nn.Module, device: torch.device) -> None:
+    """Give random values to the parameters that are still on meta, and pack what is to be."""
+    bnb = testing.bitsandbytes()
+    for module in part.modules():
+        for name, held in list(module.named_parameters(recurse=False)):
+            if held.device.type != "meta":
+                continue
+            shape, is_packed = held.shape, isinstance(held, bnb.nn.Params4bit)
+            scale = shape[-1] ** -0.5 if is_packed else SCALE
+            value = torch.randn(shape, device=device, dtype=torch.bfloat16) * scale
+            if len(shape) == 1:
+                value = torch.ones_like(value)
+            put: Any = nn.Parameter(value, requires_grad=held.requires_grad)
+            if is_packed:
+                put = bnb.nn.Params4bit(
+                    value,
+                    requires_grad=False,
+                    quant_type="nf4",
+                    quant_storage=torch.bfloat16,
+                    module=module,
+                ).to(device)
+            module._parameters[name] = put
+
+
+if __name__ == "__main__":
+    main()
