@@ -6,7 +6,9 @@ few steps, and prints the loss, the time of a step, tokens per second and the pe
 
     python -m examples.moe_qlora                      # a toy, on a CPU too
     python -m examples.moe_qlora --size qwen3-30b-a3b # one GPU of 80 GB
-    python -m examples.moe_qlora --size gpt-oss-20b --steps 20 --json out.json
+    python -m examples.moe_qlora --size gpt-oss-20b --format mxfp4 --steps 20 --json out.json
+
+With `--format mxfp4` experts lie as gpt-oss ships them; `inductor_q.load_checkpoint` has its own.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks import origin, place
 from inductor_q import experts
+from inductor_q.experts.modules import expert_layers, projections, put_stack
 from inductor_q.kbit import meta_parameters
 
 TEXT = Path(__file__).parent / "data" / "harbour.txt"
@@ -78,7 +81,10 @@ def build(size: str, format: str, r: int, device: torch.device, dtype: torch.dty
     with meta_parameters():
         auto: Any = transformers.AutoModelForCausalLM
         model: Any = auto.from_config(configuration(size), dtype=dtype)
-    experts.quantize(model, format, weights=values)
+    if format == "mxfp4":
+        pack_as_shipped(model, device)
+    else:
+        experts.quantize(model, format, weights=values)
     for name, parameter in list(model.named_parameters()):
         parent, _, leaf = name.rpartition(".")
         norm = "norm" in name
@@ -90,6 +96,21 @@ def build(size: str, format: str, r: int, device: torch.device, dtype: torch.dty
     model = peft.get_peft_model(model, config)
     experts.add_lora(model, r=r, alpha=2 * r)
     return model
+
+
+def pack_as_shipped(model: Any, device: torch.device) -> None:
+    """Give every projection random codes in MXFP4, which are [experts, out, in]."""
+    for layer in expert_layers(model).values():
+        for name in projections(layer):
+            shape = list(getattr(layer, name).shape)
+            if layer.is_transposed:
+                shape[1:] = shape[:0:-1]
+            codes = torch.randint(256, (math.prod(shape) // 2,), dtype=torch.uint8, device=device)
+            scale = 127 - round(math.log2(3 * math.sqrt(shape[2])))  # 3: the numbers' deviation
+            scales = torch.full((math.prod(shape) // 32,), scale, dtype=torch.uint8, device=device)
+            operands = {"qweight": codes, "scale": scales}
+            put_stack(layer, name, operands, "mxfp4", shape, transposed=False)
+    experts.use_qfuse(model)
 
 
 def batches(vocabulary: int, batch: int, length: int, device: torch.device) -> Tensor:
@@ -134,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=None, help="tokens a sequence")
     parser.add_argument("--backend", default="qfuse", help='"eager" compiles nothing')
+    parser.add_argument("--memory", type=float, help="gigabytes of the GPU that it may take")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--save", type=Path, help="folder for the adapter, in PEFT's format")
     parser.add_argument("--json", type=Path, help="file for the figures, and where they come from")
@@ -142,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         origin.require(commit, args.json.name)
     toy, device = args.size == "toy", torch.device(args.device)
+    if args.memory:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1e9 * args.memory / whole, device)
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     rank = args.rank or (4 if toy else 16)

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import origin, place
 from examples import moe_qlora
+from inductor_q.experts.model import stacks
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,19 @@ def test_it_learns_and_saves(backend: str, tmp_path: Path) -> None:
     assert (tmp_path / "adapter_model.safetensors").stat().st_size > 4 * result[
         "trained_parameters"
     ]
+
+
+def test_experts_as_gpt_oss_ships_them() -> None:
+    """They are as large as random weights of 16 bits, and a step reaches every adapter."""
+    model = moe_qlora.build("toy", "mxfp4", 4, torch.device("cpu"), torch.float32)
+    found = [stack for _, stack in stacks(model)]
+    assert [stack.format for stack in found] == ["mxfp4"] * 2
+    for stack in found:
+        values = stack.dequantize(torch.float32)
+        assert 0.6 < values.std() * values.shape[2] ** 0.5 < 1.6
+    ids = torch.arange(64).view(2, 32)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(stack.lora_B is not None and stack.lora_B.grad is not None for stack in found)
 
 
 def test_the_large_sizes_are_the_published_ones() -> None:
