@@ -42,7 +42,7 @@ def lower_row_amax(operands: Sequence[Any], format: str, shape: Sequence[int]) -
         shared = fmt.shared[0].decode(loops, i) if fmt.largest else fmt.decode(loops, i)
         return ops.mul(ops.abs(shared), ops.constant(largest, torch.float32))
 
-    return ir.Reduction.create(
+    result: Any = ir.Reduction.create(
         device=operands[0].get_device(),
         dst_dtype=torch.float32,
         src_dtype=torch.float32,
@@ -51,6 +51,9 @@ def lower_row_amax(operands: Sequence[Any], format: str, shape: Sequence[int]) -
         reduction_ranges=[columns // step],
         reduction_type="max",
     )
+    if isinstance(result.data.data, ir.Reduction):  # not unrolled: what reads it needs a buffer
+        result.realize()
+    return cast(ir.TensorBox, result)
 
 
 def lower_requantize(
