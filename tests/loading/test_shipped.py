@@ -265,6 +265,7 @@ def test_a_step_of_lora_is_fused(case: str, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quark": ({"quant_method": "quark"}, "quant_method 'quark' has no reader; those that have are"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "from_pretrained loads bitsandbytes packed"),
     "gptq bits": ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
     "awq gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "layout 'gemv'"),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [1, 32]}, "block_size is .1, 32."),

@@ -21,6 +21,9 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Find | str]] = {
     "mxfp4": mxfp4.reader,
 }
 
+#: Methods whose layers are read as transformers makes them.
+ITSELF = ("bitsandbytes", "torchao")
+
 
 def find_in(path: str | Path) -> Find:
     """Return what finds the packed weights of a checkpoint; nothing where it holds values.
@@ -33,6 +36,9 @@ def find_in(path: str | Path) -> Find:
     if said is None:
         return finds_nothing
     method = str(said.get("quant_method"))
+    if method in ITSELF:
+        problem = f"transformers' from_pretrained loads {method} packed, and nothing else is needed"
+        raise UnreadCheckpoint(path=str(path), problem=problem)
     if method not in READERS:
         problem = f"quant_method {method!r} has no reader; those that have are {', '.join(READERS)}"
         raise UnreadCheckpoint(path=str(path), problem=problem)
