@@ -29,7 +29,7 @@ UNREWRITTEN = "its dequantized weight is not saved; its product is left as it wa
 UNWRAP = "unwrap_weights"
 
 #: The other passes over Dynamo's graph, which are about attention and the loss.
-CAPTURED_PASSES = frozenset({"causal_attention", "chunk_loss"})
+CAPTURED_PASSES = frozenset({"causal_attention", "group_queries", "chunk_loss"})
 
 # Passes whose sites say nothing about a layer's product.
 _OTHER_PASSES = CAPTURED_PASSES | {"recompute_products", "keep_checkpointed", "decode_again"}

@@ -1,8 +1,8 @@
 """Passes rewrite an FX graph in terms of qfuse:: ops. Their order has these reasons:
 
 unwrap_weights reads the graph as Dynamo captured it, in which a weight in a tensor subclass is one
-input; so do causal_attention and chunk_loss, before AOTAutograd chooses attention's kernels and
-splits the loss into parts. canonicalize precedes the rest, which then know
+input; so do causal_attention, group_queries and chunk_loss, before AOTAutograd chooses attention's
+kernels and splits the loss into parts. canonicalize precedes the rest, which then know
 one form. fuse_rows takes layers of few rows with their adapters, of which fold_lora then finds
 none. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
 fold_lora precedes the stacking, since a scale or a cast between two products hides that they share
@@ -26,6 +26,7 @@ from inductor_q.passes.fold_lora import FoldLora
 from inductor_q.passes.fuse_dropout import FuseDropout
 from inductor_q.passes.fuse_rows import FuseRows
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
+from inductor_q.passes.group_queries import GroupQueries
 from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.quantize_products import QuantizeProducts
@@ -38,6 +39,7 @@ from inductor_q.passes.unwrap_weights import UnwrapWeights
 PIPELINE: tuple[Pass, ...] = (
     UnwrapWeights(),  # a weight in a tensor subclass -> qfuse.dequantize of what it is made of
     CausalAttention(),  # a causal mask written out -> is_causal, of keys that are not repeated
+    GroupQueries(),  # heads of one query that share keys -> queries of one head
     ChunkLoss(),  # the loss of a product with the head, without having all logits at a time
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
     FuseRows(),  # layers of few rows of one input, and their adapters: one launch

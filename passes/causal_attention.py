@@ -70,7 +70,7 @@ class CausalAttention:
                 yield Site(node, rejected=written, by_choice=True)
             if isinstance(written, str) or (written is None and node.target is not ATTENTION):
                 continue
-            arguments = _arguments(node) if written is None else dict(written.arguments)
+            arguments = arguments_of(node) if written is None else dict(written.arguments)
             mask = arguments["attn_mask"]
             if not isinstance(mask, fx.Node) or arguments["is_causal"]:
                 continue
@@ -342,7 +342,8 @@ def _blocks(
     return Site(node, plan=plan, provider=f"FlexAttention of {named}{repeated}")
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call of attention by name, with the defaults of those left out."""
     given = {**_PARAMETERS, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
     return {**given, "dropout_p": fixed(given["dropout_p"])}
 

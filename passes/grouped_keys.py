@@ -39,19 +39,13 @@ def before_repeat(
         arguments: those of that call, by name.
         graphs: Dynamo's graph and its subgraphs.
     """
+    found = unrepeated(attention, arguments)
+    if isinstance(found, str):
+        return found
     query, *wide = (arguments[name] for name in ("query", "key", "value"))
-    key, value = map(repeated, wide)
-    if arguments["enable_gqa"] or (key is None and value is None):
-        return ""
-    if key is None or value is None or not same_size(_shape(key)[1], _shape(value)[1]):
-        return "keys and values are not repeated alike"
     if not _same_sizes(query, *wide):
         return "queries, keys and values differ in size"
-    if any(user is not attention and user.target not in _SIZES for n in wide for user in n.users):
-        return "repeated keys are used elsewhere"
-    if written_since(wide, attention):
-        return "something is written to once keys are repeated"
-    if any(not same_size(node.meta["example_value"].stride(-1), 1) for node in (query, key, value)):
+    if any(not same_size(node.meta["example_value"].stride(-1), 1) for node in (query, *found)):
         return "features do not lie side by side"
     choose: Any = torch.nn.attention._sdpa_kernel
     if any(graph.find_nodes(op="call_function", target=choose) for graph in graphs):
@@ -59,7 +53,23 @@ def before_repeat(
     # Autocast casts inside the call, which computes in the dtype of its result, not of its inputs.
     result = attention.meta["example_value"]
     refused = no_kernel(result.device, result.dtype, result.shape[-1], arguments["dropout_p"])
-    return refused or (key, value)
+    return refused or found
+
+
+def unrepeated(attention: fx.Node, arguments: Mapping[str, Any]) -> tuple[fx.Node, fx.Node] | str:
+    """Return the key and value before they were repeated, if nothing else reads them since; else
+    the reason why not, which is empty where they are not repeated."""
+    wide = [arguments[name] for name in ("key", "value")]
+    key, value = map(repeated, wide)
+    if arguments["enable_gqa"] or (key is None and value is None):
+        return ""
+    if key is None or value is None or not same_size(_shape(key)[1], _shape(value)[1]):
+        return "keys and values are not repeated alike"
+    if any(user is not attention and user.target not in _SIZES for n in wide for user in n.users):
+        return "repeated keys are used elsewhere"
+    if written_since(wide, attention):
+        return "something is written to once keys are repeated"
+    return key, value
 
 
 def no_kernel(device: torch.device, dtype: torch.dtype, head_dim: Any, dropout: Any) -> str:

@@ -1,0 +1,122 @@
+"""Attention of one query reads grouped keys as they lie: heads that share keys are queries of one.
+
+In decoding each head has one query, and the heads of a group have the same keys. As queries of one
+head they need no copy of a cache for each of them, and every backend of sdpa takes them under any
+mask that is one row for all heads. It is what transformers does in eager, and what it leaves out
+under torch.compile: there it repeats keys and values, a whole static cache in each layer.
+
+Scores, softmax and sums are those of the program, so it is the same under strict numerics; kernels
+may add in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from inductor_q.capture.example import hint
+from inductor_q.context import Context
+from inductor_q.passes.causal_attention import ATTENTION, arguments_of
+from inductor_q.passes.causal_mask import same_size
+from inductor_q.passes.grouped_keys import unrepeated
+from inductor_q.passes.runner import CAPTURED, Site
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How attention is called, and the number of heads of its queries and of its keys."""
+
+    arguments: dict[str, Any]
+    heads: int | torch.SymInt
+    groups: int | torch.SymInt
+
+
+class GroupQueries:
+    name: ClassVar[str] = "group_queries"
+    stage: ClassVar[str] = CAPTURED
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        for node in graph.find_nodes(op="call_function", target=ATTENTION):
+            arguments = arguments_of(node)
+            query = _shape(arguments["query"])
+            if len(query) != 4 or not _is(query[2], 1):
+                continue
+            found = _grouped(node, arguments)
+            if found == "":
+                continue
+            reason = found if isinstance(found, str) else _refused(arguments, found)
+            if reason or isinstance(found, str):
+                yield Site(node, rejected=reason, by_choice=True)
+                continue
+            key, value = found
+            grouped = {"key": key, "value": value, "enable_gqa": False}
+            plan = _Plan({**arguments, **grouped}, query[1], _shape(key)[1])
+            yield Site(node, plan=plan, provider="sdpa, grouped queries")
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        plan: _Plan = site.plan
+        arguments, node = dict(plan.arguments), site.node
+        query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
+        groups = int(
+            plan.groups
+        )  # where heads are symbols this is a guard: a model's do not change
+        sizes = (groups, int(plan.heads) // groups)
+        with graph.inserting_before(node):
+            grouped = _view(_view(query, "unflatten", 1, sizes), "squeeze", 3)
+            new = graph.call_function(ATTENTION, (grouped, key, value), arguments)
+            result = node.meta["example_value"]
+            new.meta = {**node.meta, "example_value": result.unflatten(1, sizes).squeeze(3)}
+            apart = _view(_view(new, "flatten", 1, 2), "unsqueeze", 2)
+        apart.meta = dict(node.meta)
+        node.replace_all_uses_with(apart)
+        graph.erase_node(node)
+
+
+def _grouped(node: fx.Node, arguments: dict[str, Any]) -> tuple[fx.Node, fx.Node] | str:
+    """Return keys and values of fewer heads than queries; else why not, empty where there are
+    none."""
+    key, value = arguments["key"], arguments["value"]
+    if not arguments["enable_gqa"]:
+        return unrepeated(node, arguments)
+    heads = [_shape(x)[1] for x in (arguments["query"], key, value)]
+    if same_size(heads[0], heads[1]) and same_size(heads[1], heads[2]):
+        return ""
+    return (key, value) if same_size(heads[1], heads[2]) else "keys and values differ in heads"
+
+
+def _refused(arguments: dict[str, Any], found: tuple[fx.Node, fx.Node]) -> str:
+    """Return why the heads of a group are not taken as queries of one; empty if they are."""
+    query, key = _shape(arguments["query"]), _shape(found[0])
+    mask = arguments["attn_mask"]
+    if arguments["is_causal"]:
+        return "is_causal of one query, which sees the first key alone"
+    if arguments["dropout_p"] != 0:
+        return f"attention drops scores out (dropout_p={arguments['dropout_p']})"
+    if hint(query[1]) % hint(key[1]):
+        return f"{hint(query[1])} heads of queries are not some times {hint(key[1])} of keys"
+    if not same_size(query[0], key[0]):
+        return "queries and keys differ in batch"
+    if mask is not None and not all(_is(size, 1) for size in _shape(mask)[-3:-1]):
+        return "the mask is not one row for all heads"
+    return ""
+
+
+def _is(size: Any, number: int) -> bool:
+    """Whether a size is this number; adds no guard."""
+    return isinstance(size, int) and size == number
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    return tuple(getattr(node.meta.get("example_value"), "shape", ()))
+
+
+def _view(x: fx.Node, name: str, *args: Any) -> fx.Node:
+    """Call a method that returns a view, or a tensor of the same numbers."""
+    node = x.graph.call_method(name, (x, *args))
+    value: torch.Tensor = x.meta["example_value"]
+    node.meta = {**x.meta, "example_value": getattr(value, name)(*args)}
+    return node
