@@ -3,10 +3,11 @@ benchmarks.bench_ranks``.
 
 A GPU gets 8 layers of Qwen3-8B from its configuration and 1 x 2048 tokens a rank, a CPU a toy over
 gloo. FSDP2 shards each decoder layer, then the model; the packed weights are stored in bfloat16.
-What is compiled is each layer, or under DDP with ``--regions model`` all of the model. A step is
-forward and backward. Peers come one after the other, so that a peak is of one model alone.
-``inductor`` is stock Inductor behind our capture of bitsandbytes' gathered weights, without which
-it breaks at each linear layer under FSDP2.
+What is compiled is each layer, or under DDP with ``--regions model`` all of the model: by
+``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
+Peers come one after the other, so that a peak is of one model alone. ``inductor`` is stock Inductor
+behind our capture of bitsandbytes' gathered weights, without which it breaks at each linear layer
+under FSDP2.
 
 ``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others.
 
@@ -25,7 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -123,18 +124,27 @@ def _parallel(
     model: Any, wrap: str, peer: str, regions: str, device: torch.device
 ) -> Callable[..., Any]:
     """Return what calls `model` on this rank, as `peer` runs it."""
-    parts = _layers(model)
     whole = wrap == "ddp" and regions == "model"
-    if not whole and peer != "eager":
-        for part in parts:
-            part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
+    call: Any = model
     if wrap == "fsdp2":
-        _shard(parts, model)
-        return lambda **batch: model(**batch)
-    devices = [device.index] if device.type == "cuda" else None
-    call: Any = nn.parallel.DistributedDataParallel(model, device_ids=devices)
-    compiled: Callable[..., Any] = harness.compile_as(peer, call) if whole else call
-    return compiled
+        _shard(_layers(model), model)
+    else:
+        devices = [device.index] if device.type == "cuda" else None
+        call = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+    if whole and peer not in ("eager", "qfuse"):
+        call = harness.compile_as(peer, call)
+    else:
+        _compile(model, peer, "model" if whole else "layers")
+    return lambda **batch: call(**batch)
+
+
+def _compile(model: Any, peer: str, regions: Literal["layers", "model"]) -> None:
+    """Compile a model in place, as somebody does who uses the peer by hand."""
+    if peer == "qfuse":
+        inductor_q.compile(model, regions=regions)
+    elif peer != "eager":
+        for part in _layers(model):
+            part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
 
 
 def _shard(parts: Iterable[nn.Module], model: nn.Module) -> None:
@@ -244,11 +254,7 @@ def _large(suite: harness.Suite, arguments: argparse.Namespace) -> None:
     for peer in harness.available(arguments.backends):
         start = time.perf_counter()
         model = large_model(config, suite.device, arguments.seed)
-        if peer == "qfuse":
-            inductor_q.compile(model)
-        elif peer != "eager":
-            for part in _layers(model):
-                part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
+        _compile(model, peer, "layers")
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4)
         built = {"build_s": time.perf_counter() - start}

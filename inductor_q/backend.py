@@ -26,6 +26,7 @@ from inductor_q.capture.dynamo import (
     device_of,
     input_sources,
     is_quantized,
+    is_under_ddp,
     packed_weights,
     tell_last_graph,
 )
@@ -108,6 +109,12 @@ def qfuse(
     resolved = resolve(mode, options, device=device, dynamic=dynamic)
     report = new_report(resolved, device)
     place = len(_reports)
+    if _reports and _reports[-1].graph == report.graph and is_under_ddp():
+        warn_once(
+            "qfuse: DDP splits the graph where a bucket of gradients is full, so less of it can be "
+            "fused; inductor_q.compile(model) keeps it whole, and so does "
+            "torch._dynamo.config.optimize_ddp = False, set before the first step"
+        )
     _reports.append(report)
     if resolved.report and resolved.report not in _written:
         _write(resolved.report)  # before time goes into compiling

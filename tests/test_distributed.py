@@ -1,26 +1,48 @@
-"""Two ranks of DistributedDataParallel, over gloo on a CPU and over NCCL on two GPUs: gradients as
-near to float64's as eager's are, the same on both ranks."""
+"""Models on several ranks: DistributedDataParallel and FSDP2.
+
+Under DDP, over gloo on a CPU and over NCCL on two GPUs, gradients are as near to float64's as
+eager's are, and the same on both ranks. What torch does to modules, graphs and weights does not
+depend on how many ranks there are, so most of it is tried in a group of one.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+import inductor_q
+from inductor_q import last_report, report, testing
+from inductor_q.backend import qfuse
+from tests.support.compiling import SMALL, no_codegen
 
 BATCHES = 3
+ADAPTERS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
-def _train(rank: int, port: int, folder: str, device_type: str) -> None:
-    from inductor_q import last_report, testing
-    from inductor_q.backend import qfuse
-
+def _join(rank: int, port: int, device_type: str) -> torch.device:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
@@ -28,6 +50,18 @@ def _train(rank: int, port: int, folder: str, device_type: str) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=2)
+    return device
+
+
+def _spawn(work: Callable[..., None], *arguments: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn(work, args=(port, *arguments), nprocs=2)
+
+
+def _train(rank: int, port: int, folder: str, device_type: str) -> None:
+    device = _join(rank, port, device_type)
     config = testing.tiny_llama_config(num_hidden_layers=1)
     model = testing.qlora_model(
         config, adapter_dtype=torch.bfloat16, seed=0, randomize_adapters=True, device=device
@@ -39,11 +73,11 @@ def _train(rank: int, port: int, folder: str, device_type: str) -> None:
         for _ in range(BATCHES)
     ]
 
-    def parallel(module: torch.nn.Module) -> torch.nn.Module:
+    def parallel(module: nn.Module) -> nn.Module:
         ids = [rank] if device.type == "cuda" else None
-        return torch.nn.parallel.DistributedDataParallel(module, device_ids=ids)
+        return DistributedDataParallel(module, device_ids=ids)
 
-    def gradients(call: Any, module: torch.nn.Module) -> list[torch.Tensor]:
+    def gradients(call: Any, module: nn.Module) -> list[torch.Tensor]:
         found = []
         for ids in batches:
             call(input_ids=ids, labels=ids).loss.backward()
@@ -71,10 +105,7 @@ def _train(rank: int, port: int, folder: str, device_type: str) -> None:
 
 
 def check_two_ranks(folder: Path, device_type: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(_train, args=(port, str(folder), device_type), nprocs=2)
+    _spawn(_train, str(folder), device_type)
     (first, error, limit), (second, *_) = (torch.load(folder / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len(first) == BATCHES * 14
@@ -93,3 +124,177 @@ def test_gpu_ddp_of_two_devices(tmp_path: Path) -> None:
     if not dist.is_nccl_available():
         pytest.skip("this torch was built without NCCL")
     check_two_ranks(tmp_path, "cuda")
+
+
+# --- FSDP2 ------------------------------------------------------------------------------
+
+
+def _model(layers: int = 2) -> Any:
+    return testing.qlora_model(
+        testing.tiny_qwen3_config(num_hidden_layers=layers),
+        quant_storage=torch.bfloat16,
+        adapter_dtype=torch.bfloat16,
+        randomize_adapters=True,
+    )
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    found: list[nn.Module] = list(model.get_base_model().model.layers)
+    return found
+
+
+def _packed_weight(model: Any) -> Any:
+    return model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.base_layer").weight
+
+
+def _sharded(model: Any, **options: Any) -> Any:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*_layers(model), model):
+        fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer, options=ADAPTERS)
+    return {"model": weights, "optimizer": moments}
+
+
+def _losses(call: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Train, each rank on its half of a batch; return the loss of the whole batch by step."""
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, 250, (4, 32), generator=generator).chunk(world)[rank]
+        loss = call(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(total.item() / world)
+    return found
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _compiled_before(model: Any) -> Any:
+    """As accelerate and torchtitan do: each layer is compiled, then sharded."""
+    for layer in _layers(model):
+        layer.compile(backend=qfuse, options=SMALL)
+    return _sharded(model)
+
+
+def _compiled_after(model: Any) -> Any:
+    _sharded(model)
+    for layer in _layers(model):
+        layer.compile(backend=qfuse, options=SMALL)
+    return model
+
+
+def _wrapped(model: Any) -> Any:
+    """The layers are replaced by compiled ones, as torch.compile returns them."""
+    layers = model.get_base_model().model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = torch.compile(layer, backend=qfuse, options=SMALL)
+    return _sharded(model)
+
+
+def _compiled_by_us(model: Any) -> Any:
+    return inductor_q.compile(_sharded(model), options=SMALL)
+
+
+def _checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return _compiled_by_us(model)
+
+
+def _offloaded(model: Any) -> Any:
+    _sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return inductor_q.compile(model, options=SMALL)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "prepare",
+    [_compiled_before, _compiled_after, _wrapped, _compiled_by_us, _checkpointed, _offloaded],
+)
+def test_layers_that_fsdp2_shards_are_whole(prepare: Callable[[Any], Any]) -> None:
+    torch.compiler.reset()
+    model = prepare(_model(layers=1))
+    with testing.CompileTrace() as trace, no_codegen():
+        _losses(model, _adamw(model), range(2))
+    assert (trace.graphs, trace.breaks) == (1, [])
+    assert report(model).fused == len(report(model).layers) == 7
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_does_not_split_the_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 20_000)
+    for by_hand in (True, False):
+        torch.compiler.reset()
+        model = _model(layers=1)
+        parallel = DistributedDataParallel(model, bucket_cap_mb=0.04)
+        if by_hand:
+            model.compile(backend=qfuse, options=SMALL)
+        else:
+            inductor_q.compile(model, options=SMALL)
+        with no_codegen(), caplog.at_level(logging.WARNING, "inductor_q"):
+            _losses(parallel, _adamw(model), range(2))
+        assert (report(model).graphs > 1, "DDP splits" in caplog.text) == (by_hand, by_hand)
+        caplog.clear()
+
+
+def _shard_and_resume(rank: int, port: int, folder: str) -> None:
+    _join(rank, port, "cpu")
+    model = _model()
+    expected = _losses(DistributedDataParallel(model), _adamw(model), range(4))
+    packed = _packed_weight(model)
+    model = _sharded(_model())
+    assert _losses(model, _adamw(model), range(2)) == pytest.approx(expected[:2], abs=1e-3)
+    with no_codegen():
+        model = _compiled_by_us(_model())
+        weight = _packed_weight(model)
+        assert isinstance(weight, DTensor)
+        own = packed.data.chunk(2)[rank].view(torch.uint8)  # as bfloat16 some bytes are NaN
+        assert torch.equal(weight.to_local().view(torch.uint8), own)
+        optimizer = _adamw(model)
+        found = _losses(model, optimizer, range(2))
+        save(_states(model, optimizer), checkpoint_id=folder)
+        whole = StateDictOptions(ignore_frozen_params=True, full_state_dict=True)
+        assert len(get_model_state_dict(model, options=whole)) == 2 * 7 * 2
+        found += _losses(model, optimizer, range(2, 4))
+        assert found == pytest.approx(expected, abs=5e-3)
+        told = report(model)  # the first layer's input needs no gradient: a graph of its own
+        assert (told.graphs, told.breaks, told.fused, len(told.layers)) == (2, 0, 14, 14)
+        resumed = _compiled_by_us(_model())
+        optimizer = _adamw(resumed)
+        states = _states(resumed, optimizer)
+        load(states, checkpoint_id=folder)
+        set_state_dict(
+            resumed,
+            optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+            options=ADAPTERS,
+        )
+        assert _losses(resumed, optimizer, range(2, 4)) == found[2:]
+        for parameter in resumed.parameters():
+            assert parameter.requires_grad or parameter.grad is None
+    dist.destroy_process_group()
+
+
+def test_fsdp2_of_two_ranks(tmp_path: Path) -> None:
+    """Losses are DDP's; a rank holds half of the packed bytes; a saved run goes on as it would."""
+    _spawn(_shard_and_resume, str(tmp_path))

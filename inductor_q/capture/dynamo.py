@@ -110,6 +110,13 @@ def tell_last_graph() -> None:
     )
 
 
+def is_under_ddp() -> bool:
+    """Whether DistributedDataParallel calls what is compiled; torch then splits its graphs."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def counterparts(gm: fx.GraphModule, sources: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Map the path of each layer in nested compile regions to those of the layers that take its
     place in other calls. Torch compiles calls that look alike once, by the parameters of the first.

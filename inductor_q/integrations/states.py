@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch.nn.parallel import DistributedDataParallel
 
 from inductor_q.backend import qfuse_backend
 from inductor_q.integrations.dora import prepare_dora
@@ -106,7 +108,12 @@ class States:
 @dataclass(frozen=True, eq=False)
 class Region:
     """Call a module compiled for its state, unless keys and values are cached, or it is inside of a
-    function that somebody else compiles."""
+    function that somebody else compiles.
+
+    Under DDP torch would split the graph where a bucket of gradients is full, to overlap their
+    all-reduce with the rest of backward. Adapters' gradients are small, and a part without the
+    embeddings or the mask has less that can be fused, so the graph stays whole here.
+    """
 
     module: Any
     states: States
@@ -114,7 +121,11 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
             return self.module._call_impl(*args, **kwargs)
-        return self.states.function(self.module)(*args, **kwargs)
+        call = self.states.function(self.module)
+        if DistributedDataParallel._get_active_ddp_module() is None:
+            return call(*args, **kwargs)
+        with dynamo_config.patch(optimize_ddp=False):
+            return call(*args, **kwargs)
 
 
 def state_codes(model: nn.Module) -> Iterator[CodeType]:
