@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 5060,
+    "benchmarks": 5225,
     "csrc": 2445,
-    "docs": 940,
+    "docs": 960,
     "examples": 900,
     "inductor_q": 4595,
     "inductor_q/capture": 2060,

@@ -17,6 +17,7 @@ from benchmarks import origin, plots
 
 NAMES = (
     "bench_attention",
+    "bench_decode",
     "bench_dequantize",
     "bench_experts",
     "bench_explain",

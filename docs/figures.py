@@ -303,6 +303,21 @@ def few_rows() -> str:
     return f"{table((*header, *more, 'qfuse, share of the roof'), body)}\n\n{source(name)}"
 
 
+def decode() -> str:
+    name, peers = "decode-h200", ("bf16", "inductor", "qfuse")
+    if not exists(name):
+        return "Not measured yet (`python -m benchmarks.bench_decode`)."
+    body = []
+    for case in cases(name):
+        times = [seconds(name, peer, **case) for peer in peers]
+        peaks = [number(extra(name, peer, "peak_bytes", **case) / 2**30) for peer in peers]
+        ratios = [f"{times[2] / other:.2f}" for other in times[:2]]
+        body.append((str(case["batch"]), case["LoRA"], *map(ms, times), *ratios, *peaks))
+    header = ("batch", "LoRA", "bf16, stock", "NF4, stock", "NF4, qfuse")
+    more = ("qfuse / bf16", "qfuse / stock", *(f"peak GiB, {peer}" for peer in header[2:]))
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
 def kbit() -> str:
     name = "kbit-h200"
     if not exists(name):
@@ -576,6 +591,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dequantize-h200": lambda: dequantize("dequantize-h200"),
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
+    "decode": decode,
     "kbit": kbit,
     "attention": attention,
     "launch": launch,

@@ -20,6 +20,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
 
 from benchmarks import (  # noqa: E402
     bench_attention,
+    bench_decode,
     bench_dequantize,
     bench_experts,
     bench_kbit,
@@ -44,6 +45,7 @@ from benchmarks.peers import _peer_options  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.kernels.dispatch import serve  # noqa: E402
+from tests.support.compiling import no_codegen  # noqa: E402
 from tests.support.processes import environment  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -256,6 +258,26 @@ def test_bench_kbit(tmp_path: Path, verb: str, peers: list[str]) -> None:
     assert len(suite.notes) == 4
     assert suite.notes[0].startswith(f"{verb} 2 e4m4 single: ")
     assert ("bitsandbytes" in suite.notes[0]) == (verb == "dequantize")
+
+
+def test_bench_decode(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    command = [
+        "--device",
+        "cpu",
+        "--quick",
+        "--rounds",
+        "1",
+        "--adapted",
+        "r=16",
+        "--out",
+        str(out),
+    ]
+    with no_codegen():
+        bench_decode.main([*command, "--backends", "qfuse"])
+    (row,) = check_file(out, "bench_decode", {"qfuse"})
+    assert (row["extra"]["graphs"], row["extra"]["breaks"]) == (1, 0)
+    assert row["extra"]["error"] < 0.02
 
 
 def test_a_sequence_is_timed_a_call_at_a_time() -> None:

@@ -1,0 +1,164 @@
+"""Time one decoding step of a whole model: one token for each sequence, over a static cache.
+
+The model has eight layers of Qwen3-8B's shapes; 512 tokens are in a cache of 1024, and the peers
+run in CUDA graphs. ``bf16`` is not quantized and stock Inductor compiles it, as it does NF4 for
+``inductor``; LoRA adapters (r = 16, seven projections, bf16) are not merged. Steps are queued one
+behind another, as generation without a stop does, so the time is the larger of what the host and
+the GPU take. ``error`` is that of the logits, against the same model in eager with sdpa's math
+kernel. The roof is the time of reading weights and cache once.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import harness
+from inductor_q import testing
+
+#: With CUDA graphs.
+PEERS = {
+    "bf16": "inductor[triton.cudagraphs=True]",
+    "inductor": "inductor[triton.cudagraphs=True]",
+    "qfuse": "qfuse[qfuse.mode=reduce-overhead]",
+}
+PROMPT, CACHE = 512, 1024
+QUICK = {"vocab_size": 256, "max_position_embeddings": CACHE}
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    parser = harness.parser(__doc__, peers=tuple(PEERS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=32_768)
+    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 16")
+    parser.add_argument("--adapted", nargs="+", choices=("no", "r=16"), default=("no", "r=16"))
+    arguments = parser.parse_args(argv)
+    suite = harness.start("bench_decode", arguments)
+    suite.settings |= {"layers": arguments.layers, "vocab_size": arguments.vocab_size}
+    for adapted in arguments.adapted:
+        for batch in arguments.batches or ((1,) if arguments.quick else (1, 16)):
+            _measure(suite, arguments, batch, adapted)
+    harness.finish(suite, arguments, extras=("throughput", "peak_bytes", "error", "first_s"))
+    return suite
+
+
+def _measure(suite: harness.Suite, arguments: Any, batch: int, adapted: str) -> None:
+    steps: dict[str, Callable[[], Tensor]] = {}
+    extra: dict[str, dict[str, Any]] = {}
+    roofs: dict[str, float] = {}
+    torch.compiler.reset()
+    for peer in arguments.backends:
+        gc.collect()
+        before = harness.held_bytes(suite.device)
+        decoder = _Decoder(arguments, suite.device, batch, quantized=peer != "bf16", lora=adapted)
+        expected = decoder.exact()
+        decoder.compile(PEERS[peer] if suite.device.type == "cuda" else peer)
+        with testing.CompileTrace() as trace:
+            first = harness.first_call(decoder.step, suite.device)
+        for _ in range(2):  # what records the graph, and what replays it
+            decoder.step()
+        decoder.rewind()
+        logits = decoder.step().float()
+        error = float((logits - expected).norm() / expected.norm())
+        peak = harness.peak_bytes(decoder.step, suite.device)
+        extra[peer] = {"error": error, "first_s": first, "graphs": trace.graphs}
+        extra[peer] |= {"breaks": len(trace.breaks), "held_bytes": decoder.held}
+        if peak is not None and before is not None:
+            extra[peer]["peak_bytes"] = peak - before
+        roofs[peer] = suite.ceilings.roof(bytes=decoder.held)
+        steps[peer] = decoder.step
+        decoder.rewind()
+    rounds = arguments.rounds or (1 if arguments.quick else 5)
+    block = 2 if arguments.quick else min(60, (CACHE - PROMPT - 4) // rounds - 1)
+    timings = harness.time_steps(steps, suite.device, rounds=rounds, per_round=block)
+    for peer, timing in timings.items():
+        extra[peer]["throughput"] = batch / timing.median
+        case = {"batch": batch, "LoRA": adapted}
+        suite.add(case, {peer: timing}, roof=roofs[peer], extra=extra)
+
+
+class _Decoder:
+    """A model with a filled cache, and its next step."""
+
+    def __init__(
+        self, arguments: Any, device: torch.device, batch: int, *, quantized: bool, lora: str
+    ) -> None:
+        from transformers import StaticCache
+
+        config = testing.tiny_qwen3_config(num_hidden_layers=2, **QUICK)
+        if not arguments.quick:
+            sizes = {"vocab_size": arguments.vocab_size}
+            config = testing.qwen3_8b_config(arguments.layers, **sizes)
+        self.model = _model(config, device, quantized=quantized, adapted=lora != "no")
+        self.cache: Any = StaticCache(config=config, max_cache_len=CACHE)
+        generator = torch.Generator().manual_seed(arguments.seed)
+        made = torch.randint(0, config.vocab_size, (batch, PROMPT + 1), generator=generator)
+        self.ids = made.to(device)
+        self.call: Any = self.model
+        self.rewind()
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        held = sum(t.nbytes for t in tensors) - self.model.get_input_embeddings().weight.nbytes
+        layers: Any = self.cache.layers
+        for layer in layers:
+            held += layer.keys.nbytes + layer.values.nbytes
+        self.held = held + sum(_state_bytes(p) for p in self.model.parameters())
+
+    def rewind(self) -> None:
+        """Let the cache hold the prompt alone."""
+        self.cache.reset()
+        self._run(self.model, self.ids[:, :-1])
+
+    def exact(self) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            logits = self._run(self.model, self.ids[:, -1:]).float()
+        self.rewind()
+        return logits
+
+    def compile(self, peer: str) -> None:
+        self.call = harness.compile_as("inductor" if peer == "bf16" else peer, self.model)
+
+    def step(self) -> Tensor:
+        return self._run(self.call, self.ids[:, -1:])
+
+    def _run(self, call: Any, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = call(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+        return logits
+
+
+def _model(config: Any, device: torch.device, *, quantized: bool, adapted: bool) -> Any:
+    if quantized:
+        model = testing.qlora_model(
+            config, adapter_dtype=torch.bfloat16, randomize_adapters=True, device=device
+        )
+        return (model if adapted else model.unload()).eval()
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        make: Any = AutoModelForCausalLM.from_config
+        plain = make(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    plain.requires_grad_(False)
+    if not adapted:
+        return plain.eval()
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=list(testing.PROJECTIONS))
+    return get_peft_model(plain, lora).to(torch.bfloat16).eval()
+
+
+def _state_bytes(parameter: Any) -> int:
+    """Count what a 4-bit weight has beside its codes."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return 0
+    nested = [state.state2.absmax] if state.nested else []
+    return sum(t.nbytes for t in (state.absmax, *nested))
+
+
+if __name__ == "__main__":
+    main()
