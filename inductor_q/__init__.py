@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from inductor_q.version import VERSION
+
 if TYPE_CHECKING:
     from inductor_q.backend import last_report as last_report
     from inductor_q.capture.bnb_state import dequantize as dequantize
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from inductor_q.quantization import quantize as quantize
     from inductor_q.shipped import load_checkpoint as load_checkpoint
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _PUBLIC = {
     "FORMATS": "inductor_q.formats",

@@ -106,6 +106,14 @@ class UnknownPreset(_UnknownName):
     message = "unknown preset {name!r}{where}{hint} Known: auto, none, {known!j}"
 
 
+class UnreadablePreset(QfuseError, ValueError):
+    """A tuned preset is damaged, or of another place."""
+
+    path: str
+    problem: str
+    message = "{path}: {problem}. Remove it, or write it again with qfuse tune"
+
+
 class UnknownPass(_UnknownName):
     message = "unknown pass {name!r}{where}{hint} Known, in order: {known!j}"
 

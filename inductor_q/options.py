@@ -65,7 +65,8 @@ def resolve(
     modes = inductor_config.modes(dynamic)
     mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
 
-    inductor: dict[str, Any] = {}
+    _, inductor = _read({name: entry.value for name, entry in preset.options.items()})
+    sources |= dict.fromkeys(inductor, f"preset {preset.name}")
     for name, value in (modes[mode] if mode else {}).items():
         inductor[name] = value
         sources[name] = f"mode {mode}"

@@ -173,7 +173,8 @@ class Option:
 OPTIONS: Mapping[str, Option] = FrozenMap(
     {
         "qfuse.preset": Option(
-            '"auto" (by the exact architecture of the device), the name of a preset, or "none"',
+            '"auto" (what `qfuse tune` measured here, or by the exact architecture of the device), '
+            'the name of a preset, the path of a tuned one, or "none"',
             _parse_text("the name of a preset"),
             "QFUSE_PRESET",
         ),

@@ -50,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     Two threads, so that Inductor writes parallel kernels on a machine of any size, and a thread
     that waits leaves its core to the other workers. Each worker compiles its C++ itself: a pool of
     processes per worker, and per process that a test starts, would only compete with the workers.
+    A preset that `qfuse tune` wrote for whoever runs the tests is not in force.
     """
+    os.environ["XDG_CONFIG_HOME"] = str(config.rootpath / ".pytest_cache" / "config")
     if not getattr(config.option, "numprocesses", None):
         return
     os.environ.setdefault("OMP_NUM_THREADS", "2")

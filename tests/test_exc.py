@@ -44,6 +44,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.UnreadablePreset(path="/c/cpu.json", problem="it has no 'base'"),
+        "/c/cpu.json: it has no 'base'. Remove it, or write it again with qfuse tune",
+        ValueError,
+    ),
+    (
         exc.UnknownPass(name="fold_loras", known=("canonicalize", "fold_lora")),
         "unknown pass 'fold_loras'; did you mean 'fold_lora'? "
         "Known, in order: canonicalize, fold_lora",

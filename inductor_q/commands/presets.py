@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inductor_q.commands import listing
@@ -16,11 +17,16 @@ def register(subparsers: Subparsers) -> None:
     parser = listing.add_parser(
         subparsers, "presets", main, "what is set for each architecture, and the evidence for it"
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these, such as sm_90")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these: sm_90, tuned, ...")
 
 
 def main(args: argparse.Namespace) -> int:
-    return listing.show(tables(args.names), args)
+    """List what ships and then what `qfuse tune` measured; a page of Markdown has what ships."""
+    shipped = [name for name in args.names if name != "tuned"]
+    shown = tables(shipped) if shipped or not args.names else []
+    if not args.markdown and (not args.names or "tuned" in args.names):
+        shown += _tuned()
+    return listing.show(shown, args)
 
 
 def tables(names: list[str] | None = None) -> list[listing.Table]:
@@ -33,6 +39,15 @@ def tables(names: list[str] | None = None) -> list[listing.Table]:
             raise UnknownPreset(name=name, known=tuple(PRESETS))
     order = sorted(PRESETS.values(), key=lambda preset: preset.name != "generic")
     return [_table(preset) for preset in order if not names or preset.name in names]
+
+
+def _tuned() -> list[listing.Table]:
+    from inductor_q.presets import tuned
+
+    return [
+        replace(_table(preset), note=f"{preset.reason}; in {path}.")
+        for path, _, preset in tuned.everything()
+    ]
 
 
 def _table(preset: Preset) -> listing.Table:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inductor_q.exc import UnknownPreset
+from inductor_q.presets import tuned
 from inductor_q.presets.generic import CPU, GENERIC, NONE
 from inductor_q.presets.nvidia import NVIDIA
 from inductor_q.presets.preset import MAPPINGS, THRESHOLDS, Entry, FrozenMap, Preset
@@ -23,24 +25,40 @@ __all__ = [
     "FrozenMap",
     "Preset",
     "select",
+    "shipped",
 ]
 
 PRESETS: Mapping[str, Preset] = FrozenMap({p.name: p for p in (*NVIDIA, CPU, GENERIC)})
 
 
 def select(device: torch.device, name: str = "auto", *, source: str = "") -> Preset:
-    """Return the preset of that name, or ("auto") of the exact architecture, and why this one.
+    """Return the preset of that name, and why this one.
+
+    "auto" is the one that `qfuse tune` measured for this device, torch and version, or else that of
+    the exact architecture; a name that ends in .json is the file of a tuned preset.
+
+    Raises:
+        UnknownPreset, UnreadablePreset: there is none of that name.
+    """
+    if name == "auto":
+        return tuned.find(device) or shipped(device)
+    if name == "none":
+        return replace(NONE, reason="asked for by name")
+    if name.endswith(".json"):
+        place, preset = tuned.read(Path(name))
+        return replace(preset, reason=f"asked for by the path {name}, measured on {place}")
+    if name not in PRESETS:
+        raise UnknownPreset(name=name, known=tuple(PRESETS), source=source)
+    return replace(PRESETS[name], reason=f"asked for by name on {_architecture(device)[0]}")
+
+
+def shipped(device: torch.device) -> Preset:
+    """Return the preset of the exact architecture, and why this one.
 
     Nothing is guessed between architectures: another capability of the same family, an AMD device
     that reports the same numbers, or a device of another type get "generic".
     """
-    if name == "none":
-        return replace(NONE, reason="asked for by name")
     arch, why_generic = _architecture(device)
-    if name != "auto":
-        if name not in PRESETS:
-            raise UnknownPreset(name=name, known=tuple(PRESETS), source=source)
-        return replace(PRESETS[name], reason=f"asked for by name on {arch}")
     if why_generic:
         return replace(GENERIC, reason=why_generic)
     return replace(PRESETS[arch], reason=f"the device is {_model(device)}, {arch}")

@@ -47,7 +47,7 @@ def _entries() -> FrozenMap[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Say which thresholds suit one architecture, and which options of Inductor do not.
+    """Say which thresholds suit one architecture, and which options of Inductor do or do not.
 
     No entry repeats what holds without it. Measurements that change nothing stand in `facts`;
     values that were measured to lose stand in `losses`, and a warning follows when a user chooses
@@ -57,6 +57,7 @@ class Preset:
     name: str
     arch: tuple[int, int] | None = None
     thresholds: Mapping[str, Entry] = field(default_factory=_entries)  # over THRESHOLDS
+    options: Mapping[str, Entry] = field(default_factory=_entries)  # of Inductor: tuned ones' only
     losses: Mapping[str, Entry] = field(default_factory=_entries)  # option -> value that loses
     min_memory: Mapping[str, Entry] = field(default_factory=_entries)  # option -> device bytes
     facts: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class Preset:
         object.__setattr__(self, "thresholds", FrozenMap({**THRESHOLDS, **self.thresholds}))
 
 
-MAPPINGS = ("thresholds", "losses", "min_memory")
+MAPPINGS = ("thresholds", "options", "losses", "min_memory")
 
 # Every device starts with these, and every preset holds them unless measurements differed there.
 THRESHOLDS: Mapping[str, Entry] = FrozenMap(

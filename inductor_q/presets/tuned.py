@@ -1,0 +1,169 @@
+"""Presets that `qfuse tune` measured: files in the user's configuration folder, one a place.
+
+A place is a device, a torch and a version of ours. "auto" takes the file of the place that it is
+in, and no other: what was measured elsewhere says nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inductor_q.exc import UnreadablePreset
+from inductor_q.files import write_whole
+from inductor_q.log import warn_once
+from inductor_q.presets.generic import CPU, GENERIC
+from inductor_q.presets.nvidia import NVIDIA
+from inductor_q.presets.preset import THRESHOLDS, Entry, Preset
+from inductor_q.version import VERSION
+
+if TYPE_CHECKING:
+    import torch  # `qfuse presets` answers without it
+
+SCHEMA_VERSION = 1
+_KINDS = ("thresholds", "options")  # of entries that a tuned preset sets
+_BASES = {preset.name: preset for preset in (*NVIDIA, CPU, GENERIC)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Say where a measurement holds."""
+
+    device: str
+    torch: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.device}, torch {self.torch}, qfuse {self.version}"
+
+
+def folder() -> Path:
+    """Return the folder of what `qfuse tune` writes, which may not exist yet."""
+    config = os.environ.get("XDG_CONFIG_HOME", "").strip()
+    return (Path(config) if config else Path.home() / ".config") / "qfuse"
+
+
+def place_of(device: torch.device) -> Place:
+    """Return the place that this process is in, with that device."""
+    import torch
+
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_processor()} ({torch.get_num_threads()} threads)"
+    return Place(name, torch.__version__, VERSION)
+
+
+def path_of(place: Place) -> Path:
+    """Return the file of a place."""
+    name = re.sub(r"[^\w.+]+", "-", f"{place.device} torch{place.torch} {place.version}")
+    return folder() / "tuned" / f"{name.lower()}.json"
+
+
+def write(path: Path, place: Place, preset: Preset, *, base: str) -> None:
+    """Write the entries of a tuned preset, and the name of the preset that has all others."""
+    shipped = _BASES[base]
+    entries = {
+        "thresholds": {
+            name: asdict(entry)
+            for name, entry in preset.thresholds.items()
+            if entry != shipped.thresholds[name]
+        },
+        "options": {name: asdict(entry) for name, entry in preset.options.items()},
+    }
+    document = {"qfuse_preset": SCHEMA_VERSION, **asdict(place), "base": base, **entries}
+    write_whole(path, json.dumps({**document, "facts": list(preset.facts)}, indent=1) + "\n")
+
+
+def read(path: Path) -> tuple[Place, Preset]:
+    """Read a tuned preset, and where it was measured.
+
+    Raises:
+        UnreadablePreset: the file is not there, damaged, or no tuned preset.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, Mapping) or document.get("qfuse_preset") != SCHEMA_VERSION:
+            raise ValueError(f"it is no tuned preset of version {SCHEMA_VERSION}")
+        place = Place(*(_text(document[key]) for key in ("device", "torch", "version")))
+        return place, _preset(document, place)
+    except KeyError as error:
+        raise UnreadablePreset(path=str(path), problem=f"it has no {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise UnreadablePreset(path=str(path), problem=str(error)) from error
+
+
+def find(device: torch.device) -> Preset | None:
+    """Return the preset that was tuned for the place that we are in. A file that is damaged or
+    foreign is ignored, with a warning."""
+    if device.type not in ("cpu", "cuda"):
+        return None
+    here = place_of(device)
+    path = path_of(here)
+    if not path.exists():
+        return None
+    read_here = _read_or_warn(path, here)
+    return read_here and read_here[1]
+
+
+def everything() -> list[tuple[Path, Place, Preset]]:
+    """Read all tuned presets of this user; those that cannot be read are warned of."""
+    paths = sorted((folder() / "tuned").glob("*.json"))
+    return [(path, *found) for path in paths if (found := _read_or_warn(path))]
+
+
+def _read_or_warn(path: Path, here: Place | None = None) -> tuple[Place, Preset] | None:
+    try:
+        place, preset = read(path)
+        if here not in (None, place):
+            raise UnreadablePreset(path=str(path), problem=f"it is for {place}, not {here}")
+    except UnreadablePreset as error:
+        warn_once(f"a tuned preset is ignored: {error}")
+        return None
+    return place, preset
+
+
+def _preset(document: Mapping[str, Any], place: Place) -> Preset:
+    base = _BASES[document["base"]]
+    sections = {
+        kind: {
+            _text(name): Entry(value=entry["value"], evidence=_text(entry["evidence"]))
+            for name, entry in document[kind].items()
+        }
+        for kind in _KINDS
+    }
+    for name, entry in sections["thresholds"].items():
+        if name not in THRESHOLDS or type(entry.value) is not int:
+            raise ValueError(f"{name}={entry.value!r} is no threshold")
+    options = sections["options"]
+    return replace(
+        base,
+        name="tuned",
+        thresholds={**base.thresholds, **sections["thresholds"]},
+        options=options,
+        losses={name: entry for name, entry in base.losses.items() if name not in options},
+        min_memory={name: entry for name, entry in base.min_memory.items() if name not in options},
+        facts=tuple(map(_text, document["facts"])),
+        reason=f"measured by qfuse tune over {base.name}: {place}",
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
