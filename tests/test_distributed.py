@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -223,12 +225,31 @@ def _offloaded(model: Any) -> Any:
     return inductor_q.compile(model, options=SMALL)
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(
-    "prepare",
-    [_compiled_before, _compiled_after, _wrapped, _compiled_by_us, _checkpointed, _offloaded],
+def _fsdp1(model: Any) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = ModuleWrapPolicy({type(_layers(model)[0])})
+    device = torch.device("cpu")
+    inductor_q.compile(
+        FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device).module,
+        options=SMALL,
+    )
+    return model
+
+
+PREPARED = (
+    _compiled_before,
+    _compiled_after,
+    _wrapped,
+    _compiled_by_us,
+    _checkpointed,
+    _offloaded,
+    _fsdp1,
 )
-def test_layers_that_fsdp2_shards_are_whole(prepare: Callable[[Any], Any]) -> None:
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("prepare", PREPARED)
+def test_layers_that_fsdp_shards_are_whole(prepare: Callable[[Any], Any]) -> None:
     torch.compiler.reset()
     model = prepare(_model(layers=1))
     with testing.CompileTrace() as trace, no_codegen():

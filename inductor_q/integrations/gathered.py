@@ -1,4 +1,4 @@
-"""Give the weights that FSDP2 gathers their quantization states, before a layer is called.
+"""Give the weights that FSDP gathers their quantization states, before a layer is called.
 
 Dynamo reads the state of a gathered weight from the layer that keeps it (`capture.bnb_gathered`),
 and notes it on the weight. Under gradient checkpointing it cannot: a segment that is run twice may
@@ -16,7 +16,7 @@ from inductor_q.capture import STATE_IS_NOTED
 
 
 def note_states(part: nn.Module) -> None:
-    """Let `part`, which FSDP2 has sharded, note the state of each weight that was gathered."""
+    """Let `part`, which FSDP has sharded, note the state of each weight that was gathered."""
     layers: list[Any] = [
         layer
         for layer in part.modules()
@@ -30,5 +30,5 @@ def note_states(part: nn.Module) -> None:
             if getattr(layer.weight, "quant_state", None) is None:
                 layer.weight.quant_state = layer.quant_state
 
-    if layers:  # FSDP's hook stands before all others
+    if layers:  # FSDP2's hook stands before all others
         part.register_forward_pre_hook(torch.compiler.disable(note))

@@ -48,15 +48,13 @@ def compile(
         model: a transformers model, PEFT's wrapper around one, or any other module.
         options, mode, dynamic: as of `torch.compile(backend="qfuse")`.
         regions: "model" compiles all that can be one graph; "layers" each layer by itself, which
-            suits FSDP2 and compiles sooner; "auto" is "layers" for a model that FSDP2 has sharded,
+            suits FSDP and compiles sooner; "auto" is "layers" for a model that FSDP has sharded,
             and otherwise "model".
 
     Raises:
         NoRegion: there are no layers to compile.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    found = compiled_regions(model, regions)
+    found, is_sharded = compiled_regions(model, regions), _is_sharded(model)
     prepare_checkpointing(model)
     keep_unpacked(model)
     settings: dict[str, Any] = {
@@ -72,7 +70,7 @@ def compile(
         elif isinstance(call, Region):
             states = call.states
     for module in found:
-        if isinstance(module, FSDPModule):
+        if is_sharded:
             note_states(module)
         if not isinstance(module._compiled_call_impl, Region):
             module._compiled_call_impl = Region(module, states)
@@ -121,7 +119,8 @@ def _is_replaced(model: nn.Module) -> bool:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 gathers the weights of the model's layers one after the other."""
-    from torch.distributed.fsdp import FSDPModule
+    """Whether FSDP gathers the weights of the model's layers one after the other."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
