@@ -48,11 +48,16 @@ SOURCES = {
     "linear_rows.cu": Source(
         tuple(arch for arch in ARCHS if arch != "sm_75"),
         [
-            f"linear<{dtype}, {scale}, {strips}, {linear_rows_cuda.DEPTH}, {gated}>"
+            f"linear<{dtype}, {scale}, {strips}, {depth}, {gated}>"
             for dtype in ("BFloat16", "Float16")
-            for gated in ("false", "true")
+            for depth, gated in (
+                (linear_rows_cuda.DEPTH, "false"),
+                (linear_rows_cuda.DEPTH, "true"),
+                (linear_rows_cuda.DEEPER, "true"),
+            )
             for scale in ("Plain", "Nested")
             for strips in linear_rows_cuda.STRIPS
+            if depth == linear_rows_cuda.DEPTH or strips <= linear_rows_cuda.MOST_DEEPER
         ]
         + [
             f"project<{dtype}, {wide}, {rows}>"

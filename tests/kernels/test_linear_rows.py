@@ -158,13 +158,44 @@ def test_what_the_kernel_refuses() -> None:
     assert kernel.unknown(None)
 
 
+STRIPS = linear_rows_cuda.STRIPS
+
+
 @pytest.mark.parametrize(("shared", "most"), [(99, 0), (163, 2), (227, 4)])
 def test_which_devices_have_enough_shared_memory(shared: int, most: int) -> None:
     """What a block may have on an RTX 4090, an A100 and an H100, in kB."""
-    strips = [
-        n for n in linear_rows_cuda.STRIPS if linear_rows_cuda.shared_bytes(n) <= shared << 10
-    ]
-    assert max(strips, default=0) == most
+    room = shared << 10
+    needed = {n: linear_rows_cuda.shared_bytes(n, 0, linear_rows_cuda.DEPTH) for n in STRIPS}
+    assert max((n for n in STRIPS if needed[n] <= room), default=0) == most
+
+
+@pytest.mark.parametrize(
+    ("shared", "rows", "gated", "depth"),
+    [
+        (227, 1, True, 3),
+        (227, 16, True, 3),
+        (227, 17, True, 2),
+        (227, 1, False, 2),
+        (163, 1, True, 2),
+    ],
+)
+def test_a_gated_pair_has_one_more_stage_where_there_is_room(
+    shared: int, rows: int, gated: bool, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_rows_cuda, "_most_shared", lambda _: shared << 10)
+    name, ranks = "nf4_b64_nested", (16, 16)
+    call, _ = made(
+        FORMATS[name],
+        (32, 64),
+        rows,
+        torch.bfloat16,
+        ranks=ranks,
+        adapter=torch.bfloat16,
+        gated=gated,
+    )
+    strips = -(-rows // 8) if rows <= 16 else 4
+    expected = f"linear<BFloat16, Nested, {strips}, {depth}, {str(gated).lower()}>"
+    assert linear_rows_cuda.kernel_name(call) == expected
 
 
 def linear(device: str = "cpu", *, bias: bool = False) -> Any:
