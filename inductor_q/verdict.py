@@ -32,7 +32,12 @@ UNWRAP = "unwrap_weights"
 CAPTURED_PASSES = frozenset({"causal_attention", "group_queries", "chunk_loss"})
 
 # Passes whose sites say nothing about a layer's product.
-_OTHER_PASSES = CAPTURED_PASSES | {"recompute_products", "keep_checkpointed", "decode_again"}
+_OTHER_PASSES = CAPTURED_PASSES | {
+    "rotary_tables",
+    "recompute_products",
+    "keep_checkpointed",
+    "decode_again",
+}
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")
 

@@ -11,11 +11,12 @@ def register() -> None:
 
     Only our namespace is touched: `backend="inductor"` lowers everything else as before.
     """
-    from inductor_q.lowerings import dequantize, direct_call, extend, requantize
+    from inductor_q.lowerings import dequantize, direct_call, extend, materialize, requantize
     from inductor_q.ops.registry import define_ops
 
     define_ops()
     dequantize.register()
     direct_call.register()
     extend.register()
+    materialize.register()
     requantize.register()

@@ -31,6 +31,7 @@ from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.quantize_products import QuantizeProducts
 from inductor_q.passes.recompute_products import RecomputeProducts
+from inductor_q.passes.rotary_tables import RotaryTables
 from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
 from inductor_q.passes.stack_gradients import StackGradients
@@ -50,6 +51,7 @@ PIPELINE: tuple[Pass, ...] = (
     QuantizeProducts(),  # products with frozen weights in eight bits, where asked for
     ExtendK(),  # the adapter rides in the main product
     StackGradients(),  # gradients of A that share an input: one product
+    RotaryTables(),  # cosines and sines of positions: once, not for every head
     RecomputeProducts(),  # wide products of a checkpointed segment that torch 2.11 would keep
     KeepCheckpointed(),  # small parts of checkpointed segments are saved, not recomputed
     KeepPacked(),  # dequantized weights are recomputed, not saved

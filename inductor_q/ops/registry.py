@@ -14,6 +14,7 @@ from inductor_q.ops.linear import define_linear
 from inductor_q.ops.linear_cross_entropy import define_linear_cross_entropy
 from inductor_q.ops.linears import define_linears
 from inductor_q.ops.lora_linear import define_lora_linear
+from inductor_q.ops.materialize import define_materialize
 from inductor_q.ops.quantize_kbit import define_quantize_kbit
 from inductor_q.ops.scatter2scatter import define_scatter2scatter
 from inductor_q.ops.tile_map import define_tile_map
@@ -33,6 +34,7 @@ def define_ops() -> None:
         define_linear_cross_entropy,
         define_linears,
         define_lora_linear,
+        define_materialize,
         define_quantize_kbit,
         define_scatter2scatter,
         define_tile_map,

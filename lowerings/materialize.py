@@ -1,0 +1,19 @@
+"""Lower `qfuse::materialize` to a buffer."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch._inductor import ir, lowering
+
+
+def register() -> None:
+    lower = lowering.register_lowering(
+        torch.ops.qfuse.materialize.default, type_promotion_kind=None
+    )
+    lower(lower_materialize)
+
+
+def lower_materialize(x: Any) -> ir.TensorBox:
+    return cast(ir.TensorBox, ir.ExternKernel.require_contiguous(x))
