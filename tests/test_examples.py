@@ -34,6 +34,19 @@ def test_sft(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
+def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    """One graph serves all steps, which write what eager writes."""
+    main = importlib.import_module("examples.generate").main
+    with no_codegen():
+        eager, ours = main(["--tokens", "8", "--backends", "eager", "qfuse"])
+    assert (ours.graphs, ours.breaks, len(ours.tokens)) == (1, 0, 8)
+    assert ours.tokens[:2] == eager.tokens[:2]
+    assert "tokens/s" in capsys.readouterr().out
+    report = inductor_q.last_report()
+    assert report is not None and "14 of 14 quantized layers fused" in report.summary()
+    assert report.applied()["group_queries"] == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo", "trainer"])
 def test_with_code(name: str, tmp_path: Path) -> None:
