@@ -81,9 +81,9 @@ def _adapted(model: Any, folder: str | None) -> Any:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if folder is not None:
-        return PeftModel.from_pretrained(model, folder)
+        return PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, lora)
+    return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
 def _compiled_steps(forward: Any, backend: str) -> Any:
