@@ -465,6 +465,13 @@ class NotAModelFactory(QfuseError, ValueError):
     )
 
 
+class BaseFailed(QfuseError, RuntimeError):
+    """`qfuse tune` has nothing to hold other conditions against."""
+
+    problem: str
+    message = "the preset that ships gives no measurement: {problem}. Run the model by itself first"
+
+
 class NoRegion(QfuseError, ValueError):
     message = (
         "{model} names no layers that could be compiled by themselves (_no_split_modules); "

@@ -44,6 +44,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.BaseFailed(problem="exit status 1: OSError: no such file"),
+        "the preset that ships gives no measurement: exit status 1: OSError: no such file. "
+        "Run the model by itself first",
+        RuntimeError,
+    ),
+    (
         exc.UnreadablePreset(path="/c/cpu.json", problem="it has no 'base'"),
         "/c/cpu.json: it has no 'base'. Remove it, or write it again with qfuse tune",
         ValueError,

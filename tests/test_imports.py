@@ -15,6 +15,7 @@ ROOMS = (
     ("__main__",),
     ("cli", "pytest_plugin"),
     ("commands",),
+    ("tuning",),
     ("testing",),
     ("diagnostics",),
     ("__init__",),

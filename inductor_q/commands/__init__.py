@@ -21,6 +21,7 @@ from inductor_q.commands import (
     passes,
     presets,
     run,
+    tune,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
     diff,
     passes,
     presets,
+    tune,
     formats,
     options,
     cache,

@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from inductor_q.exc import NotAModelFactory
-
 if TYPE_CHECKING:
-    from torch import nn
-
     from inductor_q.commands import Subparsers
     from inductor_q.diagnostics.checks import Finding
     from inductor_q.diagnostics.checks.finding import Status
@@ -36,6 +32,7 @@ def register(subparsers: Subparsers) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the checks; the exit status is 1 if anything fails, and a warning does not count."""
     from inductor_q.diagnostics.checks import caches, check_environment, check_model, worst
+    from inductor_q.diagnostics.named import build
 
     # The model first: building it imports the user's code, which may configure Dynamo.
     with caches.usable():
@@ -54,27 +51,6 @@ def main(args: argparse.Namespace) -> int:
     else:
         _print({"environment": environment, f"model {args.model}": findings})
     return int(status == "fail")
-
-
-def build(name: str) -> nn.Module:
-    """Build the model with the function `package.module:function`.
-
-    As with `python -m`, modules of the current folder can be imported. What the user's code raises
-    is not caught.
-    """
-    from torch import nn
-
-    from inductor_q.diagnostics.named import NotNamed, named
-
-    sys.path.insert(0, "")
-    try:
-        factory = named(name)
-    except NotNamed as error:
-        raise NotAModelFactory(name=name, problem=str(error)) from None
-    model = factory()
-    if not isinstance(model, nn.Module):
-        raise NotAModelFactory(name=name, problem=f"it returned a {type(model).__name__}")
-    return model
 
 
 def _print(sections: dict[str, Sequence[Finding]]) -> None:

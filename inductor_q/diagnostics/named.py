@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from inductor_q.exc import NotAModelFactory
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class NotNamed(Exception):
@@ -35,3 +41,22 @@ def named(name: str) -> Callable[..., Any]:
         raise NotNamed(f"a {type(found).__name__} cannot be called")
     function: Callable[..., Any] = found
     return function
+
+
+def build(name: str) -> nn.Module:
+    """Build the model with the function `package.module:function`.
+
+    As with `python -m`, modules of the current folder can be imported. What the user's code raises
+    is not caught.
+    """
+    from torch import nn
+
+    sys.path.insert(0, "")
+    try:
+        factory = named(name)
+    except NotNamed as error:
+        raise NotAModelFactory(name=name, problem=str(error)) from None
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise NotAModelFactory(name=name, problem=f"it returned a {type(model).__name__}")
+    return model

@@ -17,7 +17,6 @@ import torch
 from torch._dynamo import config
 from torch._inductor import config as inductor_config
 
-from inductor_q.commands import doctor
 from inductor_q.csrc import nvrtc as csrc_nvrtc
 from inductor_q.diagnostics.checks import (
     ENVIRONMENT,
@@ -31,6 +30,7 @@ from inductor_q.diagnostics.checks import (
 )
 from inductor_q.diagnostics.checks.tested import PACKAGES, Package, release, table
 from inductor_q.diagnostics.checks.versions import judge
+from inductor_q.diagnostics.named import build
 from inductor_q.exc import NotAModelFactory
 from tests.support.processes import ROOT, environment
 
@@ -138,7 +138,7 @@ def test_a_name_that_is_no_factory(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "factories", raising=False)
     with pytest.raises(NotAModelFactory, match=problem):
-        doctor.build(name)
+        build(name)
 
 
 def test_a_module_that_lacks_another_is_not_called_missing(
@@ -148,7 +148,7 @@ def test_a_module_that_lacks_another_is_not_called_missing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
-        doctor.build("lacking:factory")
+        build("lacking:factory")
 
 
 # --- versions -----------------------------------------------------------------------------------

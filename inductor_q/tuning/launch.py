@@ -1,0 +1,104 @@
+"""Start one run in a process of its own, with its condition in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from inductor_q.own_options import OPTIONS
+from inductor_q.presets import THRESHOLDS, Entry, Preset, tuned
+from inductor_q.tuning.plan import EAGER, Condition
+from inductor_q.tuning.runs import Run
+from inductor_q.tuning.sweep import OutOfBudget
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Measure conditions of one model, over the preset that ships. Caches and logs go to `work`:
+    a condition's first run there compiles with empty caches."""
+
+    model: str
+    steps: int
+    place: tuned.Place
+    preset: Preset
+    work: Path
+
+    def __call__(self, condition: Condition, number: int, seconds: float) -> Run:
+        """Run the condition.
+
+        Raises:
+            OutOfBudget: it took longer than `seconds`.
+        """
+        folder = self.work / re.sub(r"\W+", "-", condition.name)
+        cold = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        out = folder / f"run{number}.json"
+        command = [sys.executable, "-m", "inductor_q.tuning.trial", "--model", self.model]
+        command += ["--steps", str(self.steps), "--out", str(out)]
+        log = folder / f"run{number}.log"
+        started = time.monotonic()
+        with log.open("wb") as file:
+            try:
+                status = subprocess.run(
+                    command,
+                    env={**os.environ, **self.environment(condition, folder)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=seconds,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                raise OutOfBudget from None
+        wall = time.monotonic() - started
+        run = Run(
+            condition=condition.name,
+            changes=dict(condition.changes),
+            round=number,
+            cold=cold,
+            wall_s=wall,
+        )
+        if status or not out.exists():
+            return replace(run, error=f"exit status {status}: {_last_line(log)}")
+        return replace(run, **json.loads(out.read_text()))
+
+    def environment(self, condition: Condition, folder: Path) -> dict[str, str]:
+        """Return the variables under which a process has the condition, and caches of its own."""
+        variables = {
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+            "TRITON_CACHE_DIR": str(folder / "cache" / "triton"),
+            "QFUSE_PRESET": self.preset.name,
+            "TORCH_COMPILE_DISABLE": str(int(condition == EAGER)),
+        }
+        ours = {name: x for name, x in condition.changes.items() if name in OPTIONS}
+        variables |= {OPTIONS[name].variable: str(value) for name, value in ours.items()}
+        if len(ours) < len(condition.changes):
+            path = folder / "preset.json"
+            preset = changed(self.preset, condition, evidence="is tried")
+            tuned.write(path, self.place, preset, base=self.preset.name)
+            variables["QFUSE_PRESET"] = str(path)
+        return variables
+
+
+def changed(preset: Preset, condition: Condition, *, evidence: str) -> Preset:
+    """Return a preset with the changes of a condition, but for options of ours."""
+    entries = {
+        name: Entry(value=value, evidence=evidence)
+        for name, value in condition.changes.items()
+        if name not in OPTIONS
+    }
+    thresholds = {name: entry for name, entry in entries.items() if name in THRESHOLDS}
+    options = {name: entry for name, entry in entries.items() if name not in THRESHOLDS}
+    return replace(preset, thresholds={**preset.thresholds, **thresholds}, options=options)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()]
+    said = [line for line in lines if line]
+    errors = [line for line in said if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+    return (errors or said or ["it said nothing"])[-1][:300]

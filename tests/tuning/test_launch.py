@@ -1,0 +1,56 @@
+"""The environment of a run, and a preset made of a sweep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from inductor_q.presets import PRESETS, tuned
+from inductor_q.tuning import result
+from inductor_q.tuning.choice import Judged
+from inductor_q.tuning.launch import Launcher
+from inductor_q.tuning.plan import BASE, EAGER, Condition
+
+PLACE = tuned.Place("a device", "2.13.0", "0.1.0")
+
+
+def launcher(work: Path, model: str = "") -> Launcher:
+    return Launcher(model, 4, PLACE, PRESETS["cpu"], work)
+
+
+def test_environment_of_each_kind_of_change(tmp_path: Path) -> None:
+    launch = launcher(tmp_path)
+    assert launch.environment(BASE, tmp_path)["QFUSE_PRESET"] == "cpu"
+    assert launch.environment(BASE, tmp_path)["TORCH_COMPILE_DISABLE"] == "0"
+    assert launch.environment(EAGER, tmp_path)["TORCH_COMPILE_DISABLE"] == "1"
+    own = launch.environment(Condition("c", {"qfuse.compute": "int8"}), tmp_path)
+    assert (own["QFUSE_COMPUTE"], own["QFUSE_PRESET"]) == ("int8", "cpu")
+    both = {"extend_k.min_rows": 9, "max_autotune_gemm": True}
+    path = launch.environment(Condition("d", both), tmp_path)["QFUSE_PRESET"]
+    _, preset = tuned.read(Path(path))
+    assert preset.thresholds["extend_k.min_rows"].value == 9
+    assert {name: entry.value for name, entry in preset.options.items()} == {
+        "max_autotune_gemm": True
+    }
+
+
+def test_a_program_that_fails_has_its_last_error(tmp_path: Path) -> None:
+    run = launcher(tmp_path, "no_such_script.py")(BASE, 1, 300)
+    assert run.error.startswith("exit status 1: inductor_q.exc.UnknownTarget: ")
+    assert "no_such_script.py" in run.error and run.cold and run.wall_s > 0
+
+
+def test_the_preset_has_the_measurement_as_evidence(tmp_path: Path) -> None:
+    base = Judged(BASE, step_s=0.010, peak=10**9, compile_s=20, verdict="the base")
+    best = replace(base, condition=Condition("both", {"max_autotune_gemm": True}), step_s=0.008)
+    eager = replace(base, condition=EAGER, verdict="the reference")
+    made = result.preset_of(PRESETS["cpu"], best, [base, eager, best], model="", steps=30)
+    path = tmp_path / "tuned.json"
+    tuned.write(path, PLACE, made, base="cpu")
+    _, read = tuned.read(path)
+    evidence = read.options["max_autotune_gemm"].evidence
+    assert evidence.startswith("both: 8.0 ms a step against 10.0, peak 1,000 MB against 1,000")
+    [fact] = read.facts
+    assert fact.startswith("eager: the reference (the default model, 30 steps, ")
+    assert json.loads(path.read_text())["thresholds"] == {}

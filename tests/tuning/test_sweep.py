@@ -1,0 +1,136 @@
+"""The order of runs, what a killed sweep measures again, what the budget leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inductor_q.exc import BaseFailed
+from inductor_q.presets import PRESETS
+from inductor_q.tuning.plan import Condition
+from inductor_q.tuning.runs import Run, Runs
+from inductor_q.tuning.sweep import OutOfBudget, Sweep
+
+SITES = {"extend_k": (0, 14)}
+SIZES = {"rows": 128, "positions": 64, "logits": 128 * 264}
+
+
+class Machine:
+    """Stands for processes: a time for each condition, and an end after `most` runs."""
+
+    def __init__(self, most: float = 1000, **seconds: float) -> None:
+        self.seconds = {"base": 1.0, "eager": 3.0, **seconds}
+        self.most = most
+        self.ran: list[tuple[str, int]] = []
+
+    def __call__(self, condition: Condition, number: int, left: float) -> Run:
+        if len(self.ran) == self.most:
+            raise KeyboardInterrupt
+        self.ran.append((condition.name, number))
+        run = Run(
+            condition=condition.name,
+            changes=dict(condition.changes),
+            round=number,
+            losses=(1.0, 1.0),
+            sites=SITES,
+            sizes=SIZES,
+            peak=1,
+        )
+        seconds = self.seconds.get(condition.name, 1.0)
+        return replace(run, seconds=(seconds,) * 4) if seconds else replace(run, error="it failed")
+
+
+def sweep(path: Path, machine: Machine, budget_s: float = 1000) -> Sweep:
+    return Sweep("cpu", PRESETS["cpu"], Runs(path / "tune.jsonl", {}), machine, budget_s)
+
+
+ONE = ["base", "eager", "max_autotune_gemm", "extend_k.min_rows"]
+BOTH_WIN = {"max_autotune_gemm": 0.9, "extend_k.min_rows": 0.8}
+ORDER = [
+    *((name, 1) for name in ONE),
+    *((name, 2) for name in reversed(ONE)),
+    ("base", 3),
+    ("together", 3),
+    ("together", 4),
+    ("base", 4),
+]
+
+
+def test_two_orders_and_then_the_winners_together(tmp_path: Path) -> None:
+    machine = Machine(**BOTH_WIN, together=0.7)
+    done = sweep(tmp_path, machine)
+    done.run()
+    assert machine.ran == ORDER
+    assert done.complete and done.best
+    assert done.best.condition.name == "together"
+    assert dict(done.best.condition.changes) == {"max_autotune_gemm": True, "extend_k.min_rows": 96}
+
+
+def test_together_may_be_slower_than_the_best(tmp_path: Path) -> None:
+    done = sweep(tmp_path, Machine(**BOTH_WIN, together=0.95))
+    done.run()
+    assert done.best and done.best.condition.name == "extend_k.min_rows"
+
+
+def test_without_winners_there_is_no_best(tmp_path: Path) -> None:
+    machine = Machine()
+    done = sweep(tmp_path, machine)
+    done.run()
+    assert done.complete and done.best is None
+    assert machine.ran == ORDER[:8]
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 5, 9, 11])
+def test_a_killed_sweep_goes_on_where_it_was(killed_after: int, tmp_path: Path) -> None:
+    first = Machine(killed_after, **BOTH_WIN, together=0.7)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path, first).run()
+    second = Machine(**BOTH_WIN, together=0.7)
+    done = sweep(tmp_path, second)
+    done.run()
+    assert first.ran + second.ran == ORDER
+    assert done.best and done.best.condition.name == "together"
+
+
+def test_a_whole_sweep_is_not_run_again(tmp_path: Path) -> None:
+    sweep(tmp_path, Machine(**BOTH_WIN)).run()
+    again = Machine()
+    done = sweep(tmp_path, again)
+    done.run()
+    assert again.ran == [] and done.complete and done.best
+
+
+def test_what_failed_is_not_run_in_the_other_order(tmp_path: Path) -> None:
+    machine = Machine(max_autotune_gemm=0.0)
+    done = sweep(tmp_path, machine)
+    done.run()
+    assert ("max_autotune_gemm", 2) not in machine.ran
+    assert done.judged[2].verdict == "rejected: it failed"
+
+
+def test_a_base_that_fails_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(BaseFailed, match="it failed"):
+        sweep(tmp_path, Machine(base=0.0)).run()
+
+
+def test_the_budget_ends_it_with_what_there_is(tmp_path: Path) -> None:
+    machine = Machine()
+    done = sweep(tmp_path, machine, budget_s=0)
+    done.run()
+    assert machine.ran == [] and not done.complete and done.best is None
+
+
+def test_a_run_that_takes_longer_than_the_budget_is_not_recorded(tmp_path: Path) -> None:
+    machine = Machine()
+
+    def launch(condition: Condition, number: int, left: float) -> Run:
+        if condition.name == "eager":
+            raise OutOfBudget
+        return machine(condition, number, left)
+
+    done = Sweep("cpu", PRESETS["cpu"], Runs(tmp_path / "t", {}), launch, 100)
+    done.run()
+    assert not done.complete
+    assert [run.condition for run in done.runs.read()] == ["base"]

@@ -1,0 +1,85 @@
+"""`qfuse tune` as a user has it: its arguments, its table, and a sweep of real processes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inductor_q import cli
+from inductor_q.presets import PRESETS
+from inductor_q.tuning import table
+from inductor_q.tuning.choice import Judged
+from inductor_q.tuning.plan import BASE, EAGER
+from tests.support.processes import ROOT, environment
+
+
+@pytest.mark.parametrize(
+    "args", [["--budget", "20"], ["--budget", "m"], ["--steps", "3"], ["--compute", "fp4"]]
+)
+def test_arguments_that_are_none(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tune", *args])
+    assert args[1] in capsys.readouterr().err
+
+
+def test_rows_of_the_table() -> None:
+    base = Judged(BASE, step_s=0.01, peak=2 * 10**9, compile_s=20.0, loss_deviation=0.0)
+    slow = Judged(EAGER, step_s=0.03, peak=10**9, verdict="the reference")
+    assert table.rows([base, slow]) == [
+        ("base", "10.0", "1.000", "20.0", "2,000", "0.0e+00", ""),
+        ("eager", "30.0", "3.000", "", "1,000", "", "the reference"),
+    ]
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "tune.png"
+    assert table.draw([Judged(BASE, step_s=0.01), Judged(EAGER)], "a device", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+SCRIPT = """
+import sys, torch
+from inductor_q import testing
+
+torch.manual_seed(0)
+model = testing.lora_linear(32, 64, r=4, adapter_dtype=torch.bfloat16)
+step = torch.compile(model)
+optimizer = torch.optim.SGD(testing.adapter_parameters(model), lr=1e-3)
+for index in range(int(sys.argv[1])):
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    step(x).float().pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_tuned_and_its_records_used_again(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "inductor_q", "tune", "--model", f"{script} 99"]
+    command += ["--steps", "6", "--budget", "9m"]
+
+    def tune() -> subprocess.CompletedProcess[str]:
+        variables = environment(ROOT, XDG_CONFIG_HOME=str(tmp_path))
+        return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path)
+
+    first = tune()
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert re.search(r"^base +\d+\.\d +1\.000 ", first.stdout, re.MULTILINE)
+    assert "max_autotune_gemm, order 2: " in first.stderr
+    assert "rejected" not in first.stdout
+    records = tmp_path / "qfuse" / "tune.jsonl"
+    lines = records.read_text()
+    again = tune()
+    assert "order" not in again.stderr and records.read_text() == lines
+    assert again.stdout == first.stdout
+    if "preset: tuned" in first.stdout:  # which options win is not for a test to say
+        assert len(list((tmp_path / "qfuse" / "tuned").glob("*.json"))) == 1
+    else:
+        assert f"the preset {PRESETS['cpu'].name} stays" in first.stdout
