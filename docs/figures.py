@@ -304,18 +304,34 @@ def few_rows() -> str:
 
 
 def decode() -> str:
-    name, peers = "decode-h200", ("bf16", "inductor", "qfuse")
+    name, peers = "decode-h200", {"bf16": "bf16, stock", "inductor": "NF4, stock", "qfuse": "qfuse"}
     if not exists(name):
         return "Not measured yet (`python -m benchmarks.bench_decode`)."
+    found = {r["peer"] for r in rows(name)}
+    peers = {peer: label for peer, label in peers.items() if peer in found}
+    *others, own = peers
     body = []
     for case in cases(name):
-        times = [seconds(name, peer, **case) for peer in peers]
-        peaks = [number(extra(name, peer, "peak_bytes", **case) / 2**30) for peer in peers]
-        ratios = [f"{times[2] / other:.2f}" for other in times[:2]]
-        body.append((str(case["batch"]), case["LoRA"], *map(ms, times), *ratios, *peaks))
-    header = ("batch", "LoRA", "bf16, stock", "NF4, stock", "NF4, qfuse")
-    more = ("qfuse / bf16", "qfuse / stock", *(f"peak GiB, {peer}" for peer in header[2:]))
+        times = {peer: seconds(name, peer, **case) for peer in peers}
+        ratios = [f"{times[own] / times[peer]:.2f}" for peer in others]
+        peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
+        errors = [percent(extra(name, peer, "error", **case), 1) for peer in peers]
+        shown = (str(case["batch"]), case["LoRA"], *map(ms, times.values()))
+        body.append((*shown, *ratios, *peaks, *errors))
+    header = ("batch", "LoRA", *peers.values(), *(f"qfuse / {peers[p]}" for p in others))
+    more = [f"{what}, {label}" for what in ("peak", "error") for label in peers.values()]
     return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def sharded() -> str:
+    """Show a step under FSDP2 on two GPUs, of which each peer ran by itself."""
+    name, peers = "ranks-h200", {"inductor": "stock Inductor", "qfuse": "qfuse"}
+    what = {"peak_bytes": ("peak memory of a rank", gb), "exposed_s": ("NCCL alone", ms)}
+    body = [("step", *(ms(seconds(name, peer)) for peer in peers))]
+    for key, (label, shown) in what.items():
+        body.append((label, *(shown(extra(name, peer, key)) for peer in peers)))
+    body += [(key, *(str(extra(name, p, key)) for p in peers)) for key in ("graphs", "breaks")]
+    return f"{table(('', *peers.values()), body)}\n\n{source(name)}"
 
 
 def kbit() -> str:
@@ -592,6 +608,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
     "decode": decode,
+    "sharded": sharded,
     "kbit": kbit,
     "attention": attention,
     "launch": launch,
