@@ -83,7 +83,7 @@ def resolve(
         loss=chosen("qfuse.loss", "auto"),
         compute=chosen("qfuse.compute", "bf16"),
         memory=_memory(chosen("qfuse.memory", None), device, _variable(sources, "qfuse.memory")),
-        kernels=_kernels(layers["qfuse.kernels"], sources),
+        kernels=_kernels([*_of_preset(preset), *layers["qfuse.kernels"]], sources),
         report=chosen("qfuse.report", None),
         strict=chosen("qfuse.strict", False),
         sources=FrozenMap(sources),
@@ -270,6 +270,14 @@ def _memory(value: int | float | None, device: torch.device, source: str) -> int
         return int(value * torch.cuda.get_device_properties(device).total_memory)
     expected = f'an amount of memory such as "8GB": the {device.type} has none to take a share of'
     raise InvalidOptionValue(name="qfuse.memory", value=value, expected=expected, source=source)
+
+
+def _of_preset(preset: Preset) -> Iterator[_Layer]:
+    """Return the providers of a preset as the layer below what was asked for."""
+    if preset.kernels:
+        named = {op: entry.value for op, entry in preset.kernels.items()}
+        source = f"preset {preset.name}"
+        yield _Layer(source, OPTIONS["qfuse.kernels"].parse("qfuse.kernels", named, source))
 
 
 def _kernels(layers: list[_Layer], sources: dict[str, str]) -> FrozenMap[str]:

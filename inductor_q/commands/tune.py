@@ -57,6 +57,7 @@ def register(subparsers: Subparsers) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure; the exit status is 1 where the budget ended before everything was measured."""
+    import signal
     import tempfile
     from pathlib import Path
 
@@ -80,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
     runs = Runs(tuned.folder() / "tune.jsonl", key)
     if args.fresh:
         runs.begin_anew()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run as well
     print(f"qfuse tune: {place}; over the preset {preset.name}; runs in {runs.path}", flush=True)
     with tempfile.TemporaryDirectory(prefix="qfuse-tune-") as work, Progress() as progress:
         launch = Launcher(args.model, args.steps, place, preset, Path(work))

@@ -30,7 +30,7 @@ from inductor_q.kernels import (
     tile_map_triton,
 )
 from inductor_q.kernels.dequantize import DEQUANTIZE, POINTWISE
-from inductor_q.kernels.provider import Late, Provider, Table
+from inductor_q.kernels.provider import REFERENCE, Late, Provider, Table
 
 #: Providers by op and device type. A device type that is not listed has the reference.
 PROVIDERS: dict[str, Table] = {
@@ -101,7 +101,13 @@ CHOSEN: Mapping[str, tuple[str, ...]] = {
     "scatter2scatter": (),
 }
 
-__all__ = ["CHOSEN", "LATE", "POINTWISE", "PROVIDERS", "Provider", "provider_names"]
+__all__ = ["CHOSEN", "LATE", "POINTWISE", "PROVIDERS", "Provider", "names_on", "provider_names"]
+
+
+def names_on(op: str, device_type: str) -> tuple[str, ...]:
+    """Name the providers of an op that this machine has for a type of device, but the reference."""
+    listed = PROVIDERS[op].get(device_type, ())
+    return tuple(p.name for p in listed if p.name != REFERENCE and not p.missing())
 
 
 def provider_names() -> dict[str, tuple[str, ...]]:

@@ -58,6 +58,7 @@ class Preset:
     arch: tuple[int, int] | None = None
     thresholds: Mapping[str, Entry] = field(default_factory=_entries)  # over THRESHOLDS
     options: Mapping[str, Entry] = field(default_factory=_entries)  # of Inductor: tuned ones' only
+    kernels: Mapping[str, Entry] = field(default_factory=_entries)  # op -> provider: likewise
     losses: Mapping[str, Entry] = field(default_factory=_entries)  # option -> value that loses
     min_memory: Mapping[str, Entry] = field(default_factory=_entries)  # option -> device bytes
     facts: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ class Preset:
         object.__setattr__(self, "thresholds", FrozenMap({**THRESHOLDS, **self.thresholds}))
 
 
-MAPPINGS = ("thresholds", "options", "losses", "min_memory")
+MAPPINGS = ("thresholds", "options", "kernels", "losses", "min_memory")
 
 # Every device starts with these, and every preset holds them unless measurements differed there.
 THRESHOLDS: Mapping[str, Entry] = FrozenMap(

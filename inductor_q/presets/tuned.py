@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch  # `qfuse presets` answers without it
 
 SCHEMA_VERSION = 1
-_KINDS = ("thresholds", "options")  # of entries that a tuned preset sets
+_KINDS = ("thresholds", "options", "kernels")  # of entries that a tuned preset sets
 _BASES = {preset.name: preset for preset in (*NVIDIA, CPU, GENERIC)}
 
 
@@ -76,6 +76,7 @@ def write(path: Path, place: Place, preset: Preset, *, base: str) -> None:
             if entry != shipped.thresholds[name]
         },
         "options": {name: asdict(entry) for name, entry in preset.options.items()},
+        "kernels": {op: asdict(entry) for op, entry in preset.kernels.items()},
     }
     document = {"qfuse_preset": SCHEMA_VERSION, **asdict(place), "base": base, **entries}
     write_whole(path, json.dumps({**document, "facts": list(preset.facts)}, indent=1) + "\n")
@@ -147,6 +148,7 @@ def _preset(document: Mapping[str, Any], place: Place) -> Preset:
         name="tuned",
         thresholds={**base.thresholds, **sections["thresholds"]},
         options=options,
+        kernels=sections["kernels"],
         losses={name: entry for name, entry in base.losses.items() if name not in options},
         min_memory={name: entry for name, entry in base.min_memory.items() if name not in options},
         facts=tuple(map(_text, document["facts"])),

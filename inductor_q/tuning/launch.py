@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inductor_q.own_options import OPTIONS
 from inductor_q.presets import THRESHOLDS, Entry, Preset, tuned
-from inductor_q.tuning.plan import EAGER, Condition
+from inductor_q.tuning.plan import EAGER, KERNELS, Condition
 from inductor_q.tuning.runs import Run
 from inductor_q.tuning.sweep import OutOfBudget
 
@@ -93,8 +93,14 @@ def changed(preset: Preset, condition: Condition, *, evidence: str) -> Preset:
         if name not in OPTIONS
     }
     thresholds = {name: entry for name, entry in entries.items() if name in THRESHOLDS}
-    options = {name: entry for name, entry in entries.items() if name not in THRESHOLDS}
-    return replace(preset, thresholds={**preset.thresholds, **thresholds}, options=options)
+    kernels = {name: entry for name, entry in entries.items() if name.startswith(KERNELS)}
+    others = set(entries) - set(thresholds) - set(kernels)
+    return replace(
+        preset,
+        thresholds={**preset.thresholds, **thresholds},
+        kernels={name.removeprefix(KERNELS): entry for name, entry in kernels.items()},
+        options={name: entries[name] for name in entries if name in others},
+    )
 
 
 def _last_line(log: Path) -> str:

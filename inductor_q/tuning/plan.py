@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inductor_q import inductor_config
+from inductor_q.kernels import CHOSEN, names_on
 from inductor_q.presets import THRESHOLDS, Preset
 from inductor_q.tuning.runs import Run
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Name what differs from the preset that ships: thresholds, options of Inductor or ours."""
+    """Name what differs from the preset that ships: thresholds, providers, options."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -54,6 +55,7 @@ SIZES = {
     "chunk_loss.min_logits": ("chunk_loss", "logits"),
     "keep_checkpointed.min_positions": ("keep_checkpointed", "positions"),
 }
+KERNELS = "kernels."  # a change of the provider of an op is named by it
 #: Where no size is known: from the first row on, and never.
 ALWAYS, NEVER = 1, 1 << 40
 
@@ -82,6 +84,7 @@ def singles(
             left[name] = change
         else:
             tried.append(Condition(name, {name: change}))
+    tried += _other_providers(device, base)
     if base.applied("recompute_products") and "recompute_products.max_kept" in THRESHOLDS:
         name = "recompute_products.max_kept"
         tried.append(Condition(name, {name: THRESHOLDS[name].value}))
@@ -97,9 +100,17 @@ def together(winners: Iterable[Condition]) -> Condition:
     return Condition(TOGETHER, changes)
 
 
-def lasting(condition: Condition) -> dict[str, Any]:
-    """Return the changes that a preset may make: how exact products are is the user's to say."""
-    return {name: x for name, x in condition.changes.items() if not name.startswith("qfuse.")}
+def may_last(condition: Condition) -> bool:
+    """Return whether a preset may make the changes: how exact products are is the user's to say."""
+    return not any(name.startswith("qfuse.") for name in condition.changes)
+
+
+def _other_providers(device: str, base: Run) -> Iterator[Condition]:
+    """Yield each provider that could serve an op here, and served none of its calls."""
+    for op in CHOSEN.keys() & base.providers.keys():
+        for name in (*CHOSEN[op], *names_on(op, device)):
+            if name not in base.providers[op]:
+                yield Condition(f"{KERNELS}{op}={name}", {f"{KERNELS}{op}": name})
 
 
 def _idle(knob: Knob, device: str, preset: Preset) -> str:
@@ -130,9 +141,3 @@ def _turned(name: str, preset: Preset, base: Run) -> int | str:
     if not reached and chosen:
         return at * 3 // 4 if at else ALWAYS  # a pass may count a position less
     return f"{pass_name} finds nothing to do in this step"
-
-
-def described(changes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `name=value` for each change."""
-    for name, value in changes.items():
-        yield f"{name}={value}"

@@ -28,6 +28,7 @@ class Run:
     cold: bool = True  # whether it compiled with empty caches
     peak: int = 0  # bytes
     sites: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # done, not done by choice
+    providers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # op -> who, how often
     sizes: Mapping[str, int] = field(default_factory=dict)  # rows, positions, logits of a step
     wall_s: float = 0.0  # of the whole process
     error: str = ""  # why there is no measurement

@@ -75,15 +75,15 @@ class Sweep:
     @property
     def best(self) -> Judged | None:
         """The fastest of the winners with changes that a preset may make."""
-        able = [j for j in self.judged if j.wins and plan.lasting(j.condition)]
-        exact = [j for j in able if plan.lasting(j.condition) == dict(j.condition.changes)]
-        return min(exact, key=lambda j: j.step_s, default=None)
+        return min(self._won(), key=lambda j: j.step_s, default=None)
 
     def _winners(self) -> list[Condition]:
         """List the winners whose changes a preset may make, the slowest first: where two set the
         same, the faster one's value holds."""
-        won = [j for j in self.judged if j.wins and plan.lasting(j.condition)]
-        return [j.condition for j in sorted(won, key=lambda j: -j.step_s)]
+        return [j.condition for j in sorted(self._won(), key=lambda j: -j.step_s)]
+
+    def _won(self) -> list[Judged]:
+        return [j for j in self.judged if j.wins and plan.may_last(j.condition)]
 
     def _failed(self, condition: Condition) -> bool:
         return any(run.error for run in self.known if run.condition == condition.name)

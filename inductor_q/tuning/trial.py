@@ -124,6 +124,7 @@ def measured(watch: Watch, sizes: dict[str, int]) -> dict[str, Any]:
         "compile_s": calculate_time_spent()["total_wall_time"],
         "peak": watch.peak(),
         "sites": _sites(),
+        "providers": _providers(),
         "sizes": sizes,
     }
 
@@ -154,6 +155,17 @@ def _sites() -> dict[str, tuple[int, int]]:
             chosen = sum(s.by_choice for s in report.sites if s.pass_name == name)
             before = counts.get(name, (0, 0))
             counts[name] = (before[0] + applied, before[1] + chosen)
+    return counts
+
+
+def _providers() -> dict[str, dict[str, int]]:
+    """Count by op which provider the compiled graphs call."""
+    counts: dict[str, dict[str, int]] = {}
+    for report in backend.reports():
+        for op, found in report.providers.items():
+            of = counts.setdefault(op, {})
+            for name, count in found.items():
+                of[name] = of.get(name, 0) + count
     return counts
 
 

@@ -33,6 +33,7 @@ def written() -> Path:
         base,
         thresholds={**base.thresholds, "extend_k.min_rows": Entry(value=96, evidence="9 of 10 ms")},
         options={"max_autotune_gemm": Entry(value=True, evidence="8 of 10 ms")},
+        kernels={"dequantize": Entry(value="inductor", evidence="7 of 10 ms")},
         facts=("epilogue_fusion: no gain",),
     )
     path = tuned.path_of(place)
@@ -55,6 +56,8 @@ def test_auto_takes_the_one_of_this_place(written: Path, config: Path) -> None:
     assert all(preset.thresholds[n] == PRESETS["cpu"].thresholds[n] for n in others)
     assert dict(resolved.inductor) == {"max_autotune_gemm": True}
     assert resolved.sources["max_autotune_gemm"] == "preset tuned"
+    assert dict(resolved.kernels) == {"dequantize": "inductor"}
+    assert resolved.sources["qfuse.kernels.dequantize"] == "preset tuned"
     assert preset.facts == ("epilogue_fusion: no gain",)
 
 
@@ -65,9 +68,11 @@ def test_a_file_holds_what_differs_from_its_base(written: Path) -> None:
 
 
 def test_the_user_is_heard_before_it(written: Path) -> None:
-    options = {"max_autotune_gemm": False, "qfuse.thresholds": {"extend_k.min_rows": 7}}
+    options: dict[str, Any] = {"qfuse.thresholds": {"extend_k.min_rows": 7}}
+    options |= {"max_autotune_gemm": False, "qfuse.kernels": {"dequantize": "auto"}}
     resolved = resolve(None, options, device=CPU)
     assert dict(resolved.inductor) == {"max_autotune_gemm": False}
+    assert dict(resolved.kernels) == {"dequantize": "auto"}
     assert resolved.sources["max_autotune_gemm"] == "user"
     assert resolved.preset.thresholds["extend_k.min_rows"].value == 7
 
@@ -138,7 +143,7 @@ def test_presets_prints_the_evidence(written: Path, capsys: pytest.CaptureFixtur
     assert str(written) in out.replace("\n", "")
     assert cli.main(["presets", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert {"table": "tuned", "name": "max_autotune_gemm"}.items() <= rows[-2].items()
+    assert {"table": "tuned", "name": "max_autotune_gemm"}.items() <= rows[-3].items()
 
 
 def test_a_page_has_what_ships(written: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,13 +26,13 @@ def test_environment_of_each_kind_of_change(tmp_path: Path) -> None:
     assert launch.environment(EAGER, tmp_path)["TORCH_COMPILE_DISABLE"] == "1"
     own = launch.environment(Condition("c", {"qfuse.compute": "int8"}), tmp_path)
     assert (own["QFUSE_COMPUTE"], own["QFUSE_PRESET"]) == ("int8", "cpu")
-    both = {"extend_k.min_rows": 9, "max_autotune_gemm": True}
+    both = {"extend_k.min_rows": 9, "max_autotune_gemm": True, "kernels.dequantize": "inductor"}
     path = launch.environment(Condition("d", both), tmp_path)["QFUSE_PRESET"]
     _, preset = tuned.read(Path(path))
     assert preset.thresholds["extend_k.min_rows"].value == 9
-    assert {name: entry.value for name, entry in preset.options.items()} == {
-        "max_autotune_gemm": True
-    }
+    options = {name: entry.value for name, entry in preset.options.items()}
+    assert options == {"max_autotune_gemm": True}
+    assert preset.kernels["dequantize"].value == "inductor"
 
 
 def test_a_program_that_fails_has_its_last_error(tmp_path: Path) -> None:

@@ -77,9 +77,17 @@ def test_eight_bits_only_where_asked_for() -> None:
     assert "qfuse.compute=fp8" not in changes("cuda", "sm_90", base())
     tried = changes("cuda", "sm_90", base(), compute=["fp8"])
     assert tried["qfuse.compute=fp8"] == {"qfuse.compute": "fp8"}
-    assert plan.lasting(Condition("x", {"qfuse.compute": "fp8", "extend_k.min_rows": 1})) == {
-        "extend_k.min_rows": 1
+    assert not plan.may_last(Condition("x", {"qfuse.compute": "fp8"}))
+    assert plan.may_last(Condition("x", {"kernels.dequantize": "triton", "extend_k.min_rows": 1}))
+
+
+def test_providers_that_could_serve_and_did_not() -> None:
+    run = Run(condition="base", providers={"dequantize": {"cpp": 3}, "extend": {"x": 1}})
+    assert changes("cpu", "cpu", run)["kernels.dequantize=inductor"] == {
+        "kernels.dequantize": "inductor"
     }
+    by_both = Run(condition="base", providers={"dequantize": {"cpp": 3, "inductor": 1}})
+    assert not [name for name in changes("cpu", "cpu", by_both) if name.startswith("kernels.")]
 
 
 def test_winners_together_have_all_changes_and_the_last_one_decides() -> None:
