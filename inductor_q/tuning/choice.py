@@ -95,6 +95,8 @@ def _judged(
         verdict = "measured in one order alone: the budget ended"
     elif found.peak > MOST_PEAK * base.peak:
         verdict = f"rejected: takes {found.peak / base.peak:.2f} times the memory"
+    elif gain < -noise:
+        verdict = f"{-gain:.1%} slower, noise {noise:.1%}"
     elif gain <= noise:
         verdict = f"no gain beyond the noise of {noise:.1%}"
     else:

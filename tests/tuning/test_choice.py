@@ -36,10 +36,15 @@ def test_faster_in_both_orders_wins() -> None:
     assert (found.step_s, found.peak, found.compile_s) == (0.905, 1000, 5.0)
 
 
-@pytest.mark.parametrize("seconds", [(1.0, 1.0), (0.995, 0.995), (0.8, 1.1), (1.5, 1.5)])
+@pytest.mark.parametrize("seconds", [(1.0, 1.0), (0.995, 0.995), (0.8, 1.1), (1.0, 1.6)])
 def test_no_gain_beyond_the_noise(seconds: tuple[float, ...]) -> None:
     found = verdict(*runs("knob", *seconds))
     assert not found.wins and found.verdict.startswith("no gain beyond the noise")
+
+
+def test_slower_is_said() -> None:
+    found = verdict(*runs("knob", 1.515, 1.515))
+    assert not found.wins and found.verdict == "50.0% slower, noise 2.0%"
 
 
 def test_noise_of_the_base_counts() -> None:
