@@ -117,10 +117,11 @@ def _keep(sweep: Sweep, place: Place, preset: Preset, args: argparse.Namespace) 
     from inductor_q.tuning import result
 
     best = sweep.best
-    if best is None:
-        print(f"Nothing is faster beyond noise, so the preset {preset.name} stays as it ships.")
-        return
     path = tuned.path_of(place)
+    if best is None:
+        stays = f"{path}, of an earlier sweep," if path.exists() else f"the preset {preset.name}"
+        print(f"Nothing that was measured is faster beyond noise: {stays} stays in force.")
+        return
     made = result.preset_of(preset, best, sweep.judged, model=args.model, steps=args.steps)
     tuned.write(path, place, made, base=preset.name)
     print(f"preset: tuned, {', '.join(result.named(best))}, in {path}", file=sys.stdout)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from inductor_q import cli
-from inductor_q.presets import PRESETS
+from inductor_q.commands import tune
+from inductor_q.presets import PRESETS, select, tuned
 from inductor_q.tuning import table
 from inductor_q.tuning.choice import Judged
-from inductor_q.tuning.plan import BASE, EAGER
+from inductor_q.tuning.plan import BASE, EAGER, Condition
 from tests.support.processes import ROOT, environment
 
 
@@ -42,6 +47,23 @@ def test_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    args = argparse.Namespace(model="", steps=30)
+    base, place = Judged(BASE, step_s=0.01, compile_s=1.0), tuned.place_of(torch.device("cpu"))
+    won = Judged(Condition("x", {"extend_k.min_rows": 9}), step_s=0.008, compile_s=1.0, wins=True)
+    for best in (None, won, None):
+        sweep: Any = SimpleNamespace(best=best, judged=[base, won])
+        tune._keep(sweep, place, PRESETS["cpu"], args)
+    nothing, new, still = capsys.readouterr().out.splitlines()
+    assert nothing.endswith("noise: the preset cpu stays in force.")
+    assert new == f"preset: tuned, extend_k.min_rows=9, in {tuned.path_of(place)}"
+    assert still.endswith(f"{tuned.path_of(place)}, of an earlier sweep, stays in force.")
+    assert select(torch.device("cpu")).thresholds["extend_k.min_rows"].value == 9
+
+
 SCRIPT = """
 import sys, torch
 from inductor_q import testing
@@ -65,21 +87,21 @@ def test_a_script_is_tuned_and_its_records_used_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inductor_q", "tune", "--model", f"{script} 99"]
     command += ["--steps", "6", "--budget", "9m"]
 
-    def tune() -> subprocess.CompletedProcess[str]:
+    def sweep() -> subprocess.CompletedProcess[str]:
         variables = environment(ROOT, XDG_CONFIG_HOME=str(tmp_path))
         return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path)
 
-    first = tune()
+    first = sweep()
     assert first.returncode == 0, first.stdout + first.stderr
     assert re.search(r"^base +\d+\.\d +1\.000 ", first.stdout, re.MULTILINE)
     assert "max_autotune_gemm, order 2: " in first.stderr
     assert "rejected" not in first.stdout
     records = tmp_path / "qfuse" / "tune.jsonl"
     lines = records.read_text()
-    again = tune()
+    again = sweep()
     assert "order" not in again.stderr and records.read_text() == lines
     assert again.stdout == first.stdout
     if "preset: tuned" in first.stdout:  # which options win is not for a test to say
         assert len(list((tmp_path / "qfuse" / "tuned").glob("*.json"))) == 1
     else:
-        assert f"the preset {PRESETS['cpu'].name} stays" in first.stdout
+        assert "the preset cpu stays in force" in first.stdout
