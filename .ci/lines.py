@@ -30,7 +30,7 @@ BUDGET = {
     "inductor_q/integrations": 775,
     "inductor_q/kbit": 830,
     "inductor_q/kernels": 5200,
-    "inductor_q/loading": 1280,
+    "inductor_q/loading": 1320,
     "inductor_q/ops": 2230,
     "inductor_q/presets": 560,
     "inductor_q/tuning": 1000,

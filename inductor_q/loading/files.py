@@ -63,6 +63,8 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Return the tensor `name` in host memory; nothing of it is kept here."""
+        if name not in self._files:
+            raise self.wrong([f"{name} is not in it"])
         file = self._files[name]
         with self.readable():
             if self._held is None or self._held[0] != file:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from inductor_q.exc import CorruptQuantState
 from inductor_q.formats.layout import LOW_FIRST, Order
 
 #: The shapes of a checkpoint's tensors by name, from its headers.
@@ -39,6 +40,22 @@ Find: TypeAlias = Callable[[Shapes, str], "Found | str | None"]
 
 def finds_nothing(shapes: Shapes, name: str) -> None:
     """Find no packed weight: of checkpoints that hold values."""
+
+
+def e4m3_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of codes in E4M3, row by row.
+
+    Raises:
+        CorruptQuantState: they are in another dtype, which may have as many bytes.
+    """
+    if tensor.dtype != torch.float8_e4m3fn:
+        raise CorruptQuantState(
+            what="dtype of a weight in FP8",
+            expected="torch.float8_e4m3fn",
+            got=str(tensor.dtype),
+            remedy="The checkpoint's quantization_config says FP8, its tensors are other codes.",
+        )
+    return bytes_of(tensor).reshape(-1)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -75,6 +92,16 @@ def grouped(qweight: Tensor, scale: Tensor, zero_point: Tensor, columns: int) ->
         "qweight": qweight.reshape(-1),
         **dict(zip(("scale", "zero_point"), spread, strict=True)),
     }
+
+
+def misshapen(shapes: Shapes, wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """Return which tensor is not there, or not in the wanted shape; empty where all are."""
+    for name, shape in wanted.items():
+        if name not in shapes:
+            return f"{name} is not in it"
+        if shapes[name] != shape:
+            return f"{name} is {shapes[name]}; what is read is {shape}, by the configuration"
+    return ""
 
 
 def int4_name(columns: int, group: int) -> str | None:

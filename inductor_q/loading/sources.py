@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q.capture import holds_experts
+from inductor_q.capture.packed import holds_codes
 from inductor_q.formats import FORMATS
 from inductor_q.kernels.calls import check_operands
 from inductor_q.loading.files import Checkpoint, assign, owners
@@ -100,14 +101,14 @@ class FromCheckpoint:
         place = self._places.get(name) or self._places[f"{name}.weight"]  # a dense stack's
         assert not place.packed, f"{name=} is packed"
         if place.is_whole:
-            values = self._read(str(place.parts[0][0]))
+            values = self._value(str(place.parts[0][0]), like)
             return values if like is None else values.to(like.dtype)
         assert like is not None, f"{name=} is a stack"
         out = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         for expert, parts in zip(out, place.parts, strict=True):
             start = 0
             for part in parts:
-                values = self._read(str(part))
+                values = self._value(str(part), like)
                 expert[start : start + len(values)] = values
                 start += len(values)
         return out
@@ -148,6 +149,18 @@ class FromCheckpoint:
             change()
         assign(model, rest)
         return model.to(self._device)  # buffers that are in no checkpoint
+
+    def _value(self, name: str, like: Tensor | None) -> Tensor:
+        """Read a tensor of values. Codes may have the shape of what they stand for."""
+        values = self._read(name)
+        is_value = like is None or like.is_floating_point()
+        if is_value and holds_codes(values) and (like is None or like.dtype != values.dtype):
+            problem = (
+                f"{name} is {values.dtype} in it, which are codes: no scale for them is where the "
+                "quantization_config of the config.json beside it has one"
+            )
+            raise self._checkpoint.wrong([problem])
+        return values
 
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(name).to(self._device)

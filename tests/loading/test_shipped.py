@@ -98,9 +98,9 @@ def fp8_tiles() -> Case:
     return config, {"weight": codes, "weight_scale_inv": scale}, values, "fp8_e4m3_128x128"
 
 
-def fp8_whole() -> Case:
+def fp8_whole(scale: str = "weight_scale_inv") -> Case:
     codes = random(ROWS, COLUMNS, dtype=torch.float8_e4m3fn)
-    state = {"weight": codes, "weight_scale_inv": torch.tensor(0.37)}
+    state = {"weight": codes, scale: torch.tensor(0.37)}
     return {"quant_method": "fp8"}, state, codes.float() * 0.37, "fp8_e4m3_row"
 
 
@@ -207,6 +207,7 @@ def integers_of_compressed_tensors(
 CASES: dict[str, Callable[[], Case]] = {
     "fp8 tiles": fp8_tiles,
     "fp8 whole": fp8_whole,
+    "fp8 whole, of vLLM": lambda: fp8_whole("weight_scale"),
     "gptq": gptq,
     "gptq act-order": lambda: gptq(act_order=True),
     "gptq v2": lambda: gptq(layout="gptq_v2"),
@@ -269,6 +270,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gptq bits": ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
     "awq gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "layout 'gemv'"),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [1, 32]}, "block_size is .1, 32."),
+    "rotated": (
+        {
+            **{"quant_method": "compressed-tensors", "format": "float-quantized"},
+            **{"sparsity_config": None, "transform_config": {"config_groups": {"R4": {}}}},
+        },
+        "it has a transform_config: the inputs",
+    ),
     "marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'; what"),
 }
 
@@ -291,6 +299,31 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(exc.WrongCheckpoint, match=r"packed.weight is \(192, 256\) in it"):
         inductor_q.load_checkpoint(Net(128), tmp_path, progress=False)
     assert type(net.packed) is nn.Linear
+
+
+def test_codes_are_not_read_as_values(tmp_path: Path) -> None:
+    """A weight in FP8 without the scale that its reader knows has the shape of the layer's."""
+    _, state, _, _ = fp8_whole("weight_scale")
+    for config in ({"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 4}):
+        write(tmp_path, config, state)
+        net = Net()
+        with pytest.raises(exc.WrongCheckpoint, match=r"packed.weight is torch.float8_e4m3fn in"):
+            inductor_q.load_checkpoint(net, tmp_path, progress=False)
+        assert type(net.packed) is nn.Linear and net.packed.weight.dtype is BF16
+    write(tmp_path, {"quant_method": "fp8"}, {**state, "weight": state["weight"].view(torch.int8)})
+    with pytest.raises(exc.CorruptQuantState, match=r"should be torch.float8_e4m3fn, is"):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("part", ["scales", "qzeros", "g_idx"])
+def test_what_a_packed_weight_lacks_is_named(part: str, tmp_path: Path) -> None:
+    config, state, _, _ = gptq(act_order=True)
+    write(tmp_path, config, {name: t for name, t in state.items() if name != part})
+    with pytest.raises(exc.WrongCheckpoint, match=f"packed.{part} is not in it"):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+    write(tmp_path, config, {**state, part: state[part][:1]})
+    with pytest.raises(exc.WrongCheckpoint, match=f"packed.{part} is .*; what is read is"):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
 
 
 def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:

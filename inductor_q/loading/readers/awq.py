@@ -21,6 +21,7 @@ from inductor_q.loading.found import (
     Shapes,
     grouped,
     int4_name,
+    misshapen,
     nibbles_of,
     pack_nibbles,
 )
@@ -46,6 +47,13 @@ def _find(shapes: Shapes, name: str, *, group: int) -> Found | str | None:
     format = int4_name(columns, group)
     if format is None:
         return f"groups of {group} in {columns} columns of {name}; what is read is 32, 64, 128, ..."
+
+    groups = 1 if group == -1 else columns // group
+    wanted = {f"{base}scales": (groups, rows)}
+    if f"{base}qzeros" in shapes:
+        wanted[f"{base}qzeros"] = (groups, packed[1])
+    if problem := misshapen(shapes, wanted):
+        return problem
 
     def read(tensor: Read) -> dict[str, Tensor]:
         qweight = pack_nibbles(nibbles_of(tensor(f"{base}qweight"), ORDER).t())

@@ -19,6 +19,7 @@ from inductor_q.loading.found import (
     Read,
     Shapes,
     bytes_of,
+    e4m3_of,
     grouped,
     int4_name,
     nibbles_of,
@@ -30,8 +31,10 @@ def reader(config: Mapping[str, Any]) -> Find | str:
     layout = str(config.get("format"))
     if layout not in _LAYOUTS:
         return f"its format is {layout!r}; what is read is {', '.join(_LAYOUTS)}"
-    if config.get("sparsity_config", {}).get("format", "dense") != "dense":
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         return "its weights are sparse as well"
+    if (config.get("transform_config") or {}).get("config_groups"):
+        return "it has a transform_config: the inputs of its layers may be rotated"
     groups = config.get("config_groups") or {}
     bits = {group["weights"]["num_bits"] for group in groups.values() if group.get("weights")}
     if layout == "pack-quantized" and bits - {4}:
@@ -90,8 +93,8 @@ def _fp8(shapes: Shapes, name: str) -> Found | str | None:
 
     def read(tensor: Read) -> dict[str, Tensor]:
         scales = tensor(f"{name}_scale")
-        scales = per_row(scales, rows) if scales.numel() == 1 else scales.reshape(-1)
-        return {"qweight": bytes_of(tensor(name)).reshape(-1), "scale": scales}
+        scales = per_row(scales, rows) if scale in ((), (1,)) else scales.reshape(-1)
+        return {"qweight": e4m3_of(tensor(name)), "scale": scales}
 
     if scale in ((), (1,), (rows, 1)):
         return Found("fp8_e4m3_row", (rows, columns), read)

@@ -1,6 +1,7 @@
 """DeepSeek-V3, Qwen3-FP8 and transformers' FP8Linear: E4M3 and `weight_scale_inv`.
 
-A scale is for 128 x 128 elements, or for the whole weight. A value is `code * scale_inv` in
+A scale is for 128 x 128 elements, or for the whole weight, where vLLM's own checkpoints call it
+`weight_scale`. A value is `code * scale_inv` in
 float32, rounded once, as DeepSeek's `weight_dequant` and transformers' `Fp8Dequantize` have it.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.loading.found import Find, Found, Read, Shapes, bytes_of, per_row
+from inductor_q.loading.found import Find, Found, Read, Shapes, e4m3_of, per_row
 
 TILE = [128, 128]
 
@@ -40,21 +41,20 @@ def _tiles(shapes: Shapes, name: str) -> Found | str | None:
         scales = tensor(f"{name}_scale_inv")
         if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             scales = scales.float()  # powers of two, E8M0
-        return {"qweight": bytes_of(tensor(name)).reshape(-1), "scale": scales.reshape(-1)}
+        return {"qweight": e4m3_of(tensor(name)), "scale": scales.reshape(-1)}
 
     return Found("fp8_e4m3_128x128", shapes[name], read)
 
 
 def _whole(shapes: Shapes, name: str) -> Found | str | None:
-    scale = shapes.get(f"{name}_scale_inv")
-    if scale is None or name not in shapes:
+    beside = next((n for n in (f"{name}_scale_inv", f"{name}_scale") if n in shapes), None)
+    if beside is None or name not in shapes:
         return None
     *stack, rows, _ = shapes[name]
-    if stack or scale not in ((), (1,)):
-        return f"{name}_scale_inv is {scale}, for a weight {shapes[name]}"
+    if stack or shapes[beside] not in ((), (1,)):
+        return f"{beside} is {shapes[beside]}, for a weight {shapes[name]}"
 
     def read(tensor: Read) -> dict[str, Tensor]:
-        codes, scales = tensor(name), tensor(f"{name}_scale_inv")
-        return {"qweight": bytes_of(codes).reshape(-1), "scale": per_row(scales, rows)}
+        return {"qweight": e4m3_of(tensor(name)), "scale": per_row(tensor(beside), rows)}
 
     return Found("fp8_e4m3_row", shapes[name], read)

@@ -22,6 +22,7 @@ from inductor_q.loading.found import (
     bytes_of,
     grouped,
     int4_name,
+    misshapen,
     nibbles_of,
     pack_nibbles,
 )
@@ -52,6 +53,13 @@ def _find(
     format = int4_name(columns, group)
     if format is None:
         return f"groups of {group} in {columns} columns of {name}; what is read is 32, 64, 128, ..."
+
+    groups = 1 if group == -1 else columns // group
+    wanted = {f"{base}scales": (groups, rows), f"{base}qzeros": (groups, rows // 8)}
+    if act_order:
+        wanted[f"{base}g_idx"] = (columns,)
+    if problem := misshapen(shapes, wanted):
+        return problem
 
     def order(tensor: Read) -> Tensor:
         return tensor(f"{base}g_idx").long().argsort(stable=True)

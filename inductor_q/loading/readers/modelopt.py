@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inductor_q.loading.found import Find, Found, Read, Shapes, bytes_of, per_row
+from inductor_q.loading.found import Find, Found, Read, Shapes, bytes_of, e4m3_of, per_row
 
 
 def reader(config: Mapping[str, Any]) -> Find | str:
@@ -30,10 +30,11 @@ def _find(shapes: Shapes, name: str) -> Found | str | None:
     rows, stored = shapes[name]
 
     def read(tensor: Read) -> dict[str, Tensor]:
-        codes = {"qweight": bytes_of(tensor(name)).reshape(-1)}
         if f"{name}_scale_2" not in shapes:
-            return codes | {"scale": per_row(tensor(f"{name}_scale"), rows)}
-        return codes | {
+            scale = per_row(tensor(f"{name}_scale"), rows)
+            return {"qweight": e4m3_of(tensor(name)), "scale": scale}
+        return {
+            "qweight": bytes_of(tensor(name)).reshape(-1),
             "scale": bytes_of(tensor(f"{name}_scale")).reshape(-1),
             "global_scale": per_row(tensor(f"{name}_scale_2"), rows),
         }
