@@ -96,7 +96,7 @@ def read(path: Path) -> tuple[Place, Preset]:
         return place, _preset(document, place)
     except KeyError as error:
         raise UnreadablePreset(path=str(path), problem=f"it has no {error}") from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UnreadablePreset(path=str(path), problem=str(error)) from error
 
 
@@ -131,7 +131,9 @@ def _read_or_warn(path: Path, here: Place | None = None) -> tuple[Place, Preset]
 
 
 def _preset(document: Mapping[str, Any], place: Place) -> Preset:
-    base = _BASES[document["base"]]
+    base = _BASES.get(_text(document["base"]))
+    if base is None:
+        raise ValueError(f"its base is {document['base']!r}; expected {', '.join(_BASES)}")
     sections = {
         kind: {
             _text(name): Entry(value=entry["value"], evidence=_text(entry["evidence"]))
