@@ -56,9 +56,8 @@ def _find(
 
     groups = 1 if group == -1 else columns // group
     wanted = {f"{base}scales": (groups, rows), f"{base}qzeros": (groups, rows // 8)}
-    if act_order:
-        wanted[f"{base}g_idx"] = (columns,)
-    if problem := misshapen(shapes, wanted):
+    of_act_order = {f"{base}g_idx": (columns,)} if act_order else {}
+    if problem := misshapen(shapes, {**wanted, **of_act_order}):
         return problem
 
     def order(tensor: Read) -> Tensor:
