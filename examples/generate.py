@@ -64,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     args = parser.parse_args(argv)
+    if args.tokens < 2:
+        parser.error(
+            f"--tokens={args.tokens}: give 2 or more, since the time between tokens counts"
+        )
     model, tokenizer = load(args.model)
     model = _adapted(model, args.adapter).eval()
     keep_unpacked(model)  # on a CPU: bitsandbytes would pack weights in a layout of its own

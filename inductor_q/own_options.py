@@ -203,7 +203,7 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
         "qfuse.compute": Option(
             "how products with quantized weights are computed, forward and for the gradient of "
             'the input: "bf16" as written; "fp8" or "int8" in eight bits, with a scale for each '
-            "token and each out-feature, which is faster and has an error of some percent",
+            "token and each out-feature, which has an error of some percent",
             _parse_one_of(*get_args(Compute)),
             "QFUSE_COMPUTE",
         ),

@@ -34,6 +34,13 @@ def test_sft(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
+def test_generate_needs_a_time_between_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit):
+        importlib.import_module("examples.generate").main(["--tokens", "1"])
+    assert "--tokens=1: give 2 or more" in capsys.readouterr().err
+
+
 def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
     """One graph serves all steps, which write what eager writes."""
     main = importlib.import_module("examples.generate").main
