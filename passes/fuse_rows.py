@@ -40,6 +40,7 @@ from inductor_q.passes.graph import (
     computed_from,
     emit,
     is_tensor,
+    last_size,
     peel_rows,
     peel_transposes,
     positions,
@@ -235,6 +236,9 @@ def _low(node: fx.Node, x: fx.Node) -> _Low | None:
         source = peel_rows(arg(source, 0))
     if a is None or source is not x:
         return None
+    rank, features = tensor(a[0]).shape[0], last_size(node)
+    if tensor(b[0]).shape != (features, rank):
+        return None  # a view between the products has other columns
     return _Low(a[0], b[0], outer * inner * a[1] * b[1])
 
 
@@ -274,6 +278,8 @@ def _gated(layers: Sequence[_Layer]) -> fx.Node | None:
     product = _only_user(up)
     if product is None or product.target is not MUL or len(product.all_input_nodes) != 2:
         return None
+    if tensor(product).dtype != tensor(up).dtype or not same_shape(product, up):
+        return None  # of a gate that stays float32, or of other dimensions
     activated = arg(product, 1 if product.args[0] is up else 0)
     return product if _is_silu(activated, gate) else None
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from inductor_q import testing
 from inductor_q.passes.fold_lora import STRICT
-from inductor_q.passes.fuse_rows import TRAINED
+from inductor_q.passes.fuse_rows import LINEARS, TRAINED
 from tests.support.compiling import Compiled, compile_step, count_ops, no_codegen, step
 from tests.support.few_rows import serve_rows
 
@@ -95,6 +97,38 @@ def test_an_adapter_that_something_else_reads_stays(leaks: bool) -> None:
     assert result.ops["qfuse.linears"] == 1
     assert result.ops["mm"] == (2 if leaks else 0)
     torch.testing.assert_close(result.output, step(module, x)[0], rtol=3e-2, atol=3e-2)
+
+
+def wide(one: Two, x: Tensor) -> Tensor:
+    """The gate stays float32, and so does the product."""
+    y: Tensor = F.silu(one.first(x).float()) * one.second(x)
+    return y
+
+
+def across(one: Two, x: Tensor) -> Tensor:
+    """Each row's gate meets all rows."""
+    y: Tensor = F.silu(one.first(x.view(4, 1, 64))) * one.second(x)
+    return y
+
+
+def regrouped(one: Two, x: Tensor) -> Tensor:
+    """Of the adapter's products the second one has half as many columns as the layer."""
+    low = (x @ one.a.t()).view(8, 4)
+    high = low @ one.a.view(128, 4)[:32].t()
+    y: Tensor = (one.first(x) + high.view(4, 64)) * one.second(x).tanh()
+    return y
+
+
+@pytest.mark.parametrize("run", [wide, across, regrouped])
+def test_what_only_looks_like_a_gate_or_an_adapter(
+    run: Callable[[Two, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = Two(False).requires_grad_(False), torch.randn(4, 64).bfloat16()
+    monkeypatch.setattr(Two, "forward", run)
+    result = compile_step(module, x, context=no_codegen())
+    (call,) = result.joint[0].find_nodes(op="call_function", target=LINEARS)
+    assert len(call.meta["val"]) == 2  # the layers share a launch, and no more
+    torch.testing.assert_close(result.output, run(module, x), rtol=3e-2, atol=3e-2)
 
 
 def test_a_backward_pass_keeps_the_layers_apart() -> None:
