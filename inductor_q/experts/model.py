@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from inductor_q.experts.modules import (
     PROJECTIONS,
     as_stack,
     expert_layers,
+    packed_experts,
     projections,
     put_stack,
 )
@@ -52,7 +55,8 @@ def quantize(
             meta device (`inductor_q.kbit.meta_parameters`). It is called for one projection at a
             time, so the whole model is never held unpacked. By default each parameter's own values.
         checkpoint: a safetensors file, an index of shards or a folder with either, instead of
-            `weights`: the experts are read from it one projection at a time, and then the rest.
+            `weights`: the experts are read from it one projection at a time, and then the rest; the
+            model changes when everything has been read.
         device: where to pack, and where the packed weights stay; by default where each weight is.
 
     Returns:
@@ -73,10 +77,15 @@ def quantize(
     if checkpoint is not None:
         expert_layers(model)
         source = FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
-        weights = source.values
     left: Counter[str] = Counter()
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
+            if source is not None and (weight := _values(layer, name)) is not None:
+                operands = pack(source.values(f"{layer_name}.{name}", weight), format)
+                put = partial(put_stack, layer, name, operands, format, weight.shape)
+                of_stack = ".weight" if name in layer._modules else ""
+                source.change(f"{layer_name}.{name}{of_stack}", put)  # when all have been read
+                continue
             stack = as_stack(layer, name)
             if stack.format == DENSE:
                 weight = stack.get_parameter("weight")
@@ -90,6 +99,15 @@ def quantize(
     if source is not None:
         source.finish()
     return use_qfuse(model)
+
+
+def _values(layer: Any, name: str) -> nn.Parameter | None:
+    """Return the parameter that holds a projection's values, or would; None where it is packed."""
+    held = layer._modules.get(name)
+    if isinstance(held, ExpertStack):
+        return held.get_parameter("weight") if held.format == DENSE else None
+    weight: nn.Parameter | None = layer._parameters.get(name)
+    return weight if packed_experts(layer, name) is None else None
 
 
 def _check_not_packed(model: nn.Module, format: str, targets: Collection[str]) -> None:

@@ -11,6 +11,7 @@ import peft as peft_package
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
@@ -460,6 +461,18 @@ def test_another_models_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(exc.WrongCheckpoint, match=r"router\.weight is not in it"):
         experts.quantize(model("gpt_oss"), checkpoint=tmp_path)
     assert not [*stacks(net)]
+
+
+def test_a_checkpoint_that_cannot_be_read_to_its_end_changes_nothing(tmp_path: Path) -> None:
+    """Its last projection is in codes without a scale, which shows when it is read."""
+    state = {name: tensor.clone() for name, tensor in model("qwen3_moe").state_dict().items()}
+    last = "model.layers.1.mlp.experts.down_proj"
+    save_file({**state, last: state[last].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    net = model("qwen3_moe")
+    with pytest.raises(exc.WrongCheckpoint, match=f"left as it was:\n  {last} is torch.float8"):
+        experts.quantize(net, checkpoint=tmp_path)
+    assert not [*stacks(net)]
+    assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in state.items())
 
 
 # --- what is packed already ---------------------------------------------------------------------
