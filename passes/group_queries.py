@@ -48,6 +48,8 @@ class GroupQueries:
             found = _grouped(node, arguments)
             if found == "":
                 continue
+            if any(_is_transformed(n) for n in (node, *node.all_input_nodes)):
+                found = "attention is inside of a transform of torch.func"
             reason = found if isinstance(found, str) else _refused(arguments, found)
             if reason or isinstance(found, str):
                 yield Site(node, rejected=reason, by_choice=True)
@@ -103,6 +105,13 @@ def _refused(arguments: dict[str, Any], found: tuple[fx.Node, fx.Node]) -> str:
     if mask is not None and not all(_is(size, 1) for size in _shape(mask)[-3:-1]):
         return "the mask is not one row for all heads"
     return ""
+
+
+def _is_transformed(node: fx.Node) -> bool:
+    """Whether the value belongs to a transform, outside of which nothing is computed from it."""
+    value = node.meta.get("example_value")
+    wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+    return isinstance(value, torch.Tensor) and bool(wrapped(value))
 
 
 def _is(size: Any, number: int) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.ops.registry import define_ops
-from inductor_q.passes.graph import CAST, MUL, VIEWS, is_tensor, same_shape, tensor
+from inductor_q.passes.graph import CAST, MUL, PERMUTE, VIEWS, is_tensor, same_shape, tensor
 from inductor_q.passes.runner import Site
 
 define_ops()  # the vocabulary
@@ -43,8 +43,10 @@ class RotaryTables:
         table: fx.Node = site.plan
         with graph.inserting_after(table):
             made = graph.call_function(MATERIALIZE, (table,))
-        made.meta = dict(table.meta)
-        table.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        made.meta = {**table.meta, "val": MATERIALIZE(tensor(table))}
+        # A result of the program's keeps its layout.
+        readers = {user for user in table.users if user is not made and not _is_returned(user)}
+        table.replace_all_uses_with(made, delete_user_cb=lambda user: user in readers)
 
 
 def _as_read(node: fx.Node) -> fx.Node:
@@ -55,6 +57,13 @@ def _as_read(node: fx.Node) -> fx.Node:
             break
         node = user
     return node
+
+
+def _is_returned(user: fx.Node) -> bool:
+    """Whether a reader is the graph's output, or a view that is one of its results."""
+    if user.target in _SPREADS or user.target is PERMUTE:
+        return any(_is_returned(u) for u in user.users)
+    return user.op == "output"
 
 
 def _readers(table: fx.Node) -> Iterator[fx.Node]:

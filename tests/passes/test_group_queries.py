@@ -155,6 +155,17 @@ def test_where_heads_are_grouped(
     assert [reason for reason, _ in sites] == ([] if expected is None else [expected])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_what_a_transform_maps_stays() -> None:
+    """A value of a transform's lives as long as the transform is traced."""
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain(q[None], k[None], v[None])[0]
+
+    sites, _ = compiled(torch.vmap(one), tensors())
+    assert [reason for reason, _ in sites] == ["attention is inside of a transform of torch.func"]
+
+
 LAYERS, PROMPT = 2, 6
 
 

@@ -80,6 +80,23 @@ def test_others_stay(run: Any) -> None:
     assert matched(run, torch.randn(4, 10, 8))[1] == []
 
 
+def test_a_result_keeps_its_layout() -> None:
+    """gpt-oss has tables that are transposed, and a module may return what its layers read."""
+
+    def run(x: Tensor, angle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        table = angle.mT.cos()
+        return x * table[:, None] + x.flip(-1) * table[:, None], table, table[:, None]
+
+    x, angle = torch.randn(2, 3, 10, 8), torch.randn(2, 8, 10)
+    traced, (site,) = matched(run, x, angle)
+    RotaryTables().apply(traced.graph, site, None)  # type: ignore[arg-type]
+    traced.recompile()
+    for got, expected in zip(traced(x, angle), run(x, angle), strict=True):
+        torch.testing.assert_close(got, expected, check_stride=True)
+    (made,) = traced.graph.find_nodes(op="call_function", target=MATERIALIZE)
+    assert made.meta["val"].is_contiguous() and len(made.users) == 2
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_by_inductor(dynamic: bool) -> None:
     """Other backends know the op too."""
