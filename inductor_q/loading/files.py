@@ -97,8 +97,11 @@ def _files(path: Path) -> list[tuple[Path, list[str]]]:
         path = index
     if path.suffix != ".json":
         return [(path, [])]
-    by_file: dict[str, list[str]] = {}
-    for name, file in json.loads(path.read_text())["weight_map"].items():
+    index, by_file = json.loads(path.read_text()), dict[str, list[str]]()
+    places = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(places, Mapping):
+        raise OSError(f"{path} has no weight_map from names to files")
+    for name, file in places.items():
         by_file.setdefault(file, []).append(name)
     return [(path.parent / file, names) for file, names in by_file.items()]
 
@@ -120,10 +123,16 @@ def quantization(path: str | Path) -> dict[str, Any] | None:
             said = json.loads(config.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
             raise WrongCheckpoint(path=str(config), problems=(str(error),)) from error
+        if not isinstance(said, Mapping):
+            raise WrongCheckpoint(path=str(config), problems=("it is no mapping",))
         for of in (said, said.get("text_config") or {}):
             for key in ("quantization_config", "compression_config"):
-                if of.get(key):
-                    return dict(of[key])
+                if not of.get(key):
+                    continue
+                if not isinstance(of[key], Mapping):
+                    problem = f"its {key} is {of[key]!r}, which is no mapping"
+                    raise WrongCheckpoint(path=str(config), problems=(problem,))
+                return dict(of[key])
         if name != "config.json" and said.get("quantization"):
             return {"quant_method": "modelopt", **said["quantization"]}
     return None

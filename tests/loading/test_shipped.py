@@ -277,6 +277,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "it has a transform_config: the inputs",
     ),
+    "odd": (
+        {"quant_method": "fp8", "weight_block_size": 128},
+        "is not as fp8's are: TypeError.*'weight_block_size': 128",
+    ),
     "marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'; what"),
 }
 
@@ -312,6 +316,25 @@ def test_codes_are_not_read_as_values(tmp_path: Path) -> None:
         assert type(net.packed) is nn.Linear and net.packed.weight.dtype is BF16
     write(tmp_path, {"quant_method": "fp8"}, {**state, "weight": state["weight"].view(torch.int8)})
     with pytest.raises(exc.CorruptQuantState, match=r"should be torch.float8_e4m3fn, is"):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config.json", [], r"config.json.*\n  it is no mapping"),
+        ("config.json", {"quantization_config": "fp8"}, "its quantization_config is 'fp8', which"),
+        ("model.safetensors.index.json", {}, "has no weight_map from names to files"),
+        ("model.safetensors.index.json", [], "has no weight_map from names to files"),
+    ],
+)
+def test_a_file_that_is_something_else_is_named(
+    file: str, content: Any, problem: str, tmp_path: Path
+) -> None:
+    config, state, _, _ = fp8_tiles()
+    write(tmp_path, config, state)
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(exc.WrongCheckpoint, match=problem):
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
 
 

@@ -42,7 +42,11 @@ def find_in(path: str | Path) -> Find:
     if method not in READERS:
         problem = f"quant_method {method!r} has no reader; those that have are {', '.join(READERS)}"
         raise UnreadCheckpoint(path=str(path), problem=problem)
-    found = READERS[method](said)
+    try:
+        found = READERS[method](said)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f"its quantization_config is not as {method}'s are: {error!r} in {said}"
+        raise UnreadCheckpoint(path=str(path), problem=problem) from error
     if isinstance(found, str):
         raise UnreadCheckpoint(path=str(path), problem=found)
     return found
