@@ -94,6 +94,11 @@ class Cuda(Provider[LinearRows]):
     def run(self, call: LinearRows) -> list[Tensor]:
         device, columns = call.x.device.index, call.x.shape[1]
         call = replace(call, x=_aligned(call.x))
+        # Copies for alignment come before _project: the kernel behind it does not wait for weights.
+        given = [
+            [*_in_order(call.fmt, operands), bias, None if low is None else _aligned(low.b)]
+            for operands, bias, low in zip(call.weights, call.biases, call.adapters, strict=True)
+        ]
         projected, first = _project(call) if _room(call) else (None, [0] * WEIGHTS)
         outputs = call.outputs()
         tiles = [-(-features // TILE) for features in call.features]
@@ -117,10 +122,8 @@ class Cuda(Provider[LinearRows]):
             projected is not None,
         )
         tensors: list[Tensor | None] = [call.x, projected]
-        for i, operands in enumerate(call.weights):
-            adapter = call.adapters[i]
-            tensors += _in_order(call.fmt, operands)
-            tensors += [call.biases[i], None if adapter is None else _aligned(adapter.b)]
+        for i, of_weight in enumerate(given):
+            tensors += of_weight
             tensors += outputs[i : i + 1] or [None]
         tensors += [None] * (2 + 8 * WEIGHTS - len(tensors))
         if call.gated:  # both weights have one result

@@ -158,6 +158,26 @@ def test_what_the_kernel_refuses() -> None:
     assert kernel.unknown(None)
 
 
+def test_copies_precede_the_launch_behind_which_weights_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call, _ = made(FORMATS[NESTED], (40, 320), 2, torch.bfloat16, ranks=(8, 8))
+    events: list[str] = []
+
+    def aligned(x: Tensor) -> Tensor:
+        events.append("copy")
+        return x
+
+    def prepared(kernel: str, *_: Any) -> Any:
+        return lambda *pointers: events.append(kernel.partition("<")[0])
+
+    monkeypatch.setattr(linear_rows_cuda, "_aligned", aligned)
+    monkeypatch.setattr(linear_rows_cuda, "_prepared", prepared)
+    monkeypatch.setattr(linear_rows_cuda, "_programs", lambda *_: 1)
+    linear_rows_cuda.KERNEL.run(call)
+    assert events == ["copy"] * 7 + ["project", "linear"]
+
+
 STRIPS = linear_rows_cuda.STRIPS
 
 
