@@ -42,6 +42,7 @@ from inductor_q.passes.products import Product, as_product, packed_weight
 from inductor_q.passes.runner import Site
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
+FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
 ROW_AMAX = torch.ops.qfuse.row_amax.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
@@ -131,7 +132,15 @@ def _refused(product: Product, context: Context) -> str:
     least, count = context.threshold("quantize_products.min_rows"), rows(product.node)
     if count < least:
         return f"{count} rows, fewer than quantize_products.min_rows={least} of the preset"
+    if compute == "int8" and value.device.type == "cuda" and not _has_more_rows(value, FEW_ROWS):
+        return f"{count} rows; products in int8 have more than {FEW_ROWS} on a GPU"
     return ""
+
+
+def _has_more_rows(value: Tensor, few: int) -> bool:
+    """Whether a matrix has more than so many rows; dynamic shapes get a guard that says the same,
+    so that a batch of fewer rows is compiled anew."""
+    return bool(value.shape[0] > few)
 
 
 def _unable(compute: str, device: torch.device) -> str:

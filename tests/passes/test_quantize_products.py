@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from inductor_q import testing
 from inductor_q.passes import quantize_products
 from inductor_q.passes.fold_lora import STRICT
+from inductor_q.passes.graph import tensor
 from tests.support.compiling import (
     Between,
     Compiled,
@@ -201,6 +202,30 @@ def test_devices(
     found = quantize_products._unable(compute, torch.device("cuda", 0))
     assert found.startswith(reason)
     assert bool(found) == bool(reason)
+
+
+def test_few_rows_in_int8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused, also where dynamic shapes were compiled with more of them."""
+    original, asked = quantize_products._refused, list[str]()
+
+    def as_on_a_gpu(product: Any, context: Any) -> str:
+        value = tensor(product.node)
+        many = quantize_products._has_more_rows(value, quantize_products.FEW_ROWS)
+        asked.append("" if many else "few")
+        return original(product, context) or asked[-1]
+
+    monkeypatch.setattr(quantize_products, "_refused", as_on_a_gpu)
+    options: dict[str, Any] = {"qfuse.compute": "int8", "qfuse.thresholds": EVERY_ROW}
+    torch._dynamo.reset()
+    block = layer()
+    with no_codegen():
+        call: Any = torch.compile(
+            block, backend=testing.qfuse_backend(), options=options, dynamic=True
+        )
+        for rows, expected in ((48, {""}), (24, set()), (8, {"few"})):
+            asked.clear()
+            call(torch.randn(rows, 64, dtype=BF16, requires_grad=True))
+            assert set(asked) == expected, rows
 
 
 # --- a model ------------------------------------------------------------------------------------
