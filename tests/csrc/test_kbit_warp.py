@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,16 +18,14 @@ from inductor_q.kernels import dequantize_reference
 from inductor_q.kernels.calls import Dequantize
 from inductor_q.kernels.quantize_kbit_reference import allocate, reference
 from tests.kbit.test_kbit import KBITS, KINDS, codebook, weight
+from tests.support.emulated import built, needs_compiler
 from tests.support.quantized import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16"}
 LAYOUTS = ("kElements", "kRows", "kFlat")
 
-pytestmark = pytest.mark.skipif(
-    COMPILER is None or sys.platform != "linux", reason="needs a C++ compiler and ucontext"
-)
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
@@ -41,27 +36,18 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for k, dtype in itertools.product(KBITS, TYPES.values()):
         raw = f"{dtype}::Raw"
         lines += [
-            f'extern "C" void dequantize_{k}_{dtype}_{layout}(int n, uint32* q, uint8* a, float* b,'
+            f"EXPORT void dequantize_{k}_{dtype}_{layout}(int n, uint32* q, uint8* a, float* b,"
             f" {raw}* out, int64 numel, int64 cols, int64 stride) {{ warp::run(n, [=] {{"
             f" dequantize<{k}, E4M4, {dtype}, {layout}>(q, a, b, out, numel, cols, stride); }}); }}"
             for layout in LAYOUTS
         ]
         lines += [
-            f'extern "C" void quantize_{k}_{dtype}_{vector}(int n, {raw}* x, float* b, uint32* q,'
+            f"EXPORT void quantize_{k}_{dtype}_{vector}(int n, {raw}* x, float* b, uint32* q,"
             f" uint8* a, int64 numel) {{ warp::run(n, [=] {{"
             f" quantize<{k}, E4M4, {dtype}, {vector}>(x, b, q, a, numel); }}); }}"
             for vector in ("true", "false")
         ]
-    source = folder / "warp.cpp"
-    source.write_text("\n".join(lines))
-    library = folder / "warp.so"
-    assert COMPILER is not None
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-    folders = [f"-I{ROOT / 'tests' / 'support'}", f"-I{ROOT / 'csrc'}"]
-    command = [COMPILER, *flags, "-w", *folders, str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(library))
+    return built(folder, lines)
 
 
 def call(function: ctypes._FuncPtr, blocks: int, tensors: list[Tensor], *sizes: int) -> None:  # type: ignore[name-defined]

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,9 @@ import torch
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import linear_rows_cuda
 from tests.kernels.test_linear_rows import error, made
+from tests.support.emulated import built, needs_compiler
 
 ROOT = Path(__file__).parents[2]
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 DEPTHS = (2, 3, 4)
 MOST_SHARED = 227 << 10  # of an H100
 KERNELS = [
@@ -48,14 +45,7 @@ INSTRUCTIONS = {
 
 SLOW = pytest.mark.slow
 
-#: All are slow: in a long-lived worker of the default group a fiber has crashed, which is not
-#: understood; alone, in some hundred runs, none did.
-pytestmark = [
-    SLOW,
-    pytest.mark.skipif(
-        COMPILER is None or sys.platform != "linux", reason="needs a C++ compiler and ucontext"
-    ),
-]
+pytestmark = needs_compiler
 
 
 def as_cpp(source: str) -> str:
@@ -75,19 +65,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for i, kernel in enumerate(KERNELS):
         arguments = "Arguments" if kernel.startswith("linear") else "Projections"
         lines.append(
-            f'extern "C" void run{i}(int columns, int rows, const {arguments}* given, int at_once)'
+            f"EXPORT void run{i}(int columns, int rows, const {arguments}* given, int at_once)"
             " { block::at_once = at_once;"
             f" block::run(columns, rows, [=] {{ {kernel}(*given); }}); }}"
         )
-    source, built = folder / "block.cpp", folder / "block.so"
-    source.write_text("\n".join(lines))
-    assert COMPILER is not None
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-    folders = [f"-I{ROOT / 'tests' / 'support'}", f"-I{ROOT / 'csrc'}"]
-    command = [COMPILER, *flags, "-w", *folders, str(source), "-o", str(built)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(built))
+    return built(folder, lines)
 
 
 @pytest.fixture(

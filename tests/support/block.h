@@ -1,37 +1,8 @@
 // A program of 512 threads on the CPU, enough of one for csrc/linear_rows.cu: fibers in step, which meet
 // at every barrier, shuffle and product of tensor cores. All threads have to come to each of them.
 
-#include <ucontext.h>
+#include "cuda.h"
 
-#include <cmath>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <vector>
-
-#define __device__
-#define __global__
-#define __shared__ static
-#define __grid_constant__
-#define __launch_bounds__(...)
-
-struct Index {
-  unsigned x, y;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-struct alignas(8) float2 {
-  float x, y;
-};
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-
-inline Index threadIdx, blockIdx, gridDim;
 alignas(16) char shared[232448];
 
 namespace block {
@@ -148,33 +119,9 @@ inline float __shfl_xor_sync(unsigned, float value, int mask) {
   return block::given(value)[source];
 }
 
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-  const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
-  unsigned out = 0;
-  for (int i = 0; i < 4; ++i) out |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-  return out;
-}
-
-inline unsigned __float_as_uint(float x) {
-  unsigned bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-inline float __uint_as_float(unsigned bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
 template <class T>
 T __ldg(const T* p) {
   if (reinterpret_cast<size_t>(p) % alignof(T)) std::abort();
   return *p;
 }
 inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const char*>(p) - shared; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __expf(float x) { return std::exp(x); }
-inline int min(int a, int b) { return a < b ? a : b; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
