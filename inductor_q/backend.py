@@ -33,6 +33,7 @@ from inductor_q.capture.dynamo import (
 from inductor_q.capture.live import quantized_layers
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, PackedForInference, UnwritableOutput
+from inductor_q.exclusions import without_effect
 from inductor_q.files import write_whole
 from inductor_q.graph_report import REPORT_VERSION, PassRecord, Report
 from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
@@ -245,6 +246,8 @@ def _tell(report: Report, resolved: Resolved) -> None:
     log.info(report.summary())
     if nothing := report.nothing_fused():
         warn_once(f"qfuse: {nothing}; run `qfuse explain` for the causes")
+    if unused := without_effect(resolved.exclude, _reports):
+        warn_once(f"qfuse.compute.exclude: {unused}")
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "qfuse_report", "encoding": "json"},

@@ -132,6 +132,7 @@ def new_report(resolved: Resolved, device: torch.device) -> Report:
         **resolved.inductor,
         "qfuse.numerics": resolved.numerics,
         "qfuse.compute": resolved.compute,
+        "qfuse.compute.exclude": ",".join(resolved.exclude),
         "qfuse.memory": resolved.memory,
     }
     compile_id = CompileContext.current_compile_id()

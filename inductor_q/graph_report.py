@@ -60,11 +60,18 @@ class Report:
         """The bytes of dequantized weights and of logits that stock would keep for backward."""
         return sum(site.bytes_saved * (1 + len(site.also)) for site in self.sites)
 
+    def multiplied(self) -> tuple[str, ...]:
+        """Return the layers whose products `qfuse.compute` is for, also those it leaves alone."""
+        names = (name for site in self._products() for name in (site.module, *site.also))
+        return tuple(dict.fromkeys(filter(None, names)))
+
     def in_eight_bits(self) -> tuple[int, int]:
         """Return how many products with quantized weights are in eight bits, and of how many."""
-        sites = [site for site in self.sites if site.pass_name == "quantize_products"]
-        counts = [(not site.rejected, 1 + len(site.also)) for site in sites]
+        counts = [(not site.rejected, 1 + len(site.also)) for site in self._products()]
         return sum(n for done, n in counts if done), sum(n for _, n in counts)
+
+    def _products(self) -> list[SiteRecord]:
+        return [site for site in self.sites if site.pass_name == "quantize_products"]
 
     def applied(self) -> dict[str, int]:
         """Return the number of sites that each pass rewrote, by pass."""

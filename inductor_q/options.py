@@ -82,6 +82,7 @@ def resolve(
         numerics=numerics,
         loss=chosen("qfuse.loss", "auto"),
         compute=chosen("qfuse.compute", "bf16"),
+        exclude=chosen("qfuse.compute.exclude", ()),
         memory=_memory(chosen("qfuse.memory", None), device, _variable(sources, "qfuse.memory")),
         kernels=_kernels([*_of_preset(preset), *layers["qfuse.kernels"]], sources),
         report=chosen("qfuse.report", None),
@@ -319,6 +320,11 @@ def _conflicts(resolved: Resolved, device: torch.device, dynamic: bool) -> Itera
                     f"{entry.evidence}"
                 )
                 break
+    if resolved.exclude and resolved.compute == "bf16":
+        yield (
+            "qfuse.compute.exclude has no effect: qfuse.compute is 'bf16', which computes no "
+            "product in eight bits"
+        )
     if "canonicalize" in resolved.passes and "keep_packed" not in resolved.passes:
         yield (
             "qfuse.passes: canonicalize without keep_packed saves every dequantized weight for the "

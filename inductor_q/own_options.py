@@ -145,6 +145,15 @@ def parse_kernels(name: str, value: Any, source: str) -> dict[str, str]:
     return dict(value)
 
 
+def _parse_patterns(name: str, value: Any, source: str) -> tuple[str, ...]:
+    """Read shell patterns from a list or from a text with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+        return tuple(item.strip() for item in items if item.strip())
+    expected = "a list of patterns of module paths, or a text as '*.down_proj,layers.0.*'"
+    raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+
+
 def _parse_thresholds(name: str, value: Any, source: str) -> dict[str, int]:
     """Read thresholds from {"extend_k.min_rows": 512} or "extend_k.min_rows=512"."""
     original = value
@@ -206,6 +215,12 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
             "token and each out-feature, which has an error of some percent",
             _parse_one_of(*get_args(Compute)),
             "QFUSE_COMPUTE",
+        ),
+        "qfuse.compute.exclude": Option(
+            "layers that qfuse.compute leaves in 16 bits: patterns of module paths or of their "
+            'ends, "*.down_proj,layers.0.*" or a list of them',
+            _parse_patterns,
+            "QFUSE_COMPUTE_EXCLUDE",
         ),
         "qfuse.memory": Option(
             'the memory that a training step may take on its device: "22GB", "20GiB", or a share '

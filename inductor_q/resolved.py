@@ -39,6 +39,7 @@ class Resolved:
     numerics: Numerics
     loss: Loss
     compute: Compute  # of products with frozen weights
+    exclude: tuple[str, ...]  # patterns of layers that `compute` leaves as they are
     memory: int | None  # the budget in bytes
     kernels: Mapping[str, str]  # op -> provider; "auto" where absent
     report: str | None
@@ -57,6 +58,7 @@ class Resolved:
             "numerics": self.numerics,
             "loss": self.loss,
             "compute": self.compute,
+            "exclude": self.exclude,
             "memory": self.memory,
             "kernels": self.kernels,
             "strict": self.strict,

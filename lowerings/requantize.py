@@ -67,7 +67,9 @@ def lower_requantize(
     provider = _provider(operands[0].get_device().type)
     in_force().count_provider(OP, provider)
     if provider != POINTWISE:
-        return _extern(operands, scale, format, shape, dtype, transposed, provider)
+        size = list(reversed(shape)) if transposed else list(shape)
+        layout = ir.FixedLayout(device=operands[0].get_device(), dtype=dtype, size=size)
+        return _call([*operands, scale], layout, (format, transposed, provider))
     lowered = lowering.lowerings
     wide = pointwise(operands, get_format(format), shape, torch.float32)
     of_row = lowered[aten.unsqueeze.default](lowered[aten.reciprocal.default](scale), 1)
@@ -107,22 +109,12 @@ class RequantizeOut(ir.ExternKernelOut):
         return []
 
 
-def _extern(
-    operands: Sequence[Any],
-    scale: Any,
-    format: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    transposed: bool,
-    provider: str,
-) -> ir.TensorBox:
-    size = list(reversed(shape)) if transposed else list(shape)
-    layout = ir.FixedLayout(device=operands[0].get_device(), dtype=dtype, size=size)
-    inputs = [ir.ExternKernel.realize_input(x) for x in (*operands, scale)]
+def _call(tensors: Sequence[Any], layout: ir.Layout, settings: tuple[Any, ...]) -> ir.TensorBox:
+    inputs = [ir.ExternKernel.realize_input(x) for x in tensors]
     node = RequantizeOut(
         layout=layout,
         inputs=[ir.ExternKernel.require_contiguous(x) for x in inputs],
-        constant_args=(format, transposed, provider),
+        constant_args=settings,
         python_kernel_name="qfuse_requantize",
         op_overload=torch.ops.qfuse.requantize.default,
     )

@@ -10,8 +10,8 @@ adapter cannot ride in a product (`extend_k`): it is a product of its own that i
 exact, and which Inductor adds in the kernel that reads the sum.
 
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
-dtypes and sizes that tensor cores do not multiply so, devices without e4m3, and fewer rows than
-`quantize_products.min_rows` of the preset.
+dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
+`quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from inductor_q.context import Context
+from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import (
@@ -61,8 +62,8 @@ class QuantizeProducts:
             product = as_product(node)
             if product is None or product.weight is None:
                 continue
-            if reason := _refused(product, context):
-                weight = packed_weight(product.weight)
+            weight = packed_weight(product.weight)
+            if reason := _refused(product, context) or _excluded(weight, context):
                 yield Site(node, reason, weight, by_choice=True)
                 continue
             forward = peel_transposes(product.rhs)[1]
@@ -134,6 +135,16 @@ def _refused(product: Product, context: Context) -> str:
         return f"{count} rows, fewer than quantize_products.min_rows={least} of the preset"
     if compute == "int8" and value.device.type == "cuda" and not _has_more_rows(value, FEW_ROWS):
         return f"{count} rows; products in int8 have more than {FEW_ROWS} on a GPU"
+    return ""
+
+
+def _excluded(weight: fx.Node | None, context: Context) -> str:
+    """Return which pattern of the user's excludes a layer, or one that runs by the same graph."""
+    path = context.module_path(weight)
+    for name in (path, *context.counterparts.get(path, ())):
+        if pattern := excluded_by(name, context.resolved.exclude):
+            of = "" if name == path else f", for {name}, which runs by the same graph"
+            return f"qfuse.compute.exclude has {pattern!r}{of}"
     return ""
 
 

@@ -28,7 +28,7 @@ ROOMS = (
     ("memory",),
     ("liveness",),
     ("passes", "lowerings"),
-    ("context",),
+    ("context", "exclusions"),
     ("resolved", "graph_report", "frames"),
     ("verdict",),
     ("records", "logits"),

@@ -121,3 +121,11 @@ def test_canonicalize_without_keep_packed(told: list[str]) -> None:
     on_cpu({"qfuse.passes": "-keep_packed,-canonicalize"})
     assert len(told) == 1
     assert "canonicalize without keep_packed saves every dequantized weight" in told[0]
+
+
+def test_exclusions_from_nothing(told: list[str]) -> None:
+    on_cpu({"qfuse.compute": "fp8", "qfuse.compute.exclude": "*.down_proj"})
+    assert told == []
+    on_cpu({"qfuse.compute.exclude": "*.down_proj"})
+    assert len(told) == 1
+    assert told[0].startswith("qfuse.compute.exclude has no effect: qfuse.compute is 'bf16'")

@@ -67,6 +67,11 @@ def test_numerics(numerics: str) -> None:
         ("qfuse.numerics", "fast", "one of 'strict', 'default', 'relaxed'"),
         ("qfuse.compute", "fp16", "one of 'bf16', 'fp8', 'int8'"),
         ("qfuse.compute", True, "one of 'bf16', 'fp8', 'int8'"),
+        (
+            "qfuse.compute.exclude",
+            [3],
+            "a list of patterns of module paths, or a text as '*.down_proj,layers.0.*'",
+        ),
         ("qfuse.preset", 90, "the name of a preset"),
         ("qfuse.report", 3, "a path"),
         ("qfuse.strict", 1, "True or False"),
@@ -79,6 +84,13 @@ def test_wrong_value_of_ours(name: str, value: object, expected: str) -> None:
     with pytest.raises(InvalidOptionValue) as caught:
         on_cpu({name: value})
     assert str(caught.value).startswith(f"option {name!r}: {value!r} is not {expected}.")
+
+
+@pytest.mark.parametrize("given", ["*.up, layers.0.*,", ["*.up", "layers.0.*"]], ids=repr)
+def test_exclusions(given: object) -> None:
+    options = {"qfuse.compute": "fp8", "qfuse.compute.exclude": given}
+    assert on_cpu(options).exclude == ("*.up", "layers.0.*")
+    assert on_cpu(options).fingerprint() != on_cpu({"qfuse.compute": "fp8"}).fingerprint()
 
 
 def test_report_takes_a_path(tmp_path: Path) -> None:

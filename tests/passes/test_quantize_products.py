@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
 from inductor_q import testing
+from inductor_q.context import Context
+from inductor_q.exclusions import excluded_by
+from inductor_q.graph_report import Report
 from inductor_q.passes import quantize_products
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import tensor
@@ -21,6 +25,7 @@ from tests.support.compiling import (
     partition,
     step,
 )
+from tests.support.resolving import on_cpu
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -226,6 +231,53 @@ def test_few_rows_in_int8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.clear()
             call(torch.randn(rows, 64, dtype=BF16, requires_grad=True))
             assert set(asked) == expected, rows
+
+
+# --- exclusions ---------------------------------------------------------------------------------
+
+
+def test_layers_are_excluded_by_name() -> None:
+    outcome = compiled(Shared(), tokens(), options={"qfuse.compute.exclude": "q.*, nothing.*"})
+    assert refusals(outcome) == {"qfuse.compute.exclude has 'q.*'": 2}
+    assert outcome.report.in_eight_bits() == (2, 4)
+    excluded = {s.module for s in outcome.report.sites if "exclude" in s.rejected}
+    assert excluded == {"q.proj"}
+    assert not outcome.report.nothing_fused()
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("base_model.model.layers.0.mlp.down_proj", "*.down_proj"),
+        ("base_model.model.layers.0.mlp.down_proj", "down_proj"),
+        ("base_model.model.layers.0.mlp.down_proj", "layers.0.*"),
+        ("base_model.model.layers.0.mlp.down_proj", "base_model.*"),
+        ("down_proj", "down_*"),
+    ],
+)
+def test_patterns_of_a_path_or_its_end(path: str, pattern: str) -> None:
+    assert excluded_by(path, ["up", pattern]) == pattern
+    assert excluded_by(path, ["own_proj", "layers.0", "model.layers.1.*"]) == ""
+
+
+def test_one_graph_of_several_layers() -> None:
+    """What runs by one graph is excluded together, and the reason names the layer."""
+    given = {"qfuse.compute": "fp8", "qfuse.compute.exclude": "layers.1.*"}
+    resolved = on_cpu(given)
+    context = Context(resolved, Report(), ["L['self']._modules['layers']._modules['0'].q"])
+    context.counterparts = {"layers.0": ("layers.1.q",)}
+    node = fx.Graph().placeholder("weight")
+    node.meta["desc"] = PlainAOTInput(idx=0)
+    said = quantize_products._excluded(node, context)
+    wanted = "has 'layers.1.*', for layers.1.q, which runs by the same graph"
+    assert said == f"qfuse.compute.exclude {wanted}"
+
+
+def test_a_pattern_that_matches_nothing_is_told(told: list[str]) -> None:
+    compiled(Shared(), tokens(), options={"qfuse.compute.exclude": ["k.*", "*.down_proj"]})
+    (said,) = told
+    assert said.startswith("qfuse.compute.exclude: '*.down_proj': no such layer in graph")
+    assert said.endswith("which has k.proj, q.proj")
 
 
 # --- a model ------------------------------------------------------------------------------------
