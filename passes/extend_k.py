@@ -28,7 +28,6 @@ from typing import ClassVar
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.context import Context
 from inductor_q.passes.fold_lora import FLOAT32, STRICT
@@ -52,7 +51,6 @@ from inductor_q.passes.graph import (
     columns,
     computed_from,
     emit,
-    is_nested,
     is_tensor,
     peel_rows,
     peel_transposes,
@@ -72,19 +70,13 @@ from inductor_q.passes.products import (
     packed_weight,
     sums,
 )
+from inductor_q.passes.recompute import LAYOUT, recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS takes longer for a K that is no multiple of it
 EXTEND = torch.ops.qfuse.extend.default
 EXTEND_DROPPED = torch.ops.qfuse.extend_dropped.default
 WIDE = (EXTEND, EXTEND_DROPPED)
-_LAYOUT = {
-    *VIEWS,
-    PERMUTE,
-    CLONE,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.unsqueeze.default,
-}
 FACTOR = (
     "a factor that cannot move (a dropout mask, a scaling without fold_lora, or of few rows) "
     "stands inside the adapter"
@@ -165,7 +157,7 @@ class ExtendK:
         order = positions(graph) if groups else {}
         for members in groups.values():
             reason = _chained(members, order) or _group_rejected(members)
-            if not written.isdisjoint(_recomputed_from(members[0].blocks, backward)):
+            if not written.isdisjoint(recomputed_from(members[0].blocks, backward)):
                 reason = WRITTEN
             for i, member in enumerate(members):
                 weight = packed_weight(member.bases[0].weight)
@@ -340,24 +332,9 @@ def _is_dropped(low: _Low) -> bool:
     return isinstance(low.projection, _Dropped)
 
 
-def _recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
-    """Find what backward reads to compute forward's blocks again, through pointwise operations."""
-    todo = [x for x in blocks if x not in backward and _is_pointwise(x)]
-    found: set[fx.Node] = set()
-    while todo:
-        new = set(todo.pop().all_input_nodes) - found
-        found |= new
-        todo += [n for n in new if _is_pointwise(n) or n.target in _LAYOUT]
-    return found
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
 def _producer(node: fx.Node) -> fx.Node:
     """Find the node that computes a tensor, below layout changes."""
-    while node.target in _LAYOUT:
+    while node.target in LAYOUT:
         node = arg(node, 0)
     return node
 
@@ -497,7 +474,7 @@ def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: se
         end = start + tensor(base.x).shape[-1]
         views = [u for u in base.x.users if u.target in VIEWS and peel_rows(u) is base.x]
         if base.x not in backward:
-            _recompute(base.x)
+            recompute_in_backward(base.x)
         else:
             part = emit(graph, SLICE, (wide, 1, start, end), base.node)
             for view in (base.x, *views):
@@ -507,16 +484,3 @@ def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: se
         for view in views:
             wide.append(view)
         start = end
-
-
-def _recompute(x: fx.Node) -> None:
-    """Let backward compute a pointwise input again rather than keep the wide buffer it lies in.
-
-    Its inputs (the residual stream, a gate and its factor) are kept for their own backward anyway.
-    A nested compile region is left alone: Inductor (2.13) may overwrite in place what its backward
-    takes, and that would be the caller's tensor.
-    """
-    if is_nested(x.graph):
-        return
-    if _is_pointwise(x) and "recompute" not in x.meta:
-        x.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

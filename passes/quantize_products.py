@@ -7,7 +7,8 @@ the casts join the kernels that produce x and dY; products of one input share it
 
 An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
 adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
-exact, and which Inductor adds in the kernel that reads the sum.
+exact, and which Inductor adds in the kernel that reads the sum. Its gradient reads x: backward
+computes a pointwise x again, as extend_k has it do.
 
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
@@ -19,7 +20,8 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -38,8 +40,10 @@ from inductor_q.passes.graph import (
     replace,
     rows,
     tensor,
+    written_inputs,
 )
 from inductor_q.passes.products import Product, as_product, packed_weight
+from inductor_q.passes.recompute import recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
@@ -47,6 +51,15 @@ FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
 ROW_AMAX = torch.ops.qfuse.row_amax.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Products that share a cast of their input."""
+
+    products: list[Product]
+    recomputed: fx.Node | None
+    """The input, where backward may compute it again for the adapter's gradient."""
 
 
 class QuantizeProducts:
@@ -57,7 +70,7 @@ class QuantizeProducts:
         if context.resolved.compute == "bf16":
             return
         backward = backward_nodes(graph)
-        groups: dict[object, list[Product]] = defaultdict(list)
+        groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         for node in graph.find_nodes(op="call_function", target=MM):
             product = as_product(node)
             if product is None or product.weight is None:
@@ -71,9 +84,12 @@ class QuantizeProducts:
             # product has scales of its own.
             segment, own = node.meta.get("ac_graph_id"), None if forward else node
             groups[product.x, segment, node in backward, own].append(product)
-        for members in groups.values():
+        written = written_inputs(graph) if groups and backward else set()
+        for (x, *_), members in groups.items():
+            again = bool(backward) and x not in backward
+            again = again and written.isdisjoint(recomputed_from([x], backward))
             for i, member in enumerate(members):
-                plan = None if i else members
+                plan = None if i else _Plan(members, x if again else None)
                 weight = packed_weight(member.weight)
                 yield Site(member.node, weight=weight, plan=plan)
 
@@ -82,9 +98,11 @@ class QuantizeProducts:
             return
         dtype = eight_bits.DTYPES[context.resolved.compute]
         cast: list[fx.Node] | None = None
-        for product in site.plan:
+        for product in site.plan.products:
             with graph.inserting_before(product.node):
                 cast = _emit(graph, product, dtype, cast)
+        if site.plan.recomputed is not None:
+            recompute_in_backward(site.plan.recomputed)
 
 
 def _emit(

@@ -142,6 +142,32 @@ def test_no_decoded_weight_is_saved() -> None:
     assert max(v.numel() for v in given if v.dtype is FP32) < 512  # scales, and their tables
 
 
+class Gated(nn.Module):
+    """A layer whose input is the product of two tensors that backward reads anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer(k=192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        result: Tensor = self.layer(nn.functional.silu(gate) * up)
+        return result
+
+
+def test_a_pointwise_input_is_computed_again() -> None:
+    def run(call: Any) -> None:
+        call(tokens(384)).sum().backward()
+
+    options = {"qfuse.compute": "fp8", "qfuse.thresholds": EVERY_ROW}
+    _, backward = partition(run, Gated(), options)
+    (silu_of_backward,) = backward.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
+    assert silu_of_backward.users
+    given = [n.meta["val"] for n in backward.find_nodes(op="placeholder")]
+    wide = [v.shape for v in given if v.dtype is BF16 and v.numel() == 64 * 192]
+    assert not wide  # the halves are views of x
+
+
 def test_under_a_checkpoint() -> None:
     from torch.utils.checkpoint import checkpoint
 

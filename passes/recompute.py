@@ -1,0 +1,52 @@
+"""Let backward compute a pointwise input of a product again, rather than keep it.
+
+Forward reads the input of a layer once; backward reads it for the gradient of the adapter. What it
+is computed from (the residual stream, a gate and its factor) is kept for its own backward anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from inductor_q.passes.graph import CLONE, PERMUTE, VIEWS, is_nested
+
+#: What changes the layout of a tensor alone.
+LAYOUT = {
+    *VIEWS,
+    PERMUTE,
+    CLONE,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.unsqueeze.default,
+}
+
+
+def recompute_in_backward(x: fx.Node) -> None:
+    """Tell the partitioner to compute a pointwise tensor of forward again in backward.
+
+    The forward pass may not write to what it is computed from (`recomputed_from`). A nested compile
+    region is left alone: Inductor (2.13) may overwrite in place what its backward takes, and that
+    would be the caller's tensor.
+    """
+    if is_nested(x.graph):
+        return
+    if _is_pointwise(x) and "recompute" not in x.meta:
+        x.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
+    """Find what backward reads to compute forward's blocks again, through pointwise operations."""
+    todo = [x for x in blocks if x not in backward and _is_pointwise(x)]
+    found: set[fx.Node] = set()
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += [n for n in new if _is_pointwise(n) or n.target in LAYOUT]
+    return found
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
