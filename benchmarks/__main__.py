@@ -26,6 +26,7 @@ NAMES = (
     "bench_launch",
     "bench_linear",
     "bench_loss",
+    "bench_memory",
     "bench_moe",
     "bench_moe_model",
     "bench_recipe",

@@ -179,6 +179,22 @@ def families() -> str:
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
+def memory() -> str:
+    """Draw one row of each peer and budget: the step's time over what it takes."""
+    name = "memory-h200"
+    if not exists(name):
+        return "Not measured yet (`python -m benchmarks.bench_memory`)."
+    body = []
+    for each in result(name)["rows"]:
+        found, peer = each["extra"], each["peer"].replace("inductor", "stock Inductor")
+        planned, again = (found.get(key) for key in ("planned_bytes", "recomputed_bytes"))
+        sizes = (found["peak_bytes"], planned, found["transient_bytes"], again)
+        shown = ("" if size is None else gb(size) for size in sizes)
+        body.append((peer, ms(seconds(name, each["peer"])), *shown))
+    header = ("", "step", "peak", "planned", "of it transient", "computed again")
+    return f"{table(header, body)}\n\n{source(name)}"
+
+
 def _steps(files: dict[str, str]) -> str:
     body: list[Sequence[str]] = []
     for name, what in files.items():
@@ -601,6 +617,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes": recipes,
     "recipe": recipe,
     "families": families,
+    "memory": memory,
     "linear-h200": lambda: linear("linear-h200"),
     "linear-cpu": lambda: linear("linear-cpu"),
     "moe-step": moe_step,

@@ -28,6 +28,7 @@ from benchmarks import (  # noqa: E402
     bench_launch,
     bench_linear,
     bench_loss,
+    bench_memory,
     bench_moe,
     bench_moe_model,
     bench_ranks,
@@ -639,6 +640,19 @@ def test_bench_ranks(options: list[str], tmp_path: Path) -> None:
     eager, qfuse = rows["eager"]["extra"], rows["qfuse"]["extra"]
     assert (qfuse["breaks"], qfuse["graphs"], qfuse["fused"]) == (0, 1, "7 of 7")
     assert qfuse["loss"] == pytest.approx(eager["loss"], abs=0.02)
+
+
+@pytest.mark.slow
+def test_bench_memory(tmp_path: Path) -> None:
+    """Each peer has a row, alone and checkpointed; less budget plans less, and computes again."""
+    out = tmp_path / "memory.json"
+    bench_memory.main(["--device", "cpu", "--quick", "--backends", "qfuse", "--out", str(out)])
+    names = ("qfuse", "qfuse at 0.35", "qfuse, checkpointed")
+    whole, less, checkpointed = check_file(out, "bench_memory", set(names))
+    assert [row["peer"] for row in (whole, less, checkpointed)] == list(names)
+    assert whole["extra"]["recomputed_bytes"] == 0 < less["extra"]["recomputed_bytes"]
+    assert less["extra"]["planned_bytes"] < whole["extra"]["planned_bytes"]
+    assert "planned_bytes" not in checkpointed["extra"]
 
 
 @pytest.mark.slow
