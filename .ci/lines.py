@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 5260,
+    "benchmarks": 5720,
     "csrc": 2445,
     "docs": 990,
     "examples": 1020,

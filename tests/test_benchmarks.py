@@ -20,6 +20,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
 
 from benchmarks import (  # noqa: E402
     bench_attention,
+    bench_compute_quality,
     bench_decode,
     bench_dequantize,
     bench_experts,
@@ -484,6 +485,46 @@ def test_bench_kbit_quality(tmp_path: Path) -> None:
     assert rows["kbit2_e4m4"]["before"] > rows["bf16"]["before"]
     assert all(len(row["fine_tuning"]) == 4 for row in rows.values())
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cosines_of_gradients_by_layer_and_product() -> None:
+    name = "base_model.model.model.layers.{}.mlp.{}.lora_A.default.weight"
+    up, down = name.format(0, "up_proj"), name.format(0, "down_proj")
+    other = name.format(1, "up_proj")
+    x, y = torch.tensor([1.0, 0.0]).double(), torch.tensor([0.0, 1.0]).double()
+    found = bench_compute_quality._cosines(
+        [{up: x, down: x, other: x}], [{up: 3 * x, down: x + y, other: -x}]
+    )
+    assert found["by_layer"] == {"0": pytest.approx(4 / (2 * 11) ** 0.5), "1": pytest.approx(-1)}
+    assert found["by_product"] == {
+        "up_proj": pytest.approx(2 / 20**0.5),
+        "down_proj": pytest.approx(0.5**0.5),
+    }
+    assert found["least_of_a_matrix"] == pytest.approx(-1)
+
+
+def test_held_out_losses_are_compared_seed_by_seed() -> None:
+    losses = {"eager": (2.0, 4.0), "bf16": (2.0, 4.0), "fp8": (2.02, 3.96)}
+    runs = [{"variant": v, "held_out": loss} for v, of in losses.items() for loss in of]
+    found = bench_compute_quality._compared(runs)
+    assert found["fp8"]["relative"] == pytest.approx(0.0)
+    assert abs(found["fp8"]["farthest"]) == pytest.approx(0.01)
+    assert found["bf16"] == {"mean": 3.0, "spread": 2.0, "relative": 0.0, "farthest": 0.0}
+
+
+@pytest.mark.slow
+def test_bench_compute_quality(tmp_path: Path) -> None:
+    out = tmp_path / "quality.json"
+    steps = ["--base-steps", "40", "--steps", "4", "--seeds", "1", "--variants", "bf16", "fp8"]
+    bench_compute_quality.main(["--device", "cpu", "--sizes", "tiny", *steps, "--out", str(out)])
+    (found,) = json.loads(out.read_text())["models"]
+    assert [run["variant"] for run in found["runs"]] == ["eager", "bf16", "fp8"]
+    products, of = found["runs"][2]["in_eight_bits"]
+    assert 0 < products == of
+    assert found["base"]["curve"][0] - 1 > found["base"]["held_out"]["book"]
+    assert abs(found["held_out"]["fp8"]["relative"]) < 0.01
+    cosines = {variant: each["by_layer"]["0"] for variant, each in found["cosines"].items()}
+    assert 0.99 < cosines["fp8"] < cosines["bf16"] <= 1.0
 
 
 def test_bench_recipe_trains_in_one_order_and_the_other(
