@@ -6,10 +6,11 @@ and a plain matrix product. A cast of a dequantization is folded into it, so tha
 computed in float32, are rounded once.
 
 A linear layer of few rows becomes `qfuse::linear` instead where a kernel of ours reads the packed
-weight (up to the preset's `linear_rows.max_rows`). Elsewhere fewer rows than the preset's
-`canonicalize.min_rows` are refused: bitsandbytes' own kernel reads packed bytes and is not beaten
-by a dequantization and a product. A dequantized weight that the graph returns is refused too, for
-it has no product here; the dequantization itself is ours.
+weight: in CUDA up to the preset's `linear_rows.max_rows`, in Triton, for any format, up to its
+`linear_rows.triton_max_rows`. Elsewhere fewer rows than the preset's `canonicalize.min_rows` are
+refused, and so is the kernel in Triton for them: bitsandbytes' own kernel reads packed bytes and is
+not beaten by a dequantization and a product. A dequantized weight that the graph returns is refused
+too, for it has no product here; the dequantization itself is ours.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from inductor_q import capture
 from inductor_q.capture.library import Decoded, Linear, Refused, Weight
 from inductor_q.context import Context
 from inductor_q.formats import get_format
+from inductor_q.kernels import linear_rows_triton
 from inductor_q.kernels.calls import DTYPES, LinearRows
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.provider import REFERENCE
@@ -102,14 +104,18 @@ class Canonicalize:
 def _for_few_rows(found: Linear, context: Context) -> str:
     """Name the kernel that reads the packed weight for so few rows; empty where there is none."""
     x, count = tensor(found.x), rows(found.x)
+    most = context.threshold("linear_rows.max_rows")
+    by_triton = context.threshold("linear_rows.triton_max_rows")
     known = all(isinstance(size, int) for size in x.shape)  # code for any number of rows decodes
-    if not known or not 0 < count <= context.threshold("linear_rows.max_rows"):
+    if not known or not 0 < count <= max(most, by_triton):
         return ""
     operands, fmt = [tensor(o) for o in found.weight.operands], get_format(found.weight.format)
     features, columns = found.weight.shape
     call = LinearRows(x.reshape(count, columns), [operands], fmt, [features], [None], [None])
     name = served_by("linear_rows", call)
-    return "" if name == REFERENCE else name
+    if name == linear_rows_triton.KERNEL.name:
+        return "" if count > by_triton or _too_few_rows(found, context) else name
+    return "" if count > most or name == REFERENCE else name
 
 
 def _too_few_rows(found: Linear | Decoded, context: Context) -> str:

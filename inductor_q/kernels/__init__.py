@@ -14,6 +14,7 @@ from inductor_q.kernels import (
     grouped_gram_triton,
     linear_rows_cuda,
     linear_rows_reference,
+    linear_rows_triton,
     quantize_kbit_cuda,
     quantize_kbit_reference,
     quantize_kbit_triton,
@@ -71,7 +72,11 @@ PROVIDERS: dict[str, Table] = {
     },
     "linear_rows": {
         "cpu": (linear_rows_reference.KERNEL,),
-        "cuda": (linear_rows_cuda.KERNEL, linear_rows_reference.KERNEL),
+        "cuda": (
+            linear_rows_cuda.KERNEL,
+            linear_rows_triton.KERNEL,
+            linear_rows_reference.KERNEL,
+        ),
     },
     "softmax_loss": {
         "cpu": (softmax_loss_reference.KERNEL,),

@@ -171,25 +171,27 @@ def _kernel(fmt: QuantFormat, codes: int) -> Kernel:
 
 def print_kernel(name: str, template: str, fmt: QuantFormat, codes: int, cast: str) -> Kernel:
     """Fill a template with the decode of `fmt`, whose values are followed by `cast`; compile it."""
-    printed = _by_element(fmt, cast) if codes == 1 else _by_unit(fmt, codes, cast)
+    printed = print_parts(fmt, codes, cast)
     source = printed.functions + template.format(
         pointers="".join(f"{name}, " for name in printed.pointers),
         codes=codes,
         unit=printed.unit,
         units=printed.units,
-        values="\n".join(f"    {line}" for line in printed.values),
-        joined=_join(list(range(codes))),
+        values="\n".join(f"    {line}" for line in [*printed.scales, *printed.values]),
+        joined=printed.joined,
     )
     function = compile_source(f"<qfuse {name} {fmt.name} x{codes}>", source, name)
     return Kernel(function, printed.pointers, printed.table)
 
 
 @dataclass(frozen=True)
-class _Printed:
+class Printed:
     """The parts that a kernel is printed from.
 
     unit: the dtype of what a lane loads.
-    units, values: the lines that load it, and those that decode it to the values v0, v1, ...
+    units: the lines that load the units `u` from `packed`, under `mask`; they give `loaded`.
+    scales: the lines that find `shared` of the elements `i`.
+    values: the lines that decode all that to the values v0, v1, ...; `joined` puts those in order.
     """
 
     functions: str
@@ -197,41 +199,65 @@ class _Printed:
     table: str
     unit: str
     units: str
-    values: list[str]
+    loaded: tuple[str, ...]
+    scales: tuple[str, ...]
+    shared: tuple[str, ...]
+    values: tuple[str, ...]
+    joined: str
 
 
 _CAST = ".to(out.dtype.element_ty)"
 
 
-def _by_element(fmt: QuantFormat, cast: str) -> _Printed:
+def print_parts(fmt: QuantFormat, codes: int, cast: str, scale_mask: str = "mask") -> Printed:
+    """Print the decode of `fmt` for `codes` codes in a lane, each followed by `cast`."""
+    return _by_element(fmt, cast) if codes == 1 else _by_unit(fmt, codes, cast, scale_mask)
+
+
+def _by_element(fmt: QuantFormat, cast: str) -> Printed:
     """Let a lane decode one element, with the whole decode as it is printed."""
     decode = decode_function(fmt)
     table = fmt.table.name if fmt.table else ""
     names = ["codebook" if name == table else name for name in fmt.operands[1:]]
     names += ["codebook"] if decode.codebook else []
     names += ["cols"] if decode.by_rows else []
-    arguments = ", ".join(["i", "mask", "packed", *names])
-    return _Printed(
+    arguments = ", ".join(["u", "mask", "packed", *names])
+    return Printed(
         functions=decode.source,
         pointers=tuple(name for name in fmt.operands[1:] if name != table),
         table=table,
         unit=f"tl.{fmt.packing.unit}",
-        units="",
-        values=[f"v0 = decode_fn({arguments}){cast}"],
+        units=f"    value = decode_fn({arguments})",
+        loaded=("value",),
+        scales=(),
+        shared=(),
+        values=(f"v0 = value{cast}",),
+        joined="v0",
     )
 
 
-def _by_unit(fmt: QuantFormat, codes: int, cast: str) -> _Printed:
+def _by_unit(fmt: QuantFormat, codes: int, cast: str, scale_mask: str) -> Printed:
     """Let a lane unpack the codes of a unit and decode them under what they share, found once."""
     device = device_functions(fmt)
     unit, units, unpacked = _units(fmt, codes)
-    arguments = ["i", "mask", *device.scale_operands, *(["cols"] if device.by_rows else [])]
-    shared = ", ".join(device.shared)
-    values = [f"{shared} = scale_fn({', '.join(arguments)})"]
-    values += [
-        f"v{e} = value_fn({code}, {shared}, codebook){cast}" for e, code in enumerate(unpacked)
-    ]
-    return _Printed(device.source, device.scale_operands, device.table, unit, units, values)
+    by_rows = ["cols"] if device.by_rows else []
+    arguments = ", ".join(["i", scale_mask, *device.scale_operands, *by_rows])
+    found = tuple(f"found{n}" for n in range(len(device.shared)))  # operands have names, too
+    shared = ", ".join(found)
+    return Printed(
+        functions=device.source,
+        pointers=device.scale_operands,
+        table=device.table,
+        unit=unit,
+        units=units,
+        loaded=tuple(f"plane{p}" for p in range(fmt.planes)) or ("unit",),
+        scales=(f"{shared} = scale_fn({arguments})",),
+        shared=found,
+        values=tuple(
+            f"v{e} = value_fn({code}, {shared}, codebook){cast}" for e, code in enumerate(unpacked)
+        ),
+        joined=_join(list(range(codes))),
+    )
 
 
 def _units(fmt: QuantFormat, codes: int) -> tuple[str, str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,34 +111,13 @@ def _call(
     return LinearRows(matrix, weights, get_format(format), list(features), added, adapters, gated)
 
 
-def _linears(
-    x: Tensor,
-    operands: Sequence[Tensor],
-    format: str,
-    features: Sequence[int],
-    biases: Sequence[Tensor | None],
-    lora_a: Sequence[Tensor | None],
-    lora_b: Sequence[Tensor | None],
-    scaling: Sequence[float],
-    gated: bool,
-) -> list[Tensor]:
-    call = _call(x, operands, format, features, biases, lora_a, lora_b, scaling, gated)
+def _linears(x: Tensor, *arguments: Any) -> list[Tensor]:
+    call = _call(x, *arguments)
     return [y.view(*x.shape[:-1], y.shape[1]) for y in serve("linear_rows", call)]
 
 
-def _fake(
-    x: Tensor,
-    operands: Sequence[Tensor],
-    format: str,
-    features: Sequence[int],
-    biases: Sequence[Tensor | None],
-    lora_a: Sequence[Tensor | None],
-    lora_b: Sequence[Tensor | None],
-    scaling: Sequence[float],
-    gated: bool,
-) -> list[Tensor]:
-    call = _call(x, operands, format, features, biases, lora_a, lora_b, scaling, gated)
-    return [y.view(*x.shape[:-1], y.shape[1]) for y in call.outputs()]
+def _fake(x: Tensor, *arguments: Any) -> list[Tensor]:
+    return [y.view(*x.shape[:-1], y.shape[1]) for y in _call(x, *arguments).outputs()]
 
 
 def define_linears() -> None:

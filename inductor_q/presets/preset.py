@@ -93,6 +93,13 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: two products of tensor cores share "
             "what is decoded; measured where a preset says otherwise",
         ),
+        # The same for the kernel in Triton, which serves every format.
+        "linear_rows.triton_max_rows": Entry(
+            value=16,
+            evidence="a start value, not a measured crossover: the kernel decodes in registers "
+            "what dequantization writes and a product reads again, 16 times the size of 2-bit "
+            "codes and 4 times that of 4-bit ones; up to 16 rows are one tile of tensor cores",
+        ),
         # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
         "canonicalize.min_rows": Entry(
             value=2,

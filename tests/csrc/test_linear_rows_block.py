@@ -17,8 +17,8 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import linear_rows_cuda
-from tests.kernels.test_linear_rows import error, made
 from tests.support.emulated import built, needs_compiler
+from tests.support.few_rows import error, made
 
 ROOT = Path(__file__).parents[2]
 DEPTHS = (2, 3, 4)

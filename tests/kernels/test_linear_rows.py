@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from inductor_q import ops, testing
 from inductor_q.exc import WrongShape
@@ -20,61 +18,13 @@ from inductor_q.kernels.calls import Adapter, LinearRows
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
 from inductor_q.ops.linears import linears
 from tests.support.compiling import compile_step, step
-from tests.support.few_rows import serve_rows
+from tests.support.few_rows import error, made, serve_rows
 from tests.support.quantized import sample
 
 NESTED = "nf4_b64_nested"
 SERVED = [fmt for fmt in FORMATS.values() if not linear_rows_cuda.KERNEL.unknown(fmt)]
 #: Rows that are no multiple of a tile, columns that are less and more than a stage and end in one.
 SHAPES = ((16, 64), (40, 320), (24, 4096), (2100, 192), (17, 4160), (64, 11008), (33, 12288))
-
-
-def made(
-    fmt: QuantFormat,
-    shape: tuple[int, int],
-    rows: int,
-    dtype: torch.dtype,
-    *,
-    device: str = "cpu",
-    bias: bool = False,
-    ranks: Sequence[int] = (0,),
-    adapter: torch.dtype | None = None,
-    gated: bool = False,
-) -> tuple[LinearRows, list[Tensor]]:
-    """Make a call, and its results in float64: of a weight of `shape` for each of `ranks`, with an
-    adapter where that is not 0."""
-    generator = torch.Generator().manual_seed(rows)
-
-    def random(*sizes: int, of: torch.dtype = dtype, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*sizes, generator=generator) * scale).to(device, of)
-
-    x = random(rows, shape[1])
-    weights: list[list[Tensor]] = []
-    biases: list[Tensor | None] = []
-    adapters: list[Adapter | None] = []
-    exact: list[Tensor] = []
-    for i, rank in enumerate(ranks):
-        operands, values = sample(fmt, shape, seed=i)
-        weights.append([operand.to(device) for operand in operands])
-        biases.append(random(shape[0]) if bias else None)
-        result = x.double() @ values.double().to(device).t()
-        added = biases[-1]
-        result = result if added is None else result + added.double()
-        adapters.append(None)
-        if rank:
-            of = adapter or dtype
-            a = random(rank, shape[1], of=of, scale=shape[1] ** -0.5)
-            b = random(shape[0], rank, of=of, scale=0.1)
-            adapters[-1] = Adapter(a, b, 2.0)
-            result = result + 2.0 * (x.double() @ a.double().t()) @ b.double().t()
-        exact.append(result)
-    exact = [F.silu(exact[0]) * exact[1]] if gated else exact
-    features = [shape[0]] * len(ranks)
-    return LinearRows(x, weights, fmt, features, biases, adapters, gated), exact
-
-
-def error(out: Tensor, exact: Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
 
 
 def test_formats_that_the_kernel_serves() -> None:
@@ -250,6 +200,23 @@ def test_few_rows_of_inference_read_packed_weights(
     torch.testing.assert_close(result.output, expected)
     [site] = [s for s in result.report.sites if s.pass_name == "canonicalize"]
     assert (site.provider == "packed") == (rows <= 16)
+
+
+@pytest.mark.parametrize(("rows", "is_packed"), [(1, False), (2, True), (16, True), (17, False)])
+def test_the_kernel_in_triton_has_a_threshold_of_its_own(
+    rows: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves one row to bitsandbytes, whose kernel reads packed weights, too."""
+    serve_rows(monkeypatch, "triton")
+    thresholds = {
+        **{"linear_rows.max_rows": 1, "linear_rows.triton_max_rows": 16},
+        "canonicalize.min_rows": 2,
+    }
+    module = linear()
+    x = torch.randn(rows, module.in_features).bfloat16()
+    with torch.no_grad():
+        result = compile_step(module, x, options={"qfuse.thresholds": thresholds})
+    assert result.ops["qfuse.linear"] == is_packed
 
 
 @pytest.mark.gpu

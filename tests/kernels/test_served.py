@@ -41,6 +41,10 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("scatter2scatter", "cuda", "grouped_mm"): {DENSE},
     ("scatter2scatter", "cuda", "dequantize"): EVERY | {DENSE},
     ("scatter2scatter", "cuda", "reference"): EVERY | {DENSE},
+    ("linear_rows", "cpu", "reference"): EVERY,
+    ("linear_rows", "cuda", "cuda"): {name for name in NIBBLES if "_b32" not in name},
+    ("linear_rows", "cuda", "triton"): EVERY,
+    ("linear_rows", "cuda", "reference"): EVERY,
 }
 
 
@@ -48,7 +52,7 @@ def test_every_format_and_provider_is_pinned() -> None:
     assert set(FORMATS) == EVERY
     assert set(SERVED) == {
         (op, device, provider.name)
-        for op in ("dequantize", "scatter2scatter")
+        for op in ("dequantize", "scatter2scatter", "linear_rows")
         for device, listed in PROVIDERS[op].items()
         for provider in listed
     }
