@@ -25,7 +25,7 @@ LAYOUT = {
 
 
 def recompute_in_backward(x: fx.Node) -> None:
-    """Tell the partitioner to compute a pointwise tensor of forward again in backward.
+    """Tell the partitioner to compute a pointwise tensor of forward, and its views, in backward.
 
     The forward pass may not write to what it is computed from (`recomputed_from`). A nested compile
     region is left alone: Inductor (2.13) may overwrite in place what its backward takes, and that
@@ -33,8 +33,11 @@ def recompute_in_backward(x: fx.Node) -> None:
     """
     if is_nested(x.graph):
         return
-    if _is_pointwise(x) and "recompute" not in x.meta:
-        x.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    if not _is_pointwise(x) or "recompute" in x.meta:
+        return
+    # A view that is not marked would be kept in its place.
+    for node in (x, *(user for user in x.users if user.target in VIEWS)):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:

@@ -4,6 +4,7 @@
 import logging
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -63,13 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _link_with(linker: str, config: pytest.Config) -> None:
-    """Have g++ call this linker: GNU ld takes a third of the time that a small kernel takes."""
-    if not config.cache:
+    """Have g++ call this linker, if the two fit: GNU ld takes a third of a small kernel's time."""
+    if not config.cache or "COMPILER_PATH" in os.environ:
         return
     link = config.cache.mkdir("linker") / "ld"
     link.unlink(missing_ok=True)
     link.symlink_to(linker)
-    os.environ.setdefault("COMPILER_PATH", str(link.parent))
+    trial = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(link.parent / "trial.so")]
+    environment = {**os.environ, "COMPILER_PATH": str(link.parent)}
+    if subprocess.run(trial, input=b"", env=environment, capture_output=True).returncode == 0:
+        os.environ["COMPILER_PATH"] = str(link.parent)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

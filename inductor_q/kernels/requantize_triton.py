@@ -36,8 +36,9 @@ class Config:
     num_warps: int
 
 
-PLAIN = Config(rows=8, columns=512, num_warps=4)
-TRANSPOSED = Config(rows=64, columns=128, num_warps=4)
+# The fastest of forty each on an H200, for nf4, nested, and four shapes.
+PLAIN = Config(rows=1, columns=1024, num_warps=4)
+TRANSPOSED = Config(rows=256, columns=32, num_warps=4)
 
 _KERNEL = """
 @triton.jit

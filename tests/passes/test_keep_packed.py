@@ -131,7 +131,8 @@ def test_stock_inductor_saves_it(name: str) -> None:
 )
 def test_it_is_saved_without_the_pass(name: str, device: str) -> None:
     module, x = WithAdapter(LAYERS[name]()).to(device), x_MK(device)
-    options = {**SMALL, "qfuse.passes": {"keep_packed": False}}
+    decoded = {**SMALL["qfuse.thresholds"], "linear_rows.max_rows": 0}  # also for few rows on a GPU
+    options = {**SMALL, "qfuse.passes": {"keep_packed": False}, "qfuse.thresholds": decoded}
     assert [d for _, d in saved(compiled_and_warm(module, x, qfuse, options=options), x)] == [BF16]
 
 

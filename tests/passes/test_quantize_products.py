@@ -145,9 +145,9 @@ def test_no_decoded_weight_is_saved() -> None:
 class Gated(nn.Module):
     """A layer whose input is the product of two tensors that backward reads anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.layer = layer(k=192)
+        self.layer = layer(k=192, dropout=dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
@@ -155,12 +155,14 @@ class Gated(nn.Module):
         return result
 
 
-def test_a_pointwise_input_is_computed_again() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_a_pointwise_input_is_computed_again(dropout: float) -> None:
     def run(call: Any) -> None:
         call(tokens(384)).sum().backward()
 
-    options = {"qfuse.compute": "fp8", "qfuse.thresholds": EVERY_ROW}
-    _, backward = partition(run, Gated(), options)
+    every_row = {**EVERY_ROW, "fuse_dropout.min_rows": 1}
+    options = {"qfuse.compute": "fp8", "qfuse.thresholds": every_row}
+    _, backward = partition(run, Gated(dropout), options)
     (silu_of_backward,) = backward.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
     assert silu_of_backward.users
     given = [n.meta["val"] for n in backward.find_nodes(op="placeholder")]
