@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 5720,
+    "benchmarks": 6035,
     "csrc": 2445,
-    "docs": 990,
+    "docs": 1040,
     "examples": 1020,
     "inductor_q": 4700,
     "inductor_q/capture": 2060,

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.bench_step import TRAINER, adamw, full_step
+from benchmarks.bench_step import adamw, full_step
+from benchmarks.recipes import TRAINER
 from inductor_q import last_report, testing
 from inductor_q.graph_report import Report
 

@@ -19,10 +19,10 @@ import torch
 
 import inductor_q
 from benchmarks import bench_step, harness
+from benchmarks.recipes import TRAINER
 from inductor_q.integrations import prepare_checkpointing
 
 SHARES = (0.8, 0.65, 0.5, 0.35)
-RECIPE = bench_step.RECIPES["trainer"]
 #: More than any machine has.
 ALL = 1 << 50
 #: A plan is measured at its second call, and one that missed is compiled anew in the third.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     if shares is None:
         shares = SHARES[-1:] if arguments.quick else SHARES
     config = bench_step._config(arguments, on_gpu=on_gpu, layers=layers)
-    model = bench_step._model(arguments, config, suite.device, RECIPE)
+    model = bench_step._model(arguments, config, suite.device, TRAINER)
     [ids] = bench_step._batches(config, arguments, length, suite.device)
     suite.settings |= {"layers": layers, "batch": arguments.batch, "seq_len": length}
     rounds = arguments.rounds or (1 if arguments.quick else 4)
@@ -99,7 +99,7 @@ def _time(
 
 def _step(model: Any, peer: str, ids: torch.Tensor) -> Callable[[], object]:
     call = harness.compile_as(peer, model)
-    step = bench_step.loss_of(call, RECIPE)
+    step = bench_step.loss_of(call, TRAINER)
 
     def run() -> torch.Tensor:
         loss = step(ids)

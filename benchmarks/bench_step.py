@@ -5,15 +5,9 @@ projections with bf16 adapters, 2 x 2048 tokens, sdpa. The vocabulary is 32,000:
 (``--vocab-size 151936``) the frozen head adds 13 ms at 790 TFLOP/s to every peer's step, a share
 that only a shortened model has. A CPU gets a small model of the same architecture.
 
-``--recipe`` takes the step that people run instead of the bare one: ``trainer`` (what
-transformers' Trainer and TRL do with PEFT's defaults under bf16: an attention_mask with padding,
-float32 adapters under autocast, LoRA dropout of 0.05), ``checkpointed`` (the same with gradient
-checkpointing), ``packed`` (documents packed in a row, told apart by ``position_ids``, autocast,
-dropout and checkpointing; use ``--batch 1 --seq-len 8192``). In these, all that is not quantized is
-bfloat16. In ``prepared`` it is float32, and with it what flows from layer to layer: that is
-``checkpointed`` after PEFT's ``prepare_model_for_kbit_training``. ``trl`` has this and bfloat16
-adapters, as TRL's SFTTrainer (1.16) makes a model that it loads by name in 4 bits; the loss is the
-model's, not TRL's own.
+``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``).
+``--axolotl PATH`` and ``--unsloth PATH`` add their kernels for LoRA as peers, from a checkout of
+their repositories (``benchmarks/foreign.py``).
 
 All peers train the same module, so they hold the same static memory. The phases:
 
@@ -21,7 +15,11 @@ All peers train the same module, so they hold the same static memory. The phases
    the rounds, after one throw-away compile of another size has loaded the compiler itself;
 2. 20 steps from the same adapters on the same batches: losses against eager's;
 3. step time, interleaved; peak memory (GPU) and bytes saved for backward;
-4. graph breaks, graphs and recompilations over three sequence lengths, on fewer layers.
+4. graph breaks, graphs and recompilations over three sequence lengths, on fewer layers. Without
+   this phase the breaks are those of the step that is timed.
+
+``mfu`` is the useful operations of a step, without what checkpointing repeats, over its time and
+the rate of a large product on this device. ``tokens_per_second`` counts padding.
 """
 
 from __future__ import annotations
@@ -32,11 +30,14 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
-from benchmarks import harness
+from benchmarks import foreign, harness
+from benchmarks.recipes import BENCHMARK, RECIPES, Recipe
 from inductor_q import testing
 from inductor_q.integrations import prepare_checkpointing
 
@@ -58,44 +59,6 @@ LEARNING_RATE = 2e-4
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What a trainer does with the model beside running it; by default nothing."""
-
-    padded: bool = False  # the last sequence ends in a seventh of padding
-    documents: int = 1  # packed in each sequence
-    autocast: bool = False  # to bfloat16
-    adapters: str = "fp32"  # under autocast; without it, --adapter-dtype
-    dropout: float = 0.0
-    checkpointed: bool = False
-    prepared: bool = False  # embeddings, norms and head in float32
-
-    def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The keyword arguments of one batch."""
-        given = {"input_ids": ids, "labels": ids}
-        if self.padded:
-            mask = torch.ones_like(ids)
-            mask[-1, -(ids.shape[1] // 7) :] = 0
-            given |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        if self.documents > 1:
-            place = torch.arange(ids.shape[1], device=ids.device)
-            positions = place % -(-ids.shape[1] // self.documents)
-            given["position_ids"] = positions.expand_as(ids).contiguous()
-        return given
-
-
-TRAINER = Recipe(padded=True, autocast=True, dropout=0.05)
-PREPARED = dataclasses.replace(TRAINER, checkpointed=True, prepared=True)
-RECIPES = {
-    "benchmark": Recipe(),
-    "trainer": TRAINER,
-    "checkpointed": dataclasses.replace(TRAINER, checkpointed=True),
-    "prepared": PREPARED,
-    "trl": dataclasses.replace(PREPARED, adapters="bf16"),
-    "packed": dataclasses.replace(TRAINER, padded=False, documents=8, checkpointed=True),
-}
-
-
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__)
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 4 on CPU")
@@ -108,11 +71,15 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--compile-rounds", type=int, default=None, help="0: do not time it")
     parser.add_argument("--graph-layers", type=int, default=2, help="0: do not count graphs")
     parser.add_argument("--recipe", choices=RECIPES, default="benchmark")
+    for project in foreign.PROJECTS:
+        parser.add_argument(f"--{project}", type=Path, help="a checkout of its repository")
     arguments = parser.parse_args(argv)
     recipe = RECIPES[arguments.recipe]
+    if recipe.prepared and any(getattr(arguments, project) for project in foreign.PROJECTS):
+        parser.error(f"--recipe {arguments.recipe}: other projects' kernels take 16 bits, not 32")
     if recipe.autocast:
         arguments.adapter_dtype = recipe.adapters
-    name = "bench_step" if recipe == Recipe() else f"bench_step_{arguments.recipe}"
+    name = "bench_step" if recipe == BENCHMARK else f"bench_step_{arguments.recipe}"
     suite = harness.start(name, arguments)
     device = suite.device
     on_gpu = device.type == "cuda"
@@ -146,17 +113,19 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     data = list(_batches(config, arguments, length, device))
 
     steps = _compile(suite, arguments, peers, model, data[0], extra)
+    steps |= _foreign(suite, arguments, model, data[0], extra)
+    peers = list(steps)
     losses: dict[str, list[float]] = {}
     for peer, step in steps.items():
         testing.load_adapter_state(model, start)
-        losses[peer] = [float(loss) for loss in _train(model, step, data)]
+        losses[peer] = [float(loss) for loss in _train(model, step, data, recipe.accumulated)]
         extra[peer]["losses"] = losses[peer]
     _compare_losses(suite, losses, extra)
 
     optimizers = {peer: adamw(model) for peer in peers}
     candidates: dict[str, Callable[[], object]] = {}
     for peer, step in steps.items():
-        candidates[peer] = full_step(optimizers[peer], step, data[0])
+        candidates[peer] = full_step(optimizers[peer], step, data[0], recipe.accumulated)
         extra[peer]["peak_bytes"] = harness.peak_bytes(candidates[peer], device)
         extra[peer]["static_bytes"] = harness.held_bytes(device)
         model.zero_grad()
@@ -168,11 +137,20 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         rounds=arguments.rounds or (2 if arguments.quick else 7),
         per_round=5 if on_gpu else 2,
     )
-    case = {"model": "qwen3", "layers": layers, "tokens": f"{arguments.batch} x {length}"}
-    flops, moved = _work(config, arguments.batch * length, length)
+    tokens = arguments.batch * length * recipe.accumulated
+    sizes = f"{arguments.batch} x {length}"
+    if recipe.accumulated > 1:
+        sizes += f" x {recipe.accumulated}"
+    case = {"model": "qwen3", "layers": layers, "tokens": sizes}
+    flops, moved = _work(config, tokens, length, recipe.accumulated)
+    for peer, timing in timings.items():
+        taken = getattr(timing, suite.statistic)
+        extra[peer]["tokens_per_second"] = tokens / taken
+        extra[peer]["mfu"] = flops / taken / (suite.ceilings.matmul_tflops * 1e12)
     suite.add(case, timings, roof=suite.ceilings.roof(flops=flops, bytes=moved), extra=extra)
     _summarize(suite, peers, extra)
-    shown = ("compile_s", "peak_bytes", "saved_bytes", "loss_deviation", "breaks", "graphs")
+    rates, kept = ("tokens_per_second", "mfu"), ("peak_bytes", "saved_bytes")
+    shown = (*rates, *kept, "loss_deviation", "compile_s", "breaks", "graphs")
     harness.finish(suite, arguments, extras=shown)
     return suite
 
@@ -192,7 +170,7 @@ def _model(
     arguments: argparse.Namespace,
     config: Any,
     device: torch.device,
-    recipe: Recipe = RECIPES["benchmark"],
+    recipe: Recipe = BENCHMARK,
 ) -> Any:
     model = testing.qlora_model(
         config,
@@ -220,7 +198,7 @@ def _batches(
         yield torch.stack(rows).to(device)
 
 
-def loss_of(call: Callable[..., Any], recipe: Recipe = RECIPES["benchmark"]) -> Step:
+def loss_of(call: Callable[..., Any], recipe: Recipe = BENCHMARK) -> Step:
     def step(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=recipe.autocast):
             loss: torch.Tensor = call(**recipe.inputs(ids)).loss
@@ -239,21 +217,29 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def full_step(
-    optimizer: torch.optim.Optimizer, step: Step, ids: torch.Tensor
+    optimizer: torch.optim.Optimizer, step: Step, ids: torch.Tensor, accumulated: int = 1
 ) -> Callable[[], torch.Tensor]:
+    """Return a step of the optimizer over this batch, or over several that are made of it."""
+    batches = [ids.roll(shift, dims=1) for shift in range(accumulated)]
+
     def run() -> torch.Tensor:
-        loss = step(ids)
-        _backward(loss)
+        losses = []
+        for batch in batches:
+            loss = step(batch)
+            _backward(loss if accumulated == 1 else loss / accumulated)
+            losses.append(loss.detach() if accumulated == 1 else loss.detach() / accumulated)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return losses[0] if accumulated == 1 else torch.stack(losses).sum()
 
     return run
 
 
-def _train(model: torch.nn.Module, step: Step, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _train(
+    model: torch.nn.Module, step: Step, data: Sequence[torch.Tensor], accumulated: int
+) -> list[torch.Tensor]:
     optimizer = adamw(model)
-    return [full_step(optimizer, step, ids)() for ids in data]
+    return [full_step(optimizer, step, ids, accumulated)() for ids in data]
 
 
 # --- the phases -----------------------------------------------------------------------
@@ -291,12 +277,44 @@ def _compile(
         for peer in order:
             with testing.fresh_cache():
                 steps[peer] = loss_of(harness.compile_as(peer, model), recipe)
+                before = sum(counters["graph_break"].values())
                 times[peer].append(harness.first_call(forward_backward(steps[peer]), suite.device))
+                breaks = sum(counters["graph_break"].values()) - before
+                extra[peer].setdefault("breaks", breaks)
     if rounds:
         for peer, values in times.items():
             extra[peer]["compile_s"] = min(values)
             extra[peer]["compile_all_s"] = values
     return {peer: steps[peer] if peer in steps else loss_of(model, recipe) for peer in peers}
+
+
+def _foreign(
+    suite: harness.Suite,
+    arguments: argparse.Namespace,
+    model: Any,
+    ids: torch.Tensor,
+    extra: dict[str, dict[str, Any]],
+) -> dict[str, Step]:
+    """Return the steps of the other projects whose sources were given, each of which is checked."""
+    recipe = RECIPES[arguments.recipe]
+    steps: dict[str, Step] = {}
+    for project in foreign.PROJECTS:
+        path = getattr(arguments, project)
+        if path is None:
+            continue
+        kernels = foreign.load(project, path)
+        other = foreign.adopt(model, kernels)
+        step = loss_of(other, recipe)
+        found = foreign.compare(step, loss_of(model, recipe), ids, (model, other))
+        suite.settings[project] = {"sources": kernels.digest, **found}
+        if recipe.dropout and not kernels.has_dropout:
+            suite.notes.append(f"{project}: its kernels have no dropout, the other peers do")
+        if not foreign.agrees(found):
+            far = ", ".join(f"{name} {value:.2g}" for name, value in found.items())
+            suite.notes.append(f"{project} is not timed, as it is not what eager computes: {far}")
+            continue
+        steps[project], extra[project] = step, {"breaks": 0}
+    return steps
 
 
 def warm_compiler(
@@ -353,10 +371,11 @@ def _count_graphs(
     suite.settings["graph_lengths"] = lengths
 
 
-def _work(config: Any, tokens: int, length: int) -> tuple[float, float]:
+def _work(config: Any, tokens: int, length: int, passes: int = 1) -> tuple[float, float]:
     """Count operations and fewest bytes of the step; frozen weights need no gradient of their own.
 
-    This is a lower bound: activations are counted once in and once out of each projection.
+    This is a lower bound: activations are counted once in and once out of each projection, and
+    weights twice in each of the `passes` over the model.
     """
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -370,8 +389,8 @@ def _work(config: Any, tokens: int, length: int) -> tuple[float, float]:
     head = config.vocab_size * hidden
     layers = config.num_hidden_layers
     flops = layers * (4 * tokens * per_layer + attention) + 4 * tokens * head
-    moved = layers * 2 * (per_layer * (0.5 + 1 / 64) + 2 * tokens * ends) + 2 * 2 * head
-    return flops, moved
+    weights = 2 * passes * (layers * per_layer * (0.5 + 1 / 64) + 2 * head)
+    return flops, weights + layers * 4 * tokens * ends
 
 
 def _summarize(

@@ -8,6 +8,7 @@ inside a sentence. So `make docs` follows when something is measured again.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -138,7 +139,21 @@ RECIPES = {
     "step_trainer-h200": "a trainer's defaults, 4 layers, 2 x 2048 tokens",
     "step_packed-h200": "packed documents, checkpointing, 8 layers, 1 x 8192 tokens",
 }
+#: Other projects' kernels, and the step of Surogate's published rates; shown once measured.
+RATES = {
+    "step_trainer-h200": "a trainer's defaults",
+    "step_packed-h200": "packed documents, checkpointing",
+    "step_surogate-h200": "Surogate's step",
+    "step_surogate-checkpointed-h200": "Surogate's step, checkpointing",
+}
 BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
+
+
+PEER_NAMES = {
+    "inductor": "stock Inductor",
+    "axolotl": "axolotl's kernels, eager",
+    "unsloth": "unsloth's kernels, eager",
+}
 
 
 def readme_step() -> str:
@@ -157,6 +172,23 @@ def step() -> str:
 
 def recipes() -> str:
     return _steps(RECIPES)
+
+
+def rates() -> str:
+    """Draw one row of each peer of a recipe; MFU and breaks of results that have them."""
+    body = []
+    files = list(filter(exists, RATES))
+    for name in files:
+        for each in result(name)["rows"]:
+            found, sizes = each["extra"], each["case"]["tokens"].split(" x ")
+            tokens = math.prod(map(int, sizes)) / seconds(name, each["peer"])
+            use = percent(found["mfu"]) if "mfu" in found else ""
+            what = f"{RATES[name]}, {each['case']['layers']} layers, {each['case']['tokens']}"
+            peer = PEER_NAMES.get(each["peer"], each["peer"])
+            shown = (f"{tokens:,.0f}", use, gb(found["peak_bytes"]), str(found.get("breaks", "")))
+            body.append((what if each is result(name)["rows"][0] else "", peer, *shown))
+    header = ("", "", "tokens/s", "MFU", "peak memory", "breaks")
+    return f"{table(header, body)}\n\n{source(*files)}"
 
 
 def families() -> str:
@@ -615,6 +647,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_step,
     "step": step,
     "recipes": recipes,
+    "rates": rates,
     "recipe": recipe,
     "families": families,
     "memory": memory,

@@ -44,6 +44,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.__main__ import BRIEF  # noqa: E402
 from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import _peer_options  # noqa: E402
+from benchmarks.recipes import RECIPES  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.kernels.dispatch import serve  # noqa: E402
@@ -645,7 +646,7 @@ def test_bench_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recipes_of_bench_step_train_the_model_of_their_name(
     recipe: str, base: torch.dtype, adapters: torch.dtype, checkpointed: bool
 ) -> None:
-    chosen = bench_step.RECIPES[recipe]
+    chosen = RECIPES[recipe]
     arguments = argparse.Namespace(rank=4, adapter_dtype=chosen.adapters, seed=0)
     config = testing.tiny_qwen3_config(num_hidden_layers=1)
     model = bench_step._model(arguments, config, CPU, chosen)
@@ -660,6 +661,23 @@ def test_recipes_of_bench_step_train_the_model_of_their_name(
     bench_step.loss_of(model, chosen)(ids).backward()
     assert set(seen) == {base}
     assert all(p.grad is not None for p in testing.adapter_parameters(model))
+
+
+def test_accumulated_batches_count_as_their_mean() -> None:
+    """A step of the optimizer over three batches takes the mean of their gradients and losses."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    ids = torch.tensor([[1.0, 2.0, 6.0]])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    seen: list[list[float]] = []
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch[0].tolist())
+        return (batch[0] * weight).sum() + batch[0, 0]
+
+    loss = bench_step.full_step(optimizer, step, ids, accumulated=3)()
+    assert seen == [[1, 2, 6], [6, 1, 2], [2, 6, 1]]
+    assert float(loss) == pytest.approx(3)
+    assert weight.detach().tolist() == pytest.approx([-3, -3, -3])
 
 
 def test_exposed_communication_is_what_nothing_else_covers() -> None:
