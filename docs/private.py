@@ -21,9 +21,10 @@ PURPOSES = {
     "torch._C._nn": "a product, as Dynamo traces `torch.nn.functional.linear`",
     "torch._dynamo": "the list of backends; Dynamo's settings, in checks and advice",
     "torch._dynamo.convert_frame": "the functions that Dynamo makes, for `--dump`",
-    "torch._dynamo.eval_frame": "compiled modules and their guards, for `qfuse doctor`",
+    "torch._dynamo.eval_frame": "compiled modules and their guards, for `qfuse doctor`; compiling "
+    "a step again whose plan of memory missed",
     "torch._dynamo.output_graph": "observing each call of a backend (`call_user_compiler`)",
-    "torch._dynamo.utils": "counters of graph breaks",
+    "torch._dynamo.utils": "counters of graph breaks; the code of a step that is compiled again",
     "torch._functorch._aot_autograd": "whether bodies of autograd.Functions may be cached",
     "torch._functorch": "caching the bodies of autograd.Functions; what may be computed again",
     "torch._functorch.partitioners": "the partitioning after our tags; the operations it knows",

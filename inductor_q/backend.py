@@ -13,13 +13,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 from torch._logging._internal import trace_structured
 
-from inductor_q import capture, lowerings, memory
+from inductor_q import capture, corrections, lowerings, memory
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, report_tag, store_report
 from inductor_q.capture.dynamo import (
     counterparts,
@@ -123,8 +124,11 @@ def qfuse(
     weights = packed_weights(gm, sources, example_inputs)
     context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
     quantized = is_quantized(gm, weights)
+    unplanned = ""
     if resolved.memory is not None:
-        context.budget = memory.measure(resolved.memory, device, example_inputs)
+        unplanned = report_key(gm, example_inputs, context)
+        added = corrections.difference(unplanned)
+        context.budget = memory.measure(resolved.memory, device, example_inputs, added)
     if not quantized and context.budget is None and not would_chunk(gm.graph, context):
         # Nothing of ours applies: this is Inductor, at no cost.
         _warn_of_breaks()
@@ -177,10 +181,9 @@ def qfuse(
     else:  # the AOTAutograd cache had it: no pass behind it has run
         _reports[place] = report = load_report(key, report)
     _tell(report, resolved)
-    if report.memory is not None and device.type == "cuda":
-        compiled = memory.measuring(
-            compiled, device, functools.partial(_measured, report, resolved)
-        )
+    if report.memory is not None and corrections.is_measured(device):
+        tell = functools.partial(_measured, unplanned, report, resolved)
+        compiled = corrections.measuring(compiled, device, tell)
     return compiled
 
 
@@ -200,6 +203,7 @@ def _reset() -> None:
     """Forget the reports; `torch.compiler.reset()` calls this."""
     global _breaks_before
     _reports.clear()
+    corrections.forget()
     _breaks_before += graph_breaks()
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
@@ -232,12 +236,16 @@ def _warn_of_breaks() -> None:
         )
 
 
-def _measured(report: Report, resolved: Resolved, most: int, *, exact: bool) -> None:
-    """Say how the memory of the first step compares to its plan."""
+def _measured(
+    key: str, report: Report, resolved: Resolved, most: int, exact: bool, code: CodeType | None
+) -> None:
+    """Say how the memory of the first step compares to its plan; where it has to, plan anew."""
     assert report.memory is not None
-    report.memory = replace(report.memory, measured=most, exact=exact)
-    is_off = exact and abs(most / report.memory.peak - 1) > memory.TOLERANCE
-    log.log(logging.WARNING if is_off else logging.INFO, "qfuse: %s", report.memory)
+    report.memory = found = replace(report.memory, measured=most, exact=exact)
+    is_off = corrections.misses(found)
+    log.log(logging.WARNING if is_off else logging.INFO, "qfuse: %s", found)
+    if corrections.correct(key, found, code):
+        log.warning("qfuse.memory: the next step is compiled again, with what this one has shown")
     if resolved.report:
         _write(resolved.report)
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -57,9 +56,6 @@ _PRODUCTS: Mapping[object, int] = {
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
 
-#: A measured peak that is further than this from the planned one is worth a warning.
-TOLERANCE = 0.05
-
 #: The steps of the ladder are this many, in intervals of `_FINE`.
 _STEPS, _FINE = 16, 4
 
@@ -92,12 +88,14 @@ class Plan:
         return max(self.forward.peak, self.backward.peak)
 
 
-def measure(total: int, device: torch.device, inputs: Iterable[object]) -> Budget:
+def measure(
+    total: int, device: torch.device, inputs: Iterable[object], difference: int = 0
+) -> Budget:
     """Return the budget of a graph that is to be compiled. Beside it there is what the GPU has
-    allocated by now or, on a CPU, the graph's inputs."""
+    allocated by now or, on a CPU, the graph's inputs, and what its steps took beyond their plan."""
     if device.type == "cuda":
-        return Budget(total, torch.cuda.memory_allocated(device))
-    return Budget(total, sum(tensor_bytes(inputs).values()))
+        return Budget(total, torch.cuda.memory_allocated(device), difference)
+    return Budget(total, sum(tensor_bytes(inputs).values()), difference)
 
 
 def plan(
@@ -119,22 +117,8 @@ def plan(
         unplanned=ladder.at(0).peak,
         saved=chosen.saved,
         recomputed=chosen.recomputed,
+        difference=budget.difference,
     )
-
-
-def measuring(compiled: Any, device: torch.device, tell: Callable[..., None]) -> Callable[..., Any]:
-    """Return `compiled`, which tells at the start of its second call how much memory the process
-    has needed until then. Nothing waits for the device, and torch's counters stay as they are."""
-    before: list[int] = []
-
-    def run(*args: Any) -> Any:
-        if len(before) < 2:
-            before.append(torch.cuda.max_memory_allocated(device))
-            if len(before) == 2:
-                tell(before[1], exact=before[1] > before[0])
-        return compiled(*args)
-
-    return run
 
 
 class _Ladder:

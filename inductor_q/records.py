@@ -44,7 +44,8 @@ class MemoryRecord:
     one without recomputation. `saved` is kept for backward, `recomputed` the results of products,
     attention and other expensive operations that backward computes again. `measured` is the most
     that the process had allocated until its first step had ended; where that was before the step
-    (loading a model, say), it is not `exact`, and the step took at most that.
+    (loading a model, say), it is not `exact`, and the step took at most that. `difference` is what
+    an earlier step took beyond its plan: this plan is a corrected one.
     """
 
     budget: int
@@ -57,23 +58,32 @@ class MemoryRecord:
     recomputed: int
     measured: int = 0
     exact: bool = False
+    difference: int = 0
+
+    @property
+    def transient(self) -> int:
+        return max(self.forward, self.backward)
 
     @property
     def peak(self) -> int:
         """The planned peak of the device, with what was there before."""
-        return self.base + max(self.forward, self.backward)
+        return self.base + self.difference + self.transient
 
     @property
     def fits(self) -> bool:
-        return max(self.forward, self.backward) <= self.limit
+        return self.transient <= self.limit
 
     def __str__(self) -> str:
         parts = [
             f"memory planned {_gb(self.peak)} of {_gb(self.budget)} ({_gb(self.saved)} kept for "
             f"backward, {_gb(self.recomputed)} computed again"
         ]
-        if self.recomputed or self.unplanned != max(self.forward, self.backward):
-            parts.append(f", {_gb(self.base + self.unplanned)} without recomputation")
+        if self.recomputed or self.unplanned != self.transient:
+            whole = self.base + self.difference + self.unplanned
+            parts.append(f", {_gb(whole)} without recomputation")
+        if self.difference:
+            sign = "more" if self.difference > 0 else "less"
+            parts.append(f", corrected: a step took {_gb(abs(self.difference))} {sign}")
         parts.append(")")
         if self.measured:
             parts.append(f", measured {'' if self.exact else 'at most '}{_gb(self.measured)}")

@@ -17,16 +17,18 @@ Compute = Literal["bf16", "fp8", "int8"]
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of a graph, what of it is allocated before the graph runs, and what is left."""
+    """The budget of a graph, what of it is allocated before the graph runs, what an earlier step
+    of the graph took beyond its plan (inductor_q.corrections), and what is left."""
 
     total: int
     base: int
+    difference: int = 0
 
     @property
     def limit(self) -> int:
         """What is left. It is part of cache keys, so it is rounded to a 256th of the budget."""
         unit = max(1, self.total >> 8)
-        return (self.total - self.base) // unit * unit
+        return (self.total - self.base - self.difference) // unit * unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ ROOMS = (
     ("context", "exclusions"),
     ("resolved", "graph_report", "frames"),
     ("verdict",),
+    ("corrections",),
     ("records", "logits"),
     ("presets",),
     ("quantization", "shipped"),

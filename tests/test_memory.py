@@ -27,7 +27,7 @@ from inductor_q.diagnostics import observe
 from inductor_q.exc import InvalidOptionValue
 from inductor_q.graph_report import Report
 from inductor_q.hooks import Partitioner
-from inductor_q.memory import _Ladder, cost_of, measuring
+from inductor_q.memory import _Ladder, cost_of
 from inductor_q.options import _memory as budget_of
 from inductor_q.records import MemoryRecord
 from inductor_q.resolved import Budget
@@ -319,13 +319,3 @@ def test_the_limit_is_part_of_each_key() -> None:
 
     assert keys(10**8) == keys(10**8 + 1)
     assert all(a != b for a, b in zip(keys(10**8), keys(5 * 10**8), strict=True))
-
-
-def test_the_first_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told once, when the second begins, and is exact where the step had the peak."""
-    most = iter([5, 9])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(most))
-    told: list[tuple[int, bool]] = []
-    run = measuring(lambda x: x + 1, torch.device("cuda"), lambda m, exact: told.append((m, exact)))
-    assert [run(1), run(2), run(3)] == [2, 3, 4]
-    assert told == [(9, True)]
