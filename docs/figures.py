@@ -7,299 +7,34 @@ inside a sentence. So `make docs` follows when something is measured again.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from benchmarks import origin
-from benchmarks.place import RESULTS
-
-#: A reader has to know this about a file, for as long as the file is of that commit.
-REMARKS = {
-    **dict.fromkeys(
-        (("linear-h200", "def9296"), ("linear-cpu", "def9296")),
-        "A pass for inputs of two dimensions took part, which is gone since.",
-    ),
-    ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
-}
-
-Row = dict[str, Any]
-
-
-# --- reading ----------------------------------------------------------------------------
-
-
-@functools.cache
-def result(name: str) -> Row:
-    """Return the result in a file; raise where the file does not say where it comes from."""
-    return origin.read(RESULTS / f"{name}.json")
-
-
-def exists(name: str) -> bool:
-    return (RESULTS / f"{name}.json").exists()
-
-
-def rows(name: str, peer: str | None = None, **case: Any) -> list[Row]:
-    """Return the rows of a file whose case has these values."""
-    return [
-        row
-        for row in result(name)["rows"]
-        if peer in (None, row["peer"])
-        and all(row["case"][key] == value for key, value in case.items())
-    ]
-
-
-def row(name: str, peer: str, **case: Any) -> Row:
-    found = rows(name, peer, **case)
-    assert len(found) == 1, f"{len(found)} rows of {peer} with {case} in {name}.json"
-    return found[0]
-
-
-def seconds(name: str, peer: str, **case: Any) -> float:
-    value: float = row(name, peer, **case)["timing"][result(name)["settings"]["statistic"]]
-    return value
-
-
-def extra(name: str, peer: str, key: str, **case: Any) -> float:
-    value: float = row(name, peer, **case)["extra"][key]
-    return value
-
-
-def cases(name: str) -> list[Row]:
-    found: list[Row] = []
-    for each in result(name)["rows"]:
-        if each["case"] not in found:
-            found.append(each["case"])
-    return found
-
-
-# --- writing ----------------------------------------------------------------------------
-
-
-def number(value: float) -> str:
-    """Write three digits, more where there are more before the point."""
-    if value >= 99.95:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def ms(value: float) -> str:
-    return f"{number(1e3 * value)} ms"
-
-
-def us(value: float) -> str:
-    return f"{number(1e6 * value)} us"
-
-
-def gb(value: float) -> str:
-    return f"{number(value / 1e9)} GB"
-
-
-def mb(value: float) -> str:
-    return f"{value / 1e6:.0f} MB"
-
-
-def percent(value: float, digits: int = 0) -> str:
-    return f"{100 * value:.{digits}f} %"
-
-
-def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def source(*names: str) -> str:
-    """Write the line under a table: the file, the machine, the versions, the commit."""
-    lines = []
-    for name in names:
-        found = result(name)
-        versions, id = found["versions"], found["commit"]["id"][:7]
-        triton = f", triton {versions['triton']}" if "cuda" in found["machine"] else ""
-        line = (
-            f"[{name}.json](../benchmarks/results/{name}.json): {found['machine']['name']}, torch "
-            f"{versions['torch']}{triton}, {found['created'][:10]}, commit {id} "
-            f"({origin.state(found)})."
-        )
-        lines.append(" ".join(filter(None, (line, REMARKS.get((name, id))))))
-    return "\n\n".join(lines)
-
-
-# --- steps ------------------------------------------------------------------------------
-
-PEERS = ("eager", "inductor", "qfuse")
-STEP = {
-    "step-h200": "H200, 8 layers",
-    "step-8b-h200": "H200, all 36 layers",
-    "step-cpu": "CPU",
-    "step-repeat-cpu": "CPU, over 24 rounds",
-}
-#: What trainers run, and what bench_step calls the bare recipe.
-RECIPES = {
-    "step_trainer-h200": "a trainer's defaults, 4 layers, 2 x 2048 tokens",
-    "step_packed-h200": "packed documents, checkpointing, 8 layers, 1 x 8192 tokens",
-}
-#: Other projects' kernels, and the step of Surogate's published rates; shown once measured.
-RATES = {
-    "step_trainer-h200": "a trainer's defaults",
-    "step_packed-h200": "packed documents, checkpointing",
-    "step_surogate-h200": "Surogate's step",
-    "step_surogate-checkpointed-h200": "Surogate's step, checkpointing",
-}
-BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
-
-
-PEER_NAMES = {
-    "inductor": "stock Inductor",
-    "axolotl": "axolotl's kernels, eager",
-    "unsloth": "unsloth's kernels, eager",
-}
-
-
-def readme_step() -> str:
-    body: list[Sequence[str]] = []
-    for name, what in {**RECIPES, **BARE}.items():
-        body += [
-            (what, "time per step", *(ms(seconds(name, peer)) for peer in PEERS)),
-            ("", "peak memory", *(gb(extra(name, peer, "peak_bytes")) for peer in PEERS)),
-        ]
-    return table(("", "", "eager", "stock Inductor", "qfuse"), body)
-
-
-def step() -> str:
-    return _steps(STEP)
-
-
-def recipes() -> str:
-    return _steps(RECIPES)
-
-
-def rates() -> str:
-    """Draw one row of each peer of a recipe; MFU and breaks of results that have them."""
-    body = []
-    files = list(filter(exists, RATES))
-    for name in files:
-        for each in result(name)["rows"]:
-            found, sizes = each["extra"], each["case"]["tokens"].split(" x ")
-            tokens = math.prod(map(int, sizes)) / seconds(name, each["peer"])
-            use = percent(found["mfu"]) if "mfu" in found else ""
-            what = f"{RATES[name]}, {each['case']['layers']} layers, {each['case']['tokens']}"
-            peer = PEER_NAMES.get(each["peer"], each["peer"])
-            shown = (f"{tokens:,.0f}", use, gb(found["peak_bytes"]), str(found.get("breaks", "")))
-            body.append((what if each is result(name)["rows"][0] else "", peer, *shown))
-    header = ("", "", "tokens/s", "MFU", "peak memory", "breaks")
-    return f"{table(header, body)}\n\n{source(*files)}"
-
-
-def families() -> str:
-    """One row of each case and machine: what of it has qfuse's form, and its time over stock's."""
-    files = [name for name in ("families-h200", "families-cpu") if exists(name)]
-    if not files:
-        return "Not measured yet (`python -m benchmarks.bench_families`)."
-    body: list[Sequence[str]] = []
-    for name in files:
-        where = {"families-h200": "H200", "families-cpu": "CPU"}[name]
-        for case in cases(name):
-            ours, stock = (row(name, peer, **case)["extra"] for peer in ("qfuse", "inductor"))
-            parts = (ours[key] for key in ("layers", "adapters", "attention"))
-            graphs = f"{ours['graphs']}, {ours['breaks']}"
-            deviations = (percent(each["loss_deviation"], 2) for each in (stock, ours))
-            ratio = seconds(name, "qfuse", **case) / seconds(name, "inductor", **case)
-            body.append((where, case["case"], *parts, graphs, *deviations, f"{ratio:.2f}"))
-    named = ("", "", "quantized layers", "adapters", "attention", "graphs, breaks")
-    header = (*named, "loss, stock", "loss, qfuse", "time, qfuse / stock")
-    return f"{table(header, body)}\n\n{source(*files)}"
-
-
-def memory() -> str:
-    """Draw one row of each peer and budget: the step's time over what it takes."""
-    name = "memory-h200"
-    if not exists(name):
-        return "Not measured yet (`python -m benchmarks.bench_memory`)."
-    body = []
-    for each in result(name)["rows"]:
-        found, peer = each["extra"], each["peer"].replace("inductor", "stock Inductor")
-        planned, again = (found.get(key) for key in ("planned_bytes", "recomputed_bytes"))
-        sizes = (found["peak_bytes"], planned, found["transient_bytes"], again)
-        shown = ("" if size is None else gb(size) for size in sizes)
-        body.append((peer, ms(seconds(name, each["peer"])), *shown))
-    header = ("", "step", "peak", "planned", "of it transient", "computed again")
-    return f"{table(header, body)}\n\n{source(name)}"
-
-
-def _steps(files: dict[str, str]) -> str:
-    body: list[Sequence[str]] = []
-    for name, what in files.items():
-        times = [seconds(name, peer) for peer in PEERS]
-        body.append((what, "step", *map(ms, times), f"{times[2] / times[1]:.2f}"))
-        for key, label, shown in (
-            ("peak_bytes", "peak memory", gb),
-            ("compile_s", "cold compile", lambda value: f"{number(value)} s"),
-        ):
-            values = [row(name, peer)["extra"].get(key) for peer in PEERS]
-            if values[2] is not None:
-                ratio = f"{values[2] / values[1]:.2f}"
-                body.append(("", label, *(shown(v) if v else "" for v in values), ratio))
-        deviations = [percent(extra(name, peer, "loss_deviation"), 2) for peer in PEERS[1:]]
-        steps = result(name)["settings"]["loss_steps"]
-        body.append(("", f"loss, largest deviation in {steps} steps", "", *deviations, ""))
-        if "breaks" in row(name, "qfuse")["extra"]:
-            lengths = len(result(name)["settings"]["graph_lengths"])
-            counts = [row(name, peer)["extra"] for peer in PEERS[1:]]
-            both = [f"{each['graphs']}, {each['breaks']}" for each in counts]
-            body.append(("", f"graphs over {lengths} lengths, graph breaks", "", *both, ""))
-        share = [percent(row(name, peer)["roof_fraction"]) for peer in PEERS]
-        body.append(("", "share of the roof", *share, ""))
-    header = ("", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
-    return f"{table(header, body)}\n\n{source(*files)}"
-
-
-def recipe() -> str:
-    name = "recipe-300-h200"
-    peers = ("inductor", "qfuse", "broken")
-    rates = {peer: row(name, peer)["extra"]["steps_per_s"] for peer in peers}
-    body = []
-    for turn, order in enumerate(("stock, qfuse, `broken`", "`broken`, qfuse, stock")):
-        stock, ours, broken = (rates[peer][turn] for peer in peers)
-        shown = [f"{value:.2f}" for value in (stock, ours, broken, ours / stock, ours / broken)]
-        body.append((order, *shown))
-    deviations = (percent(extra(name, peer, "loss_deviation"), 2) for peer in peers[1:])
-    body.append(("loss, largest deviation from stock", "", *deviations, "", ""))
-    shares = (percent(row(name, peer)["roof_fraction"]) for peer in peers)
-    body.append(("share of the roof", *shares, "", ""))
-    header = ("steps per second, in the order", "stock Inductor", "qfuse", "`broken`")
-    return f"{table((*header, 'qfuse / stock', 'qfuse / `broken`'), body)}\n\n{source(name)}"
-
-
-def moe_step() -> str:
-    name = "moe_model-h200"
-    peers = ("eager", "inductor", "qfuse", "packed")
-    measures: tuple[tuple[str, Callable[[Row], str]], ...] = (
-        ("step", lambda r: ms(r["timing"]["median"])),
-        ("peak memory", lambda r: gb(r["extra"]["peak_bytes"])),
-        ("loss, largest deviation", lambda r: percent(r["extra"]["loss_deviation"], 2)),
-        ("graph breaks", lambda r: str(r["extra"]["breaks"])),
-        ("share of the roof", lambda r: percent(r["roof_fraction"])),
-    )
-    body = []
-    for adapted in ("attention", "attention + experts"):
-        found = [next(iter(rows(name, peer, **{"LoRA on": adapted})), None) for peer in peers]
-        for index, (label, shown) in enumerate(measures):
-            cells = ["" if r is None else shown(r) for r in found]
-            if label.startswith("loss"):
-                cells[0] = ""
-            body.append((adapted if not index else "", label, *cells))
-    header = ("LoRA on", "", "eager", "stock Inductor", "qfuse, model untouched")
-    return f"{table((*header, 'qfuse, `experts.quantize`'), body)}\n\n{source(name)}"
-
+from docs import moe_figures, step_figures
+from docs.read_results import (
+    cases,
+    exists,
+    extra,
+    gb,
+    ms,
+    number,
+    percent,
+    result,
+    row,
+    rows,
+    seconds,
+    source,
+    table,
+    us,
+)
 
 # --- one weight, one linear ---------------------------------------------------------------
 
 
 def linear(name: str) -> str:
+    peers = ("matmul", *step_figures.PEERS)
     body = []
     for case in cases(name):
-        alone, eager, stock, ours = (seconds(name, p, **case) for p in ("matmul", *PEERS))
+        alone, eager, stock, ours = (seconds(name, p, **case) for p in peers)
         times = [number(1e6 * value) for value in (alone, eager, stock, ours)]
         ratios = [f"{ours / stock:.2f}", f"{ours / eager:.2f}"]
         what = {"fwd": "forward", "fwd+bwd": "forward and backward"}[case["pass"]]
@@ -499,161 +234,18 @@ def scale_error(key: str) -> str:
     return percent(result("kbit-quality-cpu")["scales"][key], 1)
 
 
-# --- mixtures of experts ------------------------------------------------------------------
-
-
-def providers() -> str:
-    name = "moe_providers-h200"
-    body = []
-    for tokens in (4096, 512):
-        cells = [
-            f"{us(seconds(name, peer, T=tokens))}, {mb(extra(name, peer, 'peak_bytes', T=tokens))}"
-            for peer in ("bitsandbytes", "dequantize", "triton", "qfuse")
-        ]
-        body.append((str(tokens), str(tokens * 8 // 128), *cells))
-    header = ("tokens", "rows per expert", "bitsandbytes and `grouped_mm`", "`dequantize`")
-    return f"{table((*header, '`triton`', '`cuda`'), body)}\n\n{source(name)}"
-
-
-def moe() -> str:
-    name = "moe-h200"
-    peers = ("bitsandbytes", "grouped_mm", "dequantize", "qfuse")
-    body = []
-    for case in cases(name):
-        if case["pass"] != "fwd":
-            continue
-        both = {**case, "pass": "fwd+bwd"}
-        last = row(name, "qfuse", **both)
-        body.append(
-            (
-                case["model"],
-                str(case["T"]),
-                *(number(1e6 * seconds(name, peer, **case)) for peer in peers),
-                *(number(1e6 * seconds(name, peer, **both)) for peer in peers),
-                *(mb(extra(name, p, "peak_bytes", **both)) for p in ("bitsandbytes", "qfuse")),
-                percent(last["roof_fraction"]),
-            )
-        )
-    short = ("bnb", "bf16", "`dequantize`", "qfuse")
-    header = ("model", "tokens", *(f"forward: {p}" for p in short))
-    more = (*(f"both: {p}" for p in short), "memory: bnb", "qfuse", "share of the roof")
-    return f"{table((*header, *more), body)}\n\n{source(name)}"
-
-
-def merged_is_slowest() -> str:
-    """Say in how many cases the provider that is gone was the slowest."""
-    name = "moe-h200"
-    peers = list(dict.fromkeys(each["peer"] for each in result(name)["rows"]))
-    slowest = [max(peers, key=lambda peer: seconds(name, peer, **case)) for case in cases(name)]
-    return f"the slowest of {len(peers)} in {slowest.count('merged')} of {len(slowest)} cases"
-
-
-def ranks() -> str:
-    name = "moe_ranks-h200"
-    body = []
-    for case in cases(name):
-        if case["r"] not in (0, 16, 64):
-            continue
-        theirs, ours = (row(name, peer, **case) for peer in ("bitsandbytes", "qfuse"))
-        times = [r["timing"]["median"] for r in (theirs, ours)]
-        over = [
-            percent(r["extra"]["overhead"]) if "overhead" in r["extra"] else ""
-            for r in (theirs, ours)
-        ]
-        body.append(
-            (
-                case["model"],
-                str(case["r"]),
-                case["pass"].replace("fwd", "forward").replace("bwd", "backward"),
-                *map(us, times),
-                f"{times[1] / times[0]:.2f}",
-                *over,
-            )
-        )
-    header = ("model", "rank", "", "bitsandbytes", "qfuse", "ratio")
-    more = ("adapter adds: bitsandbytes", "qfuse")
-    return f"{table((*header, *more), body)}\n\n{source(name)}"
-
-
-def expert_layers() -> str:
-    name = "experts-h200"
-    body = []
-    for case in cases(name):
-        peers = ("eager", "grouped_mm", "qfuse")
-        found = [row(name, peer, **case) for peer in peers]
-        body.append(
-            (
-                case["model"],
-                str(case["tokens"]),
-                case["LoRA on"],
-                *(f"{ms(r['timing']['median'])}, {gb(r['extra']['peak_bytes'])}" for r in found),
-                *(gb(r["extra"]["static_bytes"]) for r in found[1:]),
-                f"{found[2]['extra']['error_to_eager']:.1f}",
-            )
-        )
-    header = ("layer of", "tokens", "LoRA on", "eager", "`grouped_mm`", "qfuse")
-    more = ("the module in bf16", "packed", "error, packed / bf16")
-    return f"{table((*header, *more), body)}\n\n{source(name)}"
-
-
-def expert_parallel() -> str:
-    name = "moe_ep-h200"
-    body = []
-    for case in cases(name):
-        if case["pass"] != "fwd+bwd":
-            continue
-        found = [row(name, peer, **case) for peer in ("bitsandbytes", "masked", "qfuse")]
-        times = [r["timing"]["median"] for r in found]
-        body.append(
-            (
-                case["model"],
-                str(case["ep"]),
-                *(f"{us(r['timing']['median'])}, {mb(r['extra']['peak_bytes'])}" for r in found),
-                f"{times[2] / times[0]:.2f}",
-                f"{times[2] / times[1]:.2f}",
-            )
-        )
-    header = ("model", "devices", "bitsandbytes, masked", "masked", "skipped")
-    return (
-        f"{table((*header, 'skipped / bitsandbytes', 'skipped / masked'), body)}\n\n{source(name)}"
-    )
-
-
-QLORA = {
-    "moe_qlora-qwen3-30b-a3b-busy-h200": "Qwen3-30B-A3B, 48 layers",
-    "moe_qlora-gpt-oss-20b-h200": "gpt-oss-20b shapes, 24 layers",
-}
-
-
-def qlora() -> str:
-    body = []
-    for name, label in QLORA.items():
-        found = result(name)
-        body.append(
-            (
-                label,
-                f"{found['trained_parameters'] / 1e6:.0f} M",
-                f"{number(found['step_ms'])} ms",
-                f"{found['tokens_per_s']:,.0f}",
-                f"{number(found['peak_gb'])} GB",
-                f"{found['first_step_s']:.0f} s",
-            )
-        )
-    header = ("", "trained parameters", "step", "tokens per second", "peak memory", "first step")
-    return f"{table(header, body)}\n\n{source(*QLORA)}"
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "readme": readme_step,
-    "step": step,
-    "recipes": recipes,
-    "rates": rates,
-    "recipe": recipe,
-    "families": families,
-    "memory": memory,
+    "readme": step_figures.readme_step,
+    "step": step_figures.step,
+    "recipes": step_figures.recipes,
+    "rates": step_figures.rates,
+    "recipe": step_figures.recipe,
+    "eight-bits": step_figures.eight_bits,
+    "families": step_figures.families,
+    "memory": step_figures.memory,
     "linear-h200": lambda: linear("linear-h200"),
     "linear-cpu": lambda: linear("linear-cpu"),
-    "moe-step": moe_step,
+    "moe-step": step_figures.moe_step,
     "dequantize-h200": lambda: dequantize("dequantize-h200"),
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
@@ -665,12 +257,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "explain": explain,
     "quality-cpu": lambda: quality("cpu"),
     "quality-h200": lambda: quality("h200"),
-    "moe-providers": providers,
-    "moe": moe,
-    "moe-ranks": ranks,
-    "moe-layers": expert_layers,
-    "moe-parallel": expert_parallel,
-    "moe-qlora": qlora,
+    "moe-providers": moe_figures.providers,
+    "moe": moe_figures.moe,
+    "moe-ranks": moe_figures.ranks,
+    "moe-layers": moe_figures.expert_layers,
+    "moe-parallel": moe_figures.expert_parallel,
+    "moe-qlora": moe_figures.qlora,
 }
 
 VALUES: dict[str, Callable[[], str]] = {
@@ -681,7 +273,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.runner": lambda: us(seconds("launch-h200", "runner")),
     "launch.jit": lambda: us(seconds("launch-h200", "jit")),
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
-    "moe.merged": merged_is_slowest,
+    "moe.merged": moe_figures.merged_is_slowest,
     "accumulate.without": lambda: ms(seconds("step-repeat-cpu", "qfuse[qfuse.passes=-accumulate]")),
     "accumulate.with": lambda: ms(seconds("step-repeat-cpu", "qfuse")),
     "quality.nested": nested_over_kbit4,

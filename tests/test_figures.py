@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import figures
+from docs import read_results as results
 from docs.generate import BLOCK, PAGES, ROOT, VALUE
 
 #: A number with the unit of something measured.
@@ -57,6 +57,10 @@ IN_CODE = {
     "inductor_q/own_options.py": dict.fromkeys(
         ("22GB", "20.5 GiB", "90%", "20GiB"), "an example of a budget"
     ),
+    "inductor_q/presets/preset.py": {
+        "16 times": "computed from the sizes beside it",
+        "4 times": "computed from the sizes beside it",
+    },
     "inductor_q/kbit/tensor.py": {"1.1 %": "held by tests/test_benchmarks.py"},
     "inductor_q/kernels/dequantize_reference.py": {"32 MiB": "computed from the line itself"},
     "inductor_q/kernels/quantize_kbit_reference.py": {
@@ -76,7 +80,7 @@ IN_CODE = {
 
 
 def _us(name: str, peer: str, **case: object) -> str:
-    return f"{1e6 * figures.seconds(name, peer, **case):.0f}"
+    return f"{1e6 * results.seconds(name, peer, **case):.0f}"
 
 
 def _gemm_4bit() -> str:
@@ -101,8 +105,8 @@ def _steps(name: str, counts: tuple[int, ...], digits: Callable[[float], str]) -
     peers = ("qfuse[qfuse.thresholds=extend_k.min_rows=1]", "qfuse[qfuse.passes=-extend_k]")
     found = []
     for rows in counts:
-        [case] = [c for c in figures.cases(name) if c["what"] != "gemm" and c["rows"] == rows]
-        pair = [digits(1e3 * figures.seconds(name, peer, **case)) for peer in peers]
+        [case] = [c for c in results.cases(name) if c["what"] != "gemm" and c["rows"] == rows]
+        pair = [digits(1e3 * results.seconds(name, peer, **case)) for peer in peers]
         found.append(" / ".join(pair))
     return found
 
@@ -123,8 +127,8 @@ def _masks_cpu() -> str:
     pairs = []
     for documents in (1, 8):
         peers = (
-            figures.seconds("attention-cpu", peer, **case)
-            for case in figures.cases("attention-cpu")
+            results.seconds("attention-cpu", peer, **case)
+            for case in results.cases("attention-cpu")
             if case["documents"] == documents
             for peer in ("mask", "meant")
         )
@@ -136,7 +140,7 @@ def _loss_cpu() -> str:
     found = []
     for dtype in ("bfloat16", "float32"):
         peers = ("whole", "512", "128")
-        times = [1e3 * figures.seconds("loss-cpu", peer, dtype=dtype) for peer in peers]
+        times = [1e3 * results.seconds("loss-cpu", peer, dtype=dtype) for peer in peers]
         found.append(f"{' / '.join(f'{ms:.0f}' for ms in times)} ms in {dtype}")
     return ", ".join(found)
 

@@ -1,0 +1,160 @@
+"""Tables of mixtures of experts."""
+
+from __future__ import annotations
+
+from docs.read_results import (
+    cases,
+    extra,
+    gb,
+    mb,
+    ms,
+    number,
+    percent,
+    result,
+    row,
+    seconds,
+    source,
+    table,
+    us,
+)
+
+
+def providers() -> str:
+    name = "moe_providers-h200"
+    body = []
+    for tokens in (4096, 512):
+        cells = [
+            f"{us(seconds(name, peer, T=tokens))}, {mb(extra(name, peer, 'peak_bytes', T=tokens))}"
+            for peer in ("bitsandbytes", "dequantize", "triton", "qfuse")
+        ]
+        body.append((str(tokens), str(tokens * 8 // 128), *cells))
+    header = ("tokens", "rows per expert", "bitsandbytes and `grouped_mm`", "`dequantize`")
+    return f"{table((*header, '`triton`', '`cuda`'), body)}\n\n{source(name)}"
+
+
+def moe() -> str:
+    name = "moe-h200"
+    peers = ("bitsandbytes", "grouped_mm", "dequantize", "qfuse")
+    body = []
+    for case in cases(name):
+        if case["pass"] != "fwd":
+            continue
+        both = {**case, "pass": "fwd+bwd"}
+        last = row(name, "qfuse", **both)
+        body.append(
+            (
+                case["model"],
+                str(case["T"]),
+                *(number(1e6 * seconds(name, peer, **case)) for peer in peers),
+                *(number(1e6 * seconds(name, peer, **both)) for peer in peers),
+                *(mb(extra(name, p, "peak_bytes", **both)) for p in ("bitsandbytes", "qfuse")),
+                percent(last["roof_fraction"]),
+            )
+        )
+    short = ("bnb", "bf16", "`dequantize`", "qfuse")
+    header = ("model", "tokens", *(f"forward: {p}" for p in short))
+    more = (*(f"both: {p}" for p in short), "memory: bnb", "qfuse", "share of the roof")
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def merged_is_slowest() -> str:
+    """Say in how many cases the provider that is gone was the slowest."""
+    name = "moe-h200"
+    peers = list(dict.fromkeys(each["peer"] for each in result(name)["rows"]))
+    slowest = [max(peers, key=lambda peer: seconds(name, peer, **case)) for case in cases(name)]
+    return f"the slowest of {len(peers)} in {slowest.count('merged')} of {len(slowest)} cases"
+
+
+def ranks() -> str:
+    name = "moe_ranks-h200"
+    body = []
+    for case in cases(name):
+        if case["r"] not in (0, 16, 64):
+            continue
+        theirs, ours = (row(name, peer, **case) for peer in ("bitsandbytes", "qfuse"))
+        times = [r["timing"]["median"] for r in (theirs, ours)]
+        over = [
+            percent(r["extra"]["overhead"]) if "overhead" in r["extra"] else ""
+            for r in (theirs, ours)
+        ]
+        body.append(
+            (
+                case["model"],
+                str(case["r"]),
+                case["pass"].replace("fwd", "forward").replace("bwd", "backward"),
+                *map(us, times),
+                f"{times[1] / times[0]:.2f}",
+                *over,
+            )
+        )
+    header = ("model", "rank", "", "bitsandbytes", "qfuse", "ratio")
+    more = ("adapter adds: bitsandbytes", "qfuse")
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def expert_layers() -> str:
+    name = "experts-h200"
+    body = []
+    for case in cases(name):
+        peers = ("eager", "grouped_mm", "qfuse")
+        found = [row(name, peer, **case) for peer in peers]
+        body.append(
+            (
+                case["model"],
+                str(case["tokens"]),
+                case["LoRA on"],
+                *(f"{ms(r['timing']['median'])}, {gb(r['extra']['peak_bytes'])}" for r in found),
+                *(gb(r["extra"]["static_bytes"]) for r in found[1:]),
+                f"{found[2]['extra']['error_to_eager']:.1f}",
+            )
+        )
+    header = ("layer of", "tokens", "LoRA on", "eager", "`grouped_mm`", "qfuse")
+    more = ("the module in bf16", "packed", "error, packed / bf16")
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def expert_parallel() -> str:
+    name = "moe_ep-h200"
+    body = []
+    for case in cases(name):
+        if case["pass"] != "fwd+bwd":
+            continue
+        found = [row(name, peer, **case) for peer in ("bitsandbytes", "masked", "qfuse")]
+        times = [r["timing"]["median"] for r in found]
+        body.append(
+            (
+                case["model"],
+                str(case["ep"]),
+                *(f"{us(r['timing']['median'])}, {mb(r['extra']['peak_bytes'])}" for r in found),
+                f"{times[2] / times[0]:.2f}",
+                f"{times[2] / times[1]:.2f}",
+            )
+        )
+    header = ("model", "devices", "bitsandbytes, masked", "masked", "skipped")
+    return (
+        f"{table((*header, 'skipped / bitsandbytes', 'skipped / masked'), body)}\n\n{source(name)}"
+    )
+
+
+QLORA = {
+    "moe_qlora-qwen3-30b-a3b-busy-h200": "Qwen3-30B-A3B, 48 layers",
+    "moe_qlora-gpt-oss-20b-h200": "gpt-oss-20b shapes, 24 layers",
+}
+
+
+def qlora() -> str:
+    body = []
+    for name, label in QLORA.items():
+        found = result(name)
+        body.append(
+            (
+                label,
+                f"{found['trained_parameters'] / 1e6:.0f} M",
+                f"{number(found['step_ms'])} ms",
+                f"{found['tokens_per_s']:,.0f}",
+                f"{number(found['peak_gb'])} GB",
+                f"{found['first_step_s']:.0f} s",
+            )
+        )
+    header = ("", "trained parameters", "step", "tokens per second", "peak memory", "first step")
+    return f"{table(header, body)}\n\n{source(*QLORA)}"

@@ -1,0 +1,119 @@
+"""Read the files in benchmarks/results, and write their numbers as a document shows them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks import origin
+from benchmarks.place import RESULTS
+
+#: A reader has to know this about a file, for as long as the file is of that commit.
+REMARKS = {
+    **dict.fromkeys(
+        (("linear-h200", "def9296"), ("linear-cpu", "def9296")),
+        "A pass for inputs of two dimensions took part, which is gone since.",
+    ),
+    ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
+}
+
+Row = dict[str, Any]
+
+
+# --- reading ----------------------------------------------------------------------------
+
+
+@functools.cache
+def result(name: str) -> Row:
+    """Return the result in a file; raise where the file does not say where it comes from."""
+    return origin.read(RESULTS / f"{name}.json")
+
+
+def exists(name: str) -> bool:
+    return (RESULTS / f"{name}.json").exists()
+
+
+def rows(name: str, peer: str | None = None, **case: Any) -> list[Row]:
+    """Return the rows of a file whose case has these values."""
+    return [
+        row
+        for row in result(name)["rows"]
+        if peer in (None, row["peer"])
+        and all(row["case"][key] == value for key, value in case.items())
+    ]
+
+
+def row(name: str, peer: str, **case: Any) -> Row:
+    found = rows(name, peer, **case)
+    assert len(found) == 1, f"{len(found)} rows of {peer} with {case} in {name}.json"
+    return found[0]
+
+
+def seconds(name: str, peer: str, **case: Any) -> float:
+    value: float = row(name, peer, **case)["timing"][result(name)["settings"]["statistic"]]
+    return value
+
+
+def extra(name: str, peer: str, key: str, **case: Any) -> float:
+    value: float = row(name, peer, **case)["extra"][key]
+    return value
+
+
+def cases(name: str) -> list[Row]:
+    found: list[Row] = []
+    for each in result(name)["rows"]:
+        if each["case"] not in found:
+            found.append(each["case"])
+    return found
+
+
+# --- writing ----------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Write three digits, more where there are more before the point."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def ms(value: float) -> str:
+    return f"{number(1e3 * value)} ms"
+
+
+def us(value: float) -> str:
+    return f"{number(1e6 * value)} us"
+
+
+def gb(value: float) -> str:
+    return f"{number(value / 1e9)} GB"
+
+
+def mb(value: float) -> str:
+    return f"{value / 1e6:.0f} MB"
+
+
+def percent(value: float, digits: int = 0) -> str:
+    return f"{100 * value:.{digits}f} %"
+
+
+def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(*names: str) -> str:
+    """Write the line under a table: the file, the machine, the versions, the commit."""
+    lines = []
+    for name in names:
+        found = result(name)
+        versions, id = found["versions"], found["commit"]["id"][:7]
+        triton = f", triton {versions['triton']}" if "cuda" in found["machine"] else ""
+        line = (
+            f"[{name}.json](../benchmarks/results/{name}.json): {found['machine']['name']}, torch "
+            f"{versions['torch']}{triton}, {found['created'][:10]}, commit {id} "
+            f"({origin.state(found)})."
+        )
+        lines.append(" ".join(filter(None, (line, REMARKS.get((name, id))))))
+    return "\n\n".join(lines)

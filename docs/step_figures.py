@@ -1,0 +1,204 @@
+"""Tables of whole training steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from docs.read_results import (
+    Row,
+    cases,
+    exists,
+    extra,
+    gb,
+    ms,
+    number,
+    percent,
+    result,
+    row,
+    rows,
+    seconds,
+    source,
+    table,
+)
+
+PEERS = ("eager", "inductor", "qfuse")
+STEP = {
+    "step-h200": "H200, 8 layers",
+    "step-8b-h200": "H200, all 36 layers",
+    "step-cpu": "CPU",
+    "step-repeat-cpu": "CPU, over 24 rounds",
+}
+#: What trainers run, and what bench_step calls the bare recipe.
+RECIPES = {
+    "step_trainer-h200": "a trainer's defaults, 4 layers, 2 x 2048 tokens",
+    "step_packed-h200": "packed documents, checkpointing, 8 layers, 1 x 8192 tokens",
+}
+#: Other projects' kernels, and the step of Surogate's published rates; shown once measured.
+RATES = {
+    "step_trainer-h200": "a trainer's defaults",
+    "step_packed-h200": "packed documents, checkpointing",
+    "step_surogate-h200": "Surogate's step",
+    "step_surogate-checkpointed-h200": "Surogate's step, checkpointing",
+}
+BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
+
+
+PEER_NAMES = {
+    "inductor": "stock Inductor",
+    "axolotl": "axolotl's kernels, eager",
+    "unsloth": "unsloth's kernels, eager",
+}
+
+
+def readme_step() -> str:
+    body: list[Sequence[str]] = []
+    for name, what in {**RECIPES, **BARE}.items():
+        body += [
+            (what, "time per step", *(ms(seconds(name, peer)) for peer in PEERS)),
+            ("", "peak memory", *(gb(extra(name, peer, "peak_bytes")) for peer in PEERS)),
+        ]
+    return table(("", "", "eager", "stock Inductor", "qfuse"), body)
+
+
+def step() -> str:
+    return _steps(STEP)
+
+
+def recipes() -> str:
+    return _steps(RECIPES)
+
+
+def rates() -> str:
+    """Draw one row of each peer of a recipe; MFU and breaks of results that have them."""
+    body = []
+    files = list(filter(exists, RATES))
+    for name in files:
+        for each in result(name)["rows"]:
+            found, sizes = each["extra"], each["case"]["tokens"].split(" x ")
+            tokens = math.prod(map(int, sizes)) / seconds(name, each["peer"])
+            use = percent(found["mfu"]) if "mfu" in found else ""
+            what = f"{RATES[name]}, {each['case']['layers']} layers, {each['case']['tokens']}"
+            peer = PEER_NAMES.get(each["peer"], each["peer"])
+            shown = (f"{tokens:,.0f}", use, gb(found["peak_bytes"]), str(found.get("breaks", "")))
+            body.append((what if each is result(name)["rows"][0] else "", peer, *shown))
+    header = ("", "", "tokens/s", "MFU", "peak memory", "breaks")
+    return f"{table(header, body)}\n\n{source(*files)}"
+
+
+def eight_bits() -> str:
+    """One row of each measure: a step whose products are in eight bits beside that in bfloat16."""
+    name, peers = "step_fp8-h200", ("inductor", "qfuse", "qfuse[qfuse.compute=fp8]")
+    times = [seconds(name, peer) for peer in peers]
+    peaks = [extra(name, peer, "peak_bytes") for peer in peers]
+    deviations = [extra(name, peer, "loss_deviation") for peer in peers]
+    ratio = [f"{values[2] / values[1]:.2f}" for values in (times, peaks)]
+    body = [
+        ("step", *map(ms, times), ratio[0]),
+        ("peak memory", *map(gb, peaks), ratio[1]),
+        ("loss, largest deviation in 20 steps", *(percent(d, 2) for d in deviations), ""),
+    ]
+    header = ("", "stock Inductor", "qfuse", "qfuse, fp8", "fp8 / bf16")
+    return f"{table(header, body)}\n\n{source(name)}"
+
+
+def families() -> str:
+    """One row of each case and machine: what of it has qfuse's form, and its time over stock's."""
+    files = [name for name in ("families-h200", "families-cpu") if exists(name)]
+    if not files:
+        return "Not measured yet (`python -m benchmarks.bench_families`)."
+    body: list[Sequence[str]] = []
+    for name in files:
+        where = {"families-h200": "H200", "families-cpu": "CPU"}[name]
+        for case in cases(name):
+            ours, stock = (row(name, peer, **case)["extra"] for peer in ("qfuse", "inductor"))
+            parts = (ours[key] for key in ("layers", "adapters", "attention"))
+            graphs = f"{ours['graphs']}, {ours['breaks']}"
+            deviations = (percent(each["loss_deviation"], 2) for each in (stock, ours))
+            ratio = seconds(name, "qfuse", **case) / seconds(name, "inductor", **case)
+            body.append((where, case["case"], *parts, graphs, *deviations, f"{ratio:.2f}"))
+    named = ("", "", "quantized layers", "adapters", "attention", "graphs, breaks")
+    header = (*named, "loss, stock", "loss, qfuse", "time, qfuse / stock")
+    return f"{table(header, body)}\n\n{source(*files)}"
+
+
+def memory() -> str:
+    """Draw one row of each peer and budget: the step's time over what it takes."""
+    name = "memory-h200"
+    if not exists(name):
+        return "Not measured yet (`python -m benchmarks.bench_memory`)."
+    body = []
+    for each in result(name)["rows"]:
+        found, peer = each["extra"], each["peer"].replace("inductor", "stock Inductor")
+        planned, again = (found.get(key) for key in ("planned_bytes", "recomputed_bytes"))
+        sizes = (found["peak_bytes"], planned, found["transient_bytes"], again)
+        shown = ("" if size is None else gb(size) for size in sizes)
+        body.append((peer, ms(seconds(name, each["peer"])), *shown))
+    header = ("", "step", "peak", "planned", "of it transient", "computed again")
+    return f"{table(header, body)}\n\n{source(name)}"
+
+
+def _steps(files: dict[str, str]) -> str:
+    body: list[Sequence[str]] = []
+    for name, what in files.items():
+        times = [seconds(name, peer) for peer in PEERS]
+        body.append((what, "step", *map(ms, times), f"{times[2] / times[1]:.2f}"))
+        for key, label, shown in (
+            ("peak_bytes", "peak memory", gb),
+            ("compile_s", "cold compile", lambda value: f"{number(value)} s"),
+        ):
+            values = [row(name, peer)["extra"].get(key) for peer in PEERS]
+            if values[2] is not None:
+                ratio = f"{values[2] / values[1]:.2f}"
+                body.append(("", label, *(shown(v) if v else "" for v in values), ratio))
+        deviations = [percent(extra(name, peer, "loss_deviation"), 2) for peer in PEERS[1:]]
+        steps = result(name)["settings"]["loss_steps"]
+        body.append(("", f"loss, largest deviation in {steps} steps", "", *deviations, ""))
+        if "breaks" in row(name, "qfuse")["extra"]:
+            lengths = len(result(name)["settings"]["graph_lengths"])
+            counts = [row(name, peer)["extra"] for peer in PEERS[1:]]
+            both = [f"{each['graphs']}, {each['breaks']}" for each in counts]
+            body.append(("", f"graphs over {lengths} lengths, graph breaks", "", *both, ""))
+        share = [percent(row(name, peer)["roof_fraction"]) for peer in PEERS]
+        body.append(("", "share of the roof", *share, ""))
+    header = ("", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
+    return f"{table(header, body)}\n\n{source(*files)}"
+
+
+def recipe() -> str:
+    name = "recipe-300-h200"
+    peers = ("inductor", "qfuse", "broken")
+    rates = {peer: row(name, peer)["extra"]["steps_per_s"] for peer in peers}
+    body = []
+    for turn, order in enumerate(("stock, qfuse, `broken`", "`broken`, qfuse, stock")):
+        stock, ours, broken = (rates[peer][turn] for peer in peers)
+        shown = [f"{value:.2f}" for value in (stock, ours, broken, ours / stock, ours / broken)]
+        body.append((order, *shown))
+    deviations = (percent(extra(name, peer, "loss_deviation"), 2) for peer in peers[1:])
+    body.append(("loss, largest deviation from stock", "", *deviations, "", ""))
+    shares = (percent(row(name, peer)["roof_fraction"]) for peer in peers)
+    body.append(("share of the roof", *shares, "", ""))
+    header = ("steps per second, in the order", "stock Inductor", "qfuse", "`broken`")
+    return f"{table((*header, 'qfuse / stock', 'qfuse / `broken`'), body)}\n\n{source(name)}"
+
+
+def moe_step() -> str:
+    name = "moe_model-h200"
+    peers = ("eager", "inductor", "qfuse", "packed")
+    measures: tuple[tuple[str, Callable[[Row], str]], ...] = (
+        ("step", lambda r: ms(r["timing"]["median"])),
+        ("peak memory", lambda r: gb(r["extra"]["peak_bytes"])),
+        ("loss, largest deviation", lambda r: percent(r["extra"]["loss_deviation"], 2)),
+        ("graph breaks", lambda r: str(r["extra"]["breaks"])),
+        ("share of the roof", lambda r: percent(r["roof_fraction"])),
+    )
+    body = []
+    for adapted in ("attention", "attention + experts"):
+        found = [next(iter(rows(name, peer, **{"LoRA on": adapted})), None) for peer in peers]
+        for index, (label, shown) in enumerate(measures):
+            cells = ["" if r is None else shown(r) for r in found]
+            if label.startswith("loss"):
+                cells[0] = ""
+            body.append((adapted if not index else "", label, *cells))
+    header = ("LoRA on", "", "eager", "stock Inductor", "qfuse, model untouched")
+    return f"{table((*header, 'qfuse, `experts.quantize`'), body)}\n\n{source(name)}"
