@@ -24,7 +24,7 @@ BUDGET = {
     "inductor_q/capture": 2060,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 480,
-    "inductor_q/diagnostics": 5370,
+    "inductor_q/diagnostics": 5390,
     "inductor_q/experts": 800,
     "inductor_q/formats": 1600,
     "inductor_q/integrations": 775,

@@ -128,6 +128,7 @@ def _template() -> Any:
         "date": _date,
         "excerpt": excerpt,
         "gb_link": _gb_link,
+        "done": words.done,
         "outcome": words.outcome,
         "place": words.place,
         "product": math.prod,

@@ -190,7 +190,7 @@ def _opened(branches: Iterable[Branch], depth: int = 0) -> Iterator[tuple[int, B
     for branch in branches:
         yield depth, branch
         if branch.status != "fused" and not branch.alike:
-            yield from _opened(branch.children, depth + 1)
+            yield from _opened(branch.parts, depth + 1)
 
 
 def _fate(branch: Branch) -> str:
@@ -201,7 +201,7 @@ def _fate(branch: Branch) -> str:
         return f"{many}{words.fused_by(branch.layers)}"
     if branch.alike:
         return f"{many}{words.outcome(branch.layers[0])}"
-    return f"{branch.fused} of {count} fused"
+    return f"{branch.fused} of {count} {words.done(branch.layers[0])}"
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:

@@ -40,6 +40,14 @@ class Branch:
         """Whether every layer in it had the same outcome, so that one line says it all."""
         return len({_outcome(layer) for layer in self.layers}) == 1
 
+    @property
+    def parts(self) -> tuple[Branch, ...]:
+        """What to show below the branch: the layer that it is, where it also holds others."""
+        if self.layer is None or not self.children:
+            return self.children
+        count = len(self.layers) - sum(len(child.layers) for child in self.children)
+        return (Branch("(itself)", (self.layer,) * count, (), self.layer), *self.children)
+
 
 def build(layers: Iterable[Layer]) -> tuple[Branch, ...]:
     """Return the top branches, in the order of the layers."""

@@ -30,6 +30,12 @@ _STOOD_BACK = {
     "checkpointing": "computed again",
 }
 
+_DONE = {
+    "attention": "without a mask",
+    "loss": "in chunks",
+    "checkpointing": "kept",
+}
+
 _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
@@ -159,6 +165,11 @@ def outcome(layer: Layer) -> str:
     return f"{said}: {layer.reason}" if layer.reason else said
 
 
+def done(layer: Layer) -> str:
+    """Say in a word what came out well of a layer of this kind."""
+    return _DONE.get(layer.kind, "fused")
+
+
 def fused_by(layers: Sequence[Layer]) -> str:
     """List the passes that rewrote fused layers.
 
@@ -171,9 +182,9 @@ def fused_by(layers: Sequence[Layer]) -> str:
             dict.fromkeys(map(_applied, filter(lambda s: not s.rejected, layer.steps)), 1)
         )
     named = [name if n == len(layers) else f"{name} in {n}" for name, n in counts.items()]
-    done = "kept" if layers[0].kind == "checkpointing" else "fused"
-    done = f"would be {done}" if layers[0].would else done
-    return f"{done} by {', '.join(named)}" if named else done
+    kept = "kept" if layers[0].kind == "checkpointing" else "fused"
+    said = f"would be {kept}" if layers[0].would else kept
+    return f"{said} by {', '.join(named)}" if named else said
 
 
 def _applied(step: Step) -> str:

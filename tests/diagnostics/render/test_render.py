@@ -253,6 +253,17 @@ def test_a_pass_that_stood_back_from_fused_layers_is_told_once() -> None:
     assert "64 rows" not in out
 
 
+def test_a_part_that_holds_others_is_told_with_its_own_reason() -> None:
+    """Attention keeps less than the adapters inside of it do; what is kept is called kept."""
+    own, *_ = attention(1)
+    kept = replace(layer(f"{own.module}.q_proj"), kind="checkpointing")
+    again = replace(own, kind="checkpointing", status="canonical", reason="too large")
+    run = replace(clean(), checkpointing=(again, kept))
+    lines = [line.split() for line in printed(run).splitlines()]
+    assert any(line[-4:] == ["1", "of", "2", "kept"] for line in lines)
+    assert ["(itself)", "computed", "again:", "too", "large"] in lines
+
+
 def test_the_merged_report_of_a_launch_names_its_ranks() -> None:
     assert printed(replace(clean(), world_size=8)).startswith(
         "qfuse explain train.py --steps 3 (8 ranks)\n"
