@@ -98,17 +98,17 @@ def product(x, qweight, codebook, {pointers}feature, features, token, rows, cols
 """
 
 LINEAR_ROWS = """
-@triton.jit(do_not_specialize=["rows", "width", {quoted}])
-def linear_rows(x, projected, partial, {each}cols, blocks, rows, width, {every}
+@triton.jit(do_not_specialize=["steps", "rows", "width", {quoted}])
+def linear_rows(x, projected, partial, {each}cols, blocks, steps, rows, width, {every}
                 GATED: tl.constexpr, ADAPTED: tl.constexpr, BIASED: tl.constexpr,
                 ROWS: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
-                GROUP: tl.constexpr, ALIGN: tl.constexpr, EACH: tl.constexpr, EVEN: tl.constexpr,
+                GROUP: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr,
                 IS_SUM: tl.constexpr, IS_SPLIT: tl.constexpr, WIDE: tl.constexpr):
     tile = tl.program_id(0)
     part = tl.program_id(1)
     token = tl.arange(0, ROWS)
-    begin = part * EACH
-    end = tl.minimum(begin + EACH, tl.cdiv(cols, DEPTH))
+    begin = part * steps
+    end = tl.minimum(begin + steps, tl.cdiv(cols, DEPTH))
 {choice}
     feature = tile * FEATURES + tl.arange(0, FEATURES)
     to = partial + (part * rows + token)[None, :] * {everything} + feature[:, None]

@@ -158,13 +158,12 @@ class Plan:
         self._launch = Repeated(
             kernel.function,
             (tiles, self._split, 1),
-            (cols, units // align, rows, self._width, *features, *ranks, *starts),
+            (cols, units // align, each, rows, self._width, *features, *ranks, *starts),
             {
                 **of_result,
                 "DEPTH": tile.depth,
                 "GROUP": min(group, tile.depth),
                 "ALIGN": align,
-                "EACH": each,
                 "EVEN": cols % tile.depth == 0,
                 "IS_SUM": tile.is_sum,
                 "IS_SPLIT": self._split > 1,
