@@ -450,11 +450,12 @@ __global__ void __launch_bounds__(384, kCtas)
 
 // Writes scales times `factor` as pairs of bf16, value and remainder, in the shape [E, blocks, N]. They
 // come as [E, N, blocks] in fp32, or double-quantized as codebook[code] * outer[i / 256] + offset. A
-// program has 128 rows by 32 blocks of one expert.
+// program has 128 rows by 32 blocks of one expert. Scales of experts without rows, by `offsets`, are anything.
 template <bool kNested>
 __global__ void __launch_bounds__(256)
     expand_scales(const void* absmax, const float* codebook, const float* outer, const float* offset,
-                  const float* factor, uint32* scales, int64 n, int64 blocks) {
+                  const float* factor, const int* offsets, uint32* scales, int64 n, int64 blocks) {
+  if (offsets[blockIdx.z] == offsets[blockIdx.z + 1]) return;
   __shared__ uint32 tile[32][129];
   __shared__ float map[256];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -238,7 +238,10 @@ def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
 
 
 def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
-    """Expand the scales: [E, K / 64, N] int32, each of them one as the sum of two bfloat16."""
+    """Expand the scales: [E, K / 64, N] int32, each of them one as the sum of two bfloat16.
+
+    Experts without rows have anything: a few rows have few experts.
+    """
     assert call.fmt is not None
     e, n, k = call.shape
     device, scale = call.x.device, call.fmt.blockwise
@@ -252,7 +255,7 @@ def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
         f"expand_scales<{'true' if scale.outer else 'false'}>",
         (-(-n // 128), -(-blocks // 32), e),
         256,
-        [*sources, factor, out],
+        [*sources, factor, call.offsets.contiguous(), out],
         (n, blocks),
     )
     return out
