@@ -244,8 +244,9 @@ def _by_unit(fmt: QuantFormat, codes: int, cast: str, scale_mask: str) -> Printe
     arguments = ", ".join(["i", scale_mask, *device.scale_operands, *by_rows])
     found = tuple(f"found{n}" for n in range(len(device.shared)))  # operands have names, too
     shared = ", ".join(found)
+    decoded = [f"value_fn({code}, {shared}, codebook){cast}" for code in unpacked]
     return Printed(
-        functions=device.source,
+        functions=device.source + (_NIBBLES_OF_PLANES if fmt.planes else ""),
         pointers=device.scale_operands,
         table=device.table,
         unit=unit,
@@ -253,9 +254,7 @@ def _by_unit(fmt: QuantFormat, codes: int, cast: str, scale_mask: str) -> Printe
         loaded=tuple(f"plane{p}" for p in range(fmt.planes)) or ("unit",),
         scales=(f"{shared} = scale_fn({arguments})",),
         shared=found,
-        values=tuple(
-            f"v{e} = value_fn({code}, {shared}, codebook){cast}" for e, code in enumerate(unpacked)
-        ),
+        values=(*_gathered(fmt.planes), *[f"v{e} = {value}" for e, value in enumerate(decoded)]),
         joined=_join(list(range(codes))),
     )
 
@@ -278,11 +277,34 @@ def _units(fmt: QuantFormat, codes: int) -> tuple[str, str, list[str]]:
     for p in range(fmt.planes):
         at = f"packed + first + {per_block * p}"
         lines.append(f"    plane{p} = tl.load({at}, mask=mask, other=0).to(tl.int32)")
-    bits = [
-        " | ".join(f"(((plane{p} >> {e}) & 1) << {p})" for p in range(fmt.planes))
-        for e in range(codes)
-    ]
-    return "tl.uint8", "\n".join(lines), bits
+    return "tl.uint8", "\n".join(lines), [_from_planes(fmt.planes, e) for e in range(codes)]
+
+
+#: The bits of four planes' bytes, as one word, brought together: bit e of byte p goes to bit p of a
+#: nibble, by exchanging bits 1 and 4, then 0 and 3, of their places ("Hacker's Delight", 7-3).
+_NIBBLES_OF_PLANES = """
+@triton.jit
+def nibbles_of_planes(word):
+    t = (word ^ (word >> 14)) & 0x0000CCCC
+    word = word ^ t ^ (t << 14)
+    t = (word ^ (word >> 7)) & 0x00AA00AA
+    return word ^ t ^ (t << 7)
+
+
+"""
+
+
+def _from_planes(planes: int, e: int) -> str:
+    """Return code `e` of the 8 of a lane: four planes' from the word `low`, the fifth by itself."""
+    place = 16 * (e >> 1 & 1) + 8 * (e & 1) + 4 * (e >> 2)
+    code = f"((low >> {place}) & 15)"
+    return code if planes <= 4 else f"({code} | (((plane4 >> {e}) & 1) << 4))"
+
+
+def _gathered(planes: int) -> list[str]:
+    """Print the word that `_from_planes` reads, of the planes' bytes."""
+    word = " | ".join(f"(plane{p} << {8 * p})" for p in range(min(planes, 4)))
+    return [f"low = nibbles_of_planes({word})"] if planes else []
 
 
 def _join(lanes: list[int]) -> str:
