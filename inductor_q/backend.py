@@ -25,6 +25,7 @@ from inductor_q.cache import bodies_are_cacheable, load_report, report_key, repo
 from inductor_q.capture.dynamo import (
     counterparts,
     device_of,
+    frozen_weights,
     input_sources,
     is_quantized,
     is_under_ddp,
@@ -122,15 +123,18 @@ def qfuse(
         _write(resolved.report)  # before time goes into compiling
     sources = input_sources(gm)
     weights = packed_weights(gm, sources, example_inputs)
-    context = Context(resolved, report, sources, counterparts=counterparts(gm, sources))
+    frozen = frozen_weights(sources, example_inputs) if resolved.compute != "bf16" else frozenset()
+    context = Context(
+        resolved, report, sources, frozen=frozen, counterparts=counterparts(gm, sources)
+    )
     quantized = is_quantized(gm, weights)
     unplanned = ""
     if resolved.memory is not None:
         unplanned = report_key(gm, example_inputs, context)
         added = corrections.difference(unplanned)
         context.budget = memory.measure(resolved.memory, device, example_inputs, added)
-    if not quantized and context.budget is None and not would_chunk(gm.graph, context):
-        # Nothing of ours applies: this is Inductor, at no cost.
+    ours = quantized or frozen or context.budget is not None or would_chunk(gm.graph, context)
+    if not ours:  # This is Inductor, at no cost.
         _warn_of_breaks()
         compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
         _tell(report, resolved)

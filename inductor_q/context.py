@@ -33,6 +33,7 @@ class Context:
 
     `sources` are Dynamo's names of the graph inputs, in their order, from which module paths come;
     `static_inputs` are those of them that live across steps, known once partitioning starts;
+    `frozen` are those that are weights of 16 bits that do not train;
     `counterparts` are the layers that share the graph of a nested compile region. `tag` makes
     torch's caches keep the graph of a compile apart from that of others: under `qfuse.strict` a
     graph is found only together with its report. `recipes` are for outputs of the graph that the
@@ -43,6 +44,7 @@ class Context:
     report: Report
     sources: Sequence[str] = ()
     static_inputs: frozenset[int] = frozenset()
+    frozen: frozenset[int] = frozenset()
     counterparts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tag: str = ""
     recipes: list[Recipe] = field(default_factory=list)
@@ -84,6 +86,7 @@ class Context:
         rejected: str = "",
         by_choice: bool = False,
         bytes_saved: int = 0,
+        plain: bool = False,
         nested: bool = False,
     ) -> SiteRecord:
         """Make the record of a site (`nested`: in a region). Call it before the graph is edited."""
@@ -99,6 +102,7 @@ class Context:
             rejected=rejected,
             by_choice=by_choice,
             bytes_saved=bytes_saved,
+            plain=plain,
             also=self.counterparts.get(module, ()) if nested else (),
         )
 

@@ -66,7 +66,7 @@ class Report:
         return tuple(dict.fromkeys(filter(None, names)))
 
     def in_eight_bits(self) -> tuple[int, int]:
-        """Return how many products with quantized weights are in eight bits, and of how many."""
+        """Return how many products with frozen weights are in eight bits, and of how many."""
         counts = [(not site.rejected, 1 + len(site.also)) for site in self._products()]
         return sum(n for done, n in counts if done), sum(n for _, n in counts)
 

@@ -210,7 +210,7 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
             "QFUSE_LOSS",
         ),
         "qfuse.compute": Option(
-            "how products with quantized weights are computed, forward and for the gradient of "
+            "how products with frozen weights are computed, forward and for the gradient of "
             'the input: "bf16" as written; "fp8" or "int8" in eight bits, with a scale for each '
             "token and each out-feature, which has an error of some percent",
             _parse_one_of(*get_args(Compute)),

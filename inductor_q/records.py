@@ -14,6 +14,7 @@ class SiteRecord:
     `rejected` the reason when nothing was done, `by_choice` whether another plan was preferred
     (rather than this one impossible), `bytes_saved` the bytes no longer kept for backward. `also`
     names other modules that run by the same graph: a nested compile region is called for each.
+    `plain` is for a weight that is not quantized.
     """
 
     pass_name: str
@@ -26,6 +27,7 @@ class SiteRecord:
     by_choice: bool = False
     bytes_saved: int = 0
     also: tuple[str, ...] = ()
+    plain: bool = False
 
 
 @dataclass(frozen=True)

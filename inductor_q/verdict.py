@@ -127,7 +127,7 @@ def _by_layer(sites: Sequence[SiteRecord]) -> dict[str, list[SiteRecord]]:
     sites = [
         replace(site, module=module)
         for site in sites
-        if site.pass_name not in _OTHER_PASSES
+        if site.pass_name not in _OTHER_PASSES and not site.plain
         for module in (site.module, *site.also)
     ]
     own = [s.module for s in sites if s.module and not _ADAPTER.search(f".{s.module}")]

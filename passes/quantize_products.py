@@ -10,6 +10,8 @@ adapter cannot ride in a product (`extend_k`): it is a product of its own that i
 exact, and which Inductor adds in the kernel that reads the sum. Its gradient reads x: backward
 computes a pointwise x again, as extend_k has it do.
 
+A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
+
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
 `quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`.
@@ -30,9 +32,13 @@ from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
 from inductor_q.passes.fold_lora import STRICT
+from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
 from inductor_q.passes.graph import (
+    ADD,
+    ADDMM,
     MM,
     PERMUTE,
+    arg,
     backward_nodes,
     emit,
     inline,
@@ -71,13 +77,11 @@ class QuantizeProducts:
             return
         backward = backward_nodes(graph)
         groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
-        for node in graph.find_nodes(op="call_function", target=MM):
-            product = as_product(node)
-            if product is None or product.weight is None:
-                continue
-            weight = packed_weight(product.weight)
+        for product in (*_packed_products(graph), *frozen_products(graph, context)):
+            node, weight = product.node, _stored(product)
+            plain = product.weight is None
             if reason := _refused(product, context) or _excluded(weight, context):
-                yield Site(node, reason, weight, by_choice=True)
+                yield Site(node, reason, weight, by_choice=True, plain=plain)
                 continue
             forward = peel_transposes(product.rhs)[1]
             # A segment that is computed again is cast on its own, and so is a gradient, whose
@@ -90,8 +94,8 @@ class QuantizeProducts:
             again = again and written.isdisjoint(recomputed_from([x], backward))
             for i, member in enumerate(members):
                 plan = None if i else _Plan(members, x if again else None)
-                weight = packed_weight(member.weight)
-                yield Site(member.node, weight=weight, plan=plan)
+                plain = member.weight is None
+                yield Site(member.node, weight=_stored(member), plan=plan, plain=plain)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         if site.plan is None:
@@ -105,18 +109,34 @@ class QuantizeProducts:
             recompute_in_backward(site.plan.recomputed)
 
 
+def _packed_products(graph: fx.Graph) -> Iterator[Product]:
+    for node in graph.find_nodes(op="call_function", target=MM):
+        product = as_product(node)
+        if product is not None and product.weight is not None:
+            yield product
+
+
+def _stored(product: Product) -> fx.Node | None:
+    """Return the input that holds a product's weight: its codes, or itself in 16 bits."""
+    below = peel_transposes(product.rhs)[0]
+    return below if product.weight is None else packed_weight(below)
+
+
 def _emit(
     graph: fx.Graph, product: Product, dtype: torch.dtype, cast: list[fx.Node] | None
 ) -> list[fx.Node]:
     """Emit a product in eight bits in the place of `product`; return the cast of its input."""
-    like, weight = product.node, product.weight
-    assert weight is not None
-    operands, format, shape, _ = weight.args
-    by_rows = peel_transposes(product.rhs)[1]  # the inner dimension is that of the weight's rows
-    amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
-    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], weight)
-    packed = (operands, scale, format, shape, dtype, not by_rows)
-    codes = emit(graph, REQUANTIZE, packed, weight)
+    like = product.node
+    weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
+    if product.weight is None:
+        scale, codes = emit_in_eight_bits(graph, weight, like, dtype, transposed=not by_rows)
+    else:
+        operands, format, shape, _ = weight.args
+        amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
+        to_scale = functools.partial(eight_bits.to_scale, dtype=dtype)
+        (scale,) = inline(graph, to_scale, [amax], weight)
+        packed = (operands, scale, format, shape, dtype, not by_rows)
+        codes = emit(graph, REQUANTIZE, packed, weight)
     columns = emit(graph, PERMUTE, (codes, [1, 0]), like)
     if cast is None:
         factor = None if by_rows else scale
@@ -126,6 +146,8 @@ def _emit(
     (new,) = inline(
         graph, functools.partial(eight_bits.scaled_product, dtype=tensor(like).dtype), factors, like
     )
+    if like.target is ADDMM:
+        new = emit(graph, ADD, (new, arg(like, 0)), like)
     replace(like, new)
     graph.erase_node(like)
     return cast

@@ -33,7 +33,7 @@ def recompute_in_backward(x: fx.Node) -> None:
     """
     if is_nested(x.graph):
         return
-    if not _is_pointwise(x) or "recompute" in x.meta:
+    if not is_pointwise(x) or "recompute" in x.meta:
         return
     # A view that is not marked would be kept in its place.
     for node in (x, *(user for user in x.users if user.target in VIEWS)):
@@ -42,14 +42,15 @@ def recompute_in_backward(x: fx.Node) -> None:
 
 def recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
     """Find what backward reads to compute forward's blocks again, through pointwise operations."""
-    todo = [x for x in blocks if x not in backward and _is_pointwise(x)]
+    todo = [x for x in blocks if x not in backward and is_pointwise(x)]
     found: set[fx.Node] = set()
     while todo:
         new = set(todo.pop().all_input_nodes) - found
         found |= new
-        todo += [n for n in new if _is_pointwise(n) or n.target in LAYOUT]
+        todo += [n for n in new if is_pointwise(n) or n.target in LAYOUT]
     return found
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether torch says that an operator is element-wise."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -39,7 +39,7 @@ class Site:
     `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
     `plan` is what `apply` needs, backward no longer keeps `bytes_saved`, and `provider` computes
     the rewritten site. A rejection is `by_choice` where another plan is preferred: under
-    `qfuse.strict` only the others are errors.
+    `qfuse.strict` only the others are errors. `plain` says that the weight is not quantized.
     """
 
     node: fx.Node
@@ -49,6 +49,7 @@ class Site:
     by_choice: bool = False
     provider: str = "aten"
     bytes_saved: int = 0
+    plain: bool = False
 
 
 class Pass(Protocol):
@@ -81,6 +82,7 @@ def run(step: Pass, graph: fx.Graph, context: Context, *, edit: bool = True) -> 
             rejected=s.rejected,
             by_choice=s.by_choice,
             bytes_saved=s.bytes_saved,
+            plain=s.plain,
             nested=nested,
         )
         for s in sites

@@ -58,6 +58,21 @@ def packed_weights(
     return tuple(dict.fromkeys(found))
 
 
+def frozen_weights(sources: Sequence[str], example_inputs: Sequence[Any]) -> frozenset[int]:
+    """Tell which of Dynamo's inputs are matrices of 16 bits that do not train, but for adapters."""
+    return frozenset(
+        index
+        for index, (source, value) in enumerate(zip(sources, example_inputs, strict=False))
+        if "_parameters" in source
+        and isinstance(value, torch.Tensor)
+        and not hasattr(type(value), "__tensor_flatten__")
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and value.dim() == 2
+        and not value.requires_grad
+        and ".lora_" not in f".{module_path(source)}"
+    )
+
+
 def _weight_path(source: str) -> str:
     """Return the module's path, with the weight's name where a module may have several weights."""
     path, name = module_path(source), parameter_name(source)

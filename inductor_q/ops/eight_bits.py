@@ -51,6 +51,17 @@ def cast_rows(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> tu
     return to_eight_bits(wide * scale.reciprocal(), dtype), scale
 
 
+def scale_of_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale of each row [N] of a weight [N, K] that is not packed."""
+    return to_scale(weight.to(torch.float32).abs().amax(-1), dtype)
+
+
+def cast_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    """Cast a weight [N, K] that is not packed, by its scales; return [K, N] where `transposed`."""
+    codes = to_eight_bits(weight.to(torch.float32) * scale.reciprocal().unsqueeze(1), dtype)
+    return codes.t().contiguous() if transposed else codes
+
+
 def scaled_product(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor | None, dtype: torch.dtype
 ) -> Tensor:

@@ -1,0 +1,112 @@
+"""Find frozen weights of 16 bits, and emit them in eight: LoRA on a model that is not quantized.
+
+Such a weight is a parameter that does not train. Its cast is part of the graph: a scale for each
+out-feature from the largest number of its row, then a kernel that Inductor makes, which reads the
+weight and writes half as many bytes. Backward casts again rather than keep the forward's copy. The
+adapters of a model are none, also where they do not train. The head is none either: its errors
+reach the loss directly. It is a weight of that name, one that is tied to the embeddings, or one
+whose product a softmax reads, as a router's is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from inductor_q.capture.dynamo import input_index
+from inductor_q.context import Context
+from inductor_q.ops import eight_bits
+from inductor_q.passes.graph import (
+    ADDMM,
+    CAST,
+    MM,
+    PAD,
+    SLICE,
+    arg,
+    backward_nodes,
+    inline,
+    is_tensor,
+    peel_rows,
+    peel_transposes,
+    tensor,
+)
+from inductor_q.passes.products import Product, as_product
+from inductor_q.passes.recompute import LAYOUT, is_pointwise
+
+aten = torch.ops.aten
+
+_SOFTMAX = {aten._softmax.default, aten._log_softmax.default, aten.amax.default}  # or its first op
+_SHOWS = {*LAYOUT, CAST, PAD, SLICE}  # values as they are, or some of them
+HEAD = "lm_head"
+
+
+def frozen_products(graph: fx.Graph, context: Context) -> Iterator[Product]:
+    """Yield the products with frozen weights, that of `addmm` among them."""
+    inputs = {
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if input_index(node) in context.frozen and not hasattr(node.meta.get("desc"), "base")
+    }
+    if not inputs:
+        return
+    found = [p for p in _products(graph) if peel_transposes(p.rhs)[0] in inputs]
+    backward = backward_nodes(graph)
+    heads = {node for node in inputs if _is_named_head(node, context)}
+    for product in found:
+        if product.node not in backward and _reaches_softmax(product.node):
+            heads.add(peel_transposes(product.rhs)[0])
+    yield from (p for p in found if peel_transposes(p.rhs)[0] not in heads)
+
+
+def emit_in_eight_bits(
+    graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype, *, transposed: bool
+) -> tuple[fx.Node, fx.Node]:
+    """Emit the scales of a weight's rows, and its codes, transposed where asked for.
+
+    What has the weight's size is computed again in backward, so that it is not kept; scales may be.
+    """
+    scales = functools.partial(eight_bits.scale_of_rows, dtype=dtype)
+    (scale,) = inline(graph, scales, [weight], like)
+    cast = functools.partial(eight_bits.cast_weight, dtype=dtype, transposed=transposed)
+    (codes,) = inline(graph, cast, [weight, scale], like)
+    todo = [codes]
+    while todo:
+        node = todo.pop()
+        if node is not weight:
+            todo += node.all_input_nodes
+            if tensor(node).numel() == tensor(weight).numel():
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return scale, codes
+
+
+def _products(graph: fx.Graph) -> Iterator[Product]:
+    for node in graph.find_nodes(op="call_function", target=MM):
+        if product := as_product(node):
+            yield product
+    for node in graph.find_nodes(op="call_function", target=ADDMM):
+        if not node.kwargs and is_tensor(node):
+            yield Product(node, arg(node, 1), arg(node, 2), peel_rows(arg(node, 1)))
+
+
+def _is_named_head(weight: fx.Node, context: Context) -> bool:
+    tied = any(user.target is aten.embedding.default for user in weight.users)
+    return tied or context.module_path(weight).rpartition(".")[2] == HEAD
+
+
+def _reaches_softmax(product: fx.Node) -> bool:
+    """Whether a softmax reads a product, through nothing but element-wise operations and views."""
+    todo, seen = [product], set[Any]()
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.target in _SOFTMAX:
+                return True
+            if user not in seen and (is_pointwise(user) or user.target in _SHOWS):
+                seen.add(user)
+                todo.append(user)
+    return False
