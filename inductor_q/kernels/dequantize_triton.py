@@ -24,7 +24,7 @@ from inductor_q.decode.triton import decode_function, device_functions
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.kbit import BLOCK
 from inductor_q.kernels.calls import Dequantize
-from inductor_q.kernels.gpu import unfit
+from inductor_q.kernels.gpu import kept, unfit
 from inductor_q.kernels.provider import DequantizeProvider, Launch, TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
@@ -328,7 +328,8 @@ def compile_source(filename: str, text: str, kernel: str) -> Any:
 @functools.cache
 def codebook_on(fmt: QuantFormat, device: torch.device) -> Tensor:
     """Return the format's table on `device`, made once: graph capture finds it there."""
-    return torch.tensor(fmt.codec.values or (0.0,), dtype=torch.float32, device=device)
+    values = fmt.codec.values or (0.0,)
+    return kept(lambda: torch.tensor(values, dtype=torch.float32, device=device))
 
 
 KERNEL = Triton()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import DTYPES
+
+T = TypeVar("T")
 
 
 def unfit(out: Tensor) -> str:
@@ -25,3 +29,13 @@ def on(device: torch.device) -> Any:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+def kept(make: Callable[[], T]) -> T:
+    """Make what stays for the life of the process, in a thread of its own.
+
+    Inductor warms CUDA graphs up in memory that all allocations of its thread come from, and in
+    which nothing may stay. Nor do modes of this thread, as that of fake tensors, hold there.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()

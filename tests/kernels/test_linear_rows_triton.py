@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from inductor_q import testing
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import linear_rows_reference, linear_rows_triton
+from inductor_q.kernels import PROVIDERS, linear_rows_reference, linear_rows_triton
 from inductor_q.kernels.calls import Adapter, LinearRows
+from inductor_q.kernels.dequantize_triton import codebook_on
 from inductor_q.kernels.linear_rows_tiles import LEAST_STEPS, TILES, Tile, tile_of
 from inductor_q.kernels.linear_rows_triton import KERNEL, MOST_ROWS, Plan, codes_of_a_lane, unfit
 from tests.support.compile_triton import compiled
@@ -152,6 +155,15 @@ def test_calls_that_differ_in_what_a_launch_holds_are_of_another_kind() -> None:
         assert linear_rows_triton._kind(changed) != kind
 
 
+def test_a_codebook_is_no_tensor_of_the_graph_that_first_needs_it() -> None:
+    """A thread of its own makes it: neither fake, nor where a CUDA graph is warmed up."""
+    codebook_on.cache_clear()
+    with FakeTensorMode():
+        table = codebook_on(FORMATS["mxfp4"], torch.device("cpu"))
+    assert type(table) is Tensor
+    codebook_on.cache_clear()
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 #: Rows that are no multiple of a tile, columns that end in a step, and split ones.
@@ -223,3 +235,20 @@ def test_a_cuda_graph_replays_it() -> None:
     graph.replay()
     for mine, again in zip(outputs, served(call), strict=True):
         assert torch.equal(mine, again)
+
+
+@pytest.mark.gpu
+def test_compiled_code_calls_it_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Inductor, which warms it up where nothing may stay; with the codebook not made before."""
+    only = (KERNEL, linear_rows_reference.KERNEL)
+    monkeypatch.setitem(PROVIDERS, "linear_rows", {**PROVIDERS["linear_rows"], "cuda": only})
+    monkeypatch.setattr(linear_rows_triton, "_plans", {})
+    codebook_on.cache_clear()
+    weight = torch.randn(128, 256, device="cuda").bfloat16() * 0.1
+    module = testing.quantized_linear(weight).requires_grad_(False).eval()
+    run: Any = torch.compile(module, backend="qfuse", options={"triton.cudagraphs": True})
+    with torch.no_grad():
+        for seed in range(4):
+            x = torch.randn(5, 256, device="cuda").bfloat16() + seed
+            torch.testing.assert_close(run(x).clone(), module(x), rtol=2e-2, atol=2e-2)
+    assert linear_rows_triton._plans
