@@ -16,7 +16,7 @@ All peers train the same module, so they hold the same static memory. The phases
 2. 20 steps from the same adapters on the same batches: losses against eager's;
 3. step time, interleaved; peak memory (GPU) and bytes saved for backward;
 4. graph breaks, graphs and recompilations over three sequence lengths, on fewer layers. Without
-   this phase the breaks are those of the step that is timed.
+   this phase the breaks are those that torch's counter has of the step that is timed.
 
 ``mfu`` is the useful operations of a step, without what checkpointing repeats, over its time and
 the rate of a large product on this device. ``tokens_per_second`` counts padding.

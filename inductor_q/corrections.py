@@ -81,20 +81,37 @@ def _prevented(code: CodeType | None) -> str:
 def measuring(
     compiled: Any, device: torch.device, tell: Callable[[int, bool, CodeType | None], None]
 ) -> Callable[..., Any]:
-    """Return `compiled`, which tells at the start of its second call how much memory the process
-    has needed until then, whether that was for this graph's step, and whose code called it.
-    Nothing waits for the device, and torch's counters stay as they are."""
-    before: list[tuple[int, int]] = []
+    """Return `compiled`, which tells once, at the start of the first call behind a backward pass,
+    how much memory the process has needed until then, whether that was for this graph's one step,
+    and whose code called it. Nothing waits for the device, and torch's counters stay as they are.
+    """
+    start: list[tuple[int, int]] = []
+    backward: list[bool] = []
+    done: list[bool] = []
 
     def run(*args: Any) -> Any:
-        if len(before) < 2:
-            before.append((torch.cuda.max_memory_allocated(device), next(_calls)))
-            if len(before) == 2:
-                (earlier, first), (most, second) = before
-                tell(most, most > earlier and second == first + 1, _caller())
+        call = next(_calls)
+        if done:
+            return compiled(*args)
+        if not start:
+            start.append((torch.cuda.max_memory_allocated(device), call))
+            return _tell_backward(compiled(*args), backward)
+        if backward:
+            [(earlier, first)] = start
+            most = torch.cuda.max_memory_allocated(device)
+            done.append(True)
+            tell(most, most > earlier and call == first + 1, _caller())
         return compiled(*args)
 
     return run
+
+
+def _tell_backward(outputs: Any, seen: list[bool]) -> Any:
+    """Return the outputs of a graph; `seen` will hold something when its backward pass begins."""
+    for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            output.register_hook(lambda _: seen.append(True))
+    return outputs
 
 
 def _caller() -> CodeType | None:

@@ -29,9 +29,11 @@ class Device:
     most: int = 0
     told: list[Any] = field(default_factory=list)
 
-    def step(self, run: Any, most: int) -> None:
-        run(1)
+    def step(self, run: Any, most: int, *, backward: bool = True) -> None:
+        out = run(torch.ones(1, requires_grad=True))
         self.most = most
+        if backward:
+            out.backward()
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def told(device: Device) -> Any:
 
 
 def test_the_first_step_is_measured(device: Device) -> None:
-    """It is told once, when the second begins."""
+    """It is told once, when the next begins."""
     run = told(device)
     for most in (9, 11, 12):
         device.step(run, most)
@@ -72,6 +74,30 @@ def test_a_step_of_another_graph_in_between_is_not_this_one(device: Device) -> N
     for each, most in ((run, 5), (other, 9), (run, 9)):
         device.step(each, most)
     assert device.told == [(9, False, None)]
+
+
+def test_a_step_of_a_graph_that_has_told_counts_too(device: Device) -> None:
+    other, run = told(device), told(device)
+    for each, most in ((other, 1), (other, 2), (run, 3), (other, 9), (run, 9)):
+        device.step(each, most)
+    assert [exact for _, exact, _ in device.told] == [True, False]
+
+
+def test_calls_before_the_backward_pass_are_no_step(device: Device) -> None:
+    """As where layers of a model share one graph: the peak is that of all of them."""
+    run = told(device)
+    device.step(run, 3, backward=False)
+    device.step(run, 5)
+    assert not device.told
+    device.step(run, 9)
+    assert not device.told, "the first call's own backward pass has not come"
+    run = told(device)
+    first = run(torch.ones(1, requires_grad=True))
+    second = run(torch.ones(1, requires_grad=True))
+    device.most = 12
+    (second + first).backward()
+    device.step(run, 12)
+    assert device.told == [(12, False, None)]
 
 
 # --- what is corrected ---------------------------------------------------------------------------
@@ -202,3 +228,36 @@ def test_the_step_behind_the_second_is_compiled_again(
     assert gradient is not None
     torch.testing.assert_close(model.first.weight.grad, 3 * gradient)
     assert inductor_q.last_report() is reports()[-1]
+
+
+@pytest.mark.gpu
+def test_a_step_that_takes_more_than_the_graph_knows_ends_within_the_budget() -> None:
+    """Between forward and backward the program holds memory that no plan can know of."""
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    model, x = Blocks().cuda(), torch.randn(1 << 20, 32, device="cuda")
+    size = x.nbytes
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    budget = base + 21 * size // 2  # a plan of 9, which would do, and one of 7
+    options: dict[str, Any] = {"qfuse.memory": budget, "force_disable_caches": True}
+    compiled: Any = torch.compile(model, backend=qfuse, options=options)
+
+    def step() -> None:
+        loss = compiled(x)
+        held = torch.empty(3 * size, dtype=torch.uint8, device="cuda")
+        loss.backward()
+        del held
+        model.zero_grad()
+
+    for _ in range(4):
+        step()
+    first, last = (report.memory for report in reports())
+    assert first is not None and last is not None
+    assert first.exact and first.measured > budget >= first.peak
+    assert last.difference == first.measured - first.peak > 0
+    assert last.saved < first.saved
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    assert torch.cuda.max_memory_allocated() <= budget
+    assert len(reports()) == 2
