@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 2445,
     "docs": 1110,
     "examples": 1020,
-    "inductor_q": 4830,
+    "inductor_q": 4860,
     "inductor_q/capture": 2060,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 480,
