@@ -32,11 +32,13 @@ STEP = {
 #: What trainers run, and what bench_step calls the bare recipe.
 RECIPES = {
     "step_trainer-h200": "a trainer's defaults, 4 layers, 2 x 2048 tokens",
+    "step_checkpointed-h200": "the same with gradient checkpointing",
     "step_packed-h200": "packed documents, checkpointing, 8 layers, 1 x 8192 tokens",
 }
 #: Other projects' kernels, and the step of Surogate's published rates; shown once measured.
 RATES = {
     "step_trainer-h200": "a trainer's defaults",
+    "step_checkpointed-h200": "with checkpointing",
     "step_packed-h200": "packed documents, checkpointing",
     "step_surogate-h200": "Surogate's step",
     "step_surogate-checkpointed-h200": "Surogate's step, checkpointing",
@@ -154,11 +156,14 @@ def _steps(files: dict[str, str]) -> str:
         deviations = [percent(extra(name, peer, "loss_deviation"), 2) for peer in PEERS[1:]]
         steps = result(name)["settings"]["loss_steps"]
         body.append(("", f"loss, largest deviation in {steps} steps", "", *deviations, ""))
-        if "breaks" in row(name, "qfuse")["extra"]:
+        if "graph_lengths" in result(name)["settings"]:
             lengths = len(result(name)["settings"]["graph_lengths"])
             counts = [row(name, peer)["extra"] for peer in PEERS[1:]]
             both = [f"{each['graphs']}, {each['breaks']}" for each in counts]
             body.append(("", f"graphs over {lengths} lengths, graph breaks", "", *both, ""))
+        elif "breaks" in row(name, "qfuse")["extra"]:
+            breaks = (str(row(name, peer)["extra"]["breaks"]) for peer in PEERS[1:])
+            body.append(("", "graph breaks", "", *breaks, ""))
         share = [percent(row(name, peer)["roof_fraction"]) for peer in PEERS]
         body.append(("", "share of the roof", *share, ""))
     header = ("", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
