@@ -3,8 +3,9 @@
 unwrap_weights reads the graph as Dynamo captured it, in which a weight in a tensor subclass is one
 input; so do causal_attention, group_queries and chunk_loss, before AOTAutograd chooses attention's
 kernels and splits the loss into parts. canonicalize precedes the rest, which then know
-one form. fuse_rows takes layers of few rows with their adapters, of which fold_lora then finds
-none. fuse_scatter2scatter is next, so that no other pass sees a dequantized stack of experts.
+one form. read_packed makes layers of products of few rows for fuse_rows, which takes them with
+their adapters, of which fold_lora then finds none. fuse_scatter2scatter is next, so that no other
+pass sees a dequantized stack of experts.
 fold_lora precedes the stacking, since a scale or a cast between two products hides that they share
 an input. stack_adapters precedes extend_k, so that one projection serves all of a group's products.
 quantize_products stands between them: products in eight bits are none that an adapter of 16 bits
@@ -30,6 +31,7 @@ from inductor_q.passes.group_queries import GroupQueries
 from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.quantize_products import QuantizeProducts
+from inductor_q.passes.read_packed import ReadPacked
 from inductor_q.passes.recompute_products import RecomputeProducts
 from inductor_q.passes.rotary_tables import RotaryTables
 from inductor_q.passes.runner import Pass, Site
@@ -43,6 +45,7 @@ PIPELINE: tuple[Pass, ...] = (
     GroupQueries(),  # heads of one query that share keys -> queries of one head
     ChunkLoss(),  # the loss of a product with the head, without having all logits at a time
     Canonicalize(),  # every source of a quantized weight -> qfuse.dequantize + mm
+    ReadPacked(),  # few rows times a weight that the graph decodes -> qfuse.linear
     FuseRows(),  # layers of few rows of one input, and their adapters: one launch
     FuseScatter2Scatter(),  # products with packed experts: one op that reads them packed
     FuseDropout(),  # adapters' masks are made in the kernels that use them

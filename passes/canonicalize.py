@@ -103,19 +103,26 @@ class Canonicalize:
 
 def _for_few_rows(found: Linear, context: Context) -> str:
     """Name the kernel that reads the packed weight for so few rows; empty where there is none."""
-    x, count = tensor(found.x), rows(found.x)
+    name = few_rows_by(found.x, found.weight, context)
+    return "" if name == linear_rows_triton.KERNEL.name and _too_few_rows(found, context) else name
+
+
+def few_rows_by(x: fx.Node, weight: Weight, context: Context) -> str:
+    """Name the kernel that multiplies the rows of `x`, if they are few, with a packed weight."""
+    rows_of, count = tensor(x), rows(x)
     most = context.threshold("linear_rows.max_rows")
     by_triton = context.threshold("linear_rows.triton_max_rows")
-    known = all(isinstance(size, int) for size in x.shape)  # code for any number of rows decodes
+    known = all(isinstance(size, int) for size in rows_of.shape)  # others decode
     if not known or not 0 < count <= max(most, by_triton):
         return ""
-    operands, fmt = [tensor(o) for o in found.weight.operands], get_format(found.weight.format)
-    features, columns = found.weight.shape
-    call = LinearRows(x.reshape(count, columns), [operands], fmt, [features], [None], [None])
+    operands, fmt = [tensor(o) for o in weight.operands], get_format(weight.format)
+    features, columns = weight.shape
+    matrix = rows_of.reshape(count, columns)
+    call = LinearRows(matrix, [operands], fmt, [features], [None], [None])
     name = served_by("linear_rows", call)
-    if name == linear_rows_triton.KERNEL.name:
-        return "" if count > by_triton or _too_few_rows(found, context) else name
-    return "" if count > most or name == REFERENCE else name
+    if count > (by_triton if name == linear_rows_triton.KERNEL.name else most):
+        return ""
+    return "" if name == REFERENCE else name
 
 
 def _too_few_rows(found: Linear | Decoded, context: Context) -> str:
