@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 6035,
-    "csrc": 2445,
+    "csrc": 3270,
     "docs": 1110,
     "examples": 1020,
     "inductor_q": 4860,
@@ -29,14 +29,14 @@ BUDGET = {
     "inductor_q/formats": 1600,
     "inductor_q/integrations": 775,
     "inductor_q/kbit": 830,
-    "inductor_q/kernels": 5900,
+    "inductor_q/kernels": 6110,
     "inductor_q/loading": 1320,
     "inductor_q/ops": 2230,
     "inductor_q/presets": 565,
     "inductor_q/tuning": 1000,
-    "lowerings": 650,
+    "lowerings": 660,
     "passes": 5800,
-    "tests": 33300,
+    "tests": 33600,
 }
 
 

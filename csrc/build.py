@@ -1,8 +1,8 @@
 """Compile a C++ source of this folder at first use, cached by content.
 
 The library is kept (`inductor_q.kept`) under a name that hashes the source, the compiler and its
-flags, and the headers beside it. It is loaded only if it is whole: a library that misses its end
-would end the process with SIGBUS.
+flags, the headers beside it and, where torch's are included, the version of torch. It is loaded
+only if it is whole: a library that misses its end would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -30,16 +30,21 @@ def compiler() -> list[str]:
 
 
 @functools.cache
-def load(source: str) -> ctypes.CDLL | str:
-    """Load the shared library built from `csrc/<source>`, or return why there is none."""
+def load(source: str, with_torch: bool = False) -> ctypes.CDLL | str:
+    """Load the shared library built from `csrc/<source>`, or return why there is none.
+
+    Args:
+        with_torch: whether it includes torch's headers and calls torch's libraries.
+    """
     cxx = compiler()
     if not cxx:
         return "no C++ compiler: set CXX or install g++"
     path = Path(__file__).with_name(source)
+    flags = (*FLAGS, *(_torch_flags() if with_torch else ()))
     try:  # a compiler that does not run, a folder without room
-        name = _name(path, cxx)
+        name = _name(path, cxx, flags)
         if kept.read(name) is None:
-            return _build(path, cxx, name)
+            return _build(path, cxx, flags, name)
         return ctypes.CDLL(str(kept.folder() / name))
     except RuntimeError as error:
         return str(error)
@@ -47,17 +52,26 @@ def load(source: str) -> ctypes.CDLL | str:
         return f"csrc/{source} was not built with {shlex.join(cxx)}: {error}"
 
 
-def _build(path: Path, cxx: Sequence[str], name: str) -> ctypes.CDLL:
+def _torch_flags() -> tuple[str, ...]:
+    """Return what finds torch's headers and its libraries, which this process has loaded."""
+    import torch
+
+    root = Path(torch.__file__).parent
+    folders = (f"-I{root / 'include'}", f"-L{root / 'lib'}")
+    return (*folders, "-ltorch_cpu", "-lc10", f"-DQFUSE_TORCH={torch.__version__}")
+
+
+def _build(path: Path, cxx: Sequence[str], flags: Sequence[str], name: str) -> ctypes.CDLL:
     """Compile the library, keep it where that can be done, and load it."""
     with tempfile.TemporaryDirectory() as folder:  # a library that is loaded may be removed
         built = Path(folder, name)
-        _compile(path, cxx, built)
+        _compile(path, cxx, flags, built)
         return ctypes.CDLL(str(kept.keep(name, built.read_bytes()) or built))
 
 
-def _name(path: Path, cxx: Sequence[str]) -> str:
+def _name(path: Path, cxx: Sequence[str], flags: Sequence[str]) -> str:
     headers = (header.read_text() for header in sorted(path.parent.glob("*.h")))
-    key = "\0".join((path.read_text(), *headers, *FLAGS, toolchain(cxx)))
+    key = "\0".join((path.read_text(), *headers, *flags, toolchain(cxx)))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return f"{path.stem}-{digest}.so"
 
@@ -73,13 +87,13 @@ def toolchain(cxx: Sequence[str]) -> str:
     return hashlib.sha256(f"{version}\0{flags}".encode()).hexdigest()[:16]
 
 
-def _compile(path: Path, cxx: Sequence[str], target: Path) -> None:
+def _compile(path: Path, cxx: Sequence[str], flags: Sequence[str], target: Path) -> None:
     """Build `target`.
 
     Raises:
         RuntimeError: the compiler failed.
     """
-    command = [*cxx, *FLAGS, "-o", str(target), str(path)]
+    command = [*cxx, "-o", str(target), str(path), *flags]  # libraries come last
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         error = run.stderr.strip()[-400:]

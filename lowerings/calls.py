@@ -9,9 +9,11 @@ from torch import Tensor
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels.calls import (
+    Adapter,
     DropoutGrad,
     DropoutProject,
     GroupedGram,
+    LinearRows,
     Requantize,
     TileMap,
     unchecked,
@@ -60,6 +62,34 @@ def qfuse_linear(
 ) -> Tensor:
     """Serve the op, whose arguments were checked when it was traced."""
     return compute(x, operands, format, shape, bias)
+
+
+def qfuse_linears(
+    x: Tensor,
+    operands: Sequence[Tensor],
+    format: str,
+    features: Sequence[int],
+    biases: Sequence[Tensor | None],
+    lora_a: Sequence[Tensor | None],
+    lora_b: Sequence[Tensor | None],
+    scaling: Sequence[float],
+    gated: bool,
+) -> list[Tensor]:
+    """Serve the op, whose arguments were checked when it was traced."""
+    each, columns = len(FORMATS[format].operands), x.shape[-1]
+    call = LinearRows(
+        x.reshape(-1, columns),
+        [operands[i : i + each] for i in range(0, len(operands), each)],
+        FORMATS[format],
+        features,
+        [None if bias is None else bias.to(x.dtype) for bias in biases],
+        [
+            None if a is None or b is None else Adapter(a, b, factor)
+            for a, b, factor in zip(lora_a, lora_b, scaling, strict=True)
+        ],
+        gated,
+    )
+    return [y.view(*x.shape[:-1], y.shape[1]) for y in serve("linear_rows", call)]
 
 
 def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:

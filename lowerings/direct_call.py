@@ -31,6 +31,7 @@ FUNCTIONS: dict[Any, Any] = {
     torch.ops.qfuse.grouped_gram.default: calls.qfuse_grouped_gram,
     torch.ops.qfuse.tile_map.default: calls.qfuse_tile_map,
     torch.ops.qfuse.linear.default: calls.qfuse_linear,
+    torch.ops.qfuse.linears.default: calls.qfuse_linears,
     torch.ops.qfuse.dropout_project.default: calls.qfuse_dropout_project,
     torch.ops.qfuse.dropout_grad.default: calls.qfuse_dropout_grad,
 }

@@ -9,6 +9,15 @@ from inductor_q.formats.operand import FLOATS, Operand
 from inductor_q.formats.ops import I, Ops, V
 
 
+@dataclass(frozen=True)
+class Line:
+    """Values of 16 codes on a line: `(number - zero_point) * scale`, or `number * scale +
+    zero_point` where the zero point is a value."""
+
+    numbers: tuple[float, ...]
+    zero_is_value: bool
+
+
 class Codec(Protocol):
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -23,6 +32,11 @@ class Codec(Protocol):
     @property
     def table(self) -> Operand | None:
         """Return the operand that holds the unscaled values, where it is one; else None."""
+        ...
+
+    @property
+    def line(self) -> Line | None:
+        """Describe the values of 4-bit codes, where they lie on a line; else None."""
         ...
 
     def operands(self) -> tuple[Operand, ...]: ...
@@ -46,6 +60,7 @@ class Codebook:
     values: tuple[float, ...]
     dtypes = ("uint8",)
     table = None
+    line = None
 
     def operands(self) -> tuple[Operand, ...]:
         return ()
@@ -62,6 +77,7 @@ class Table:
     size: int
     dtypes = ("uint8",)
     values = None
+    line = None
 
     @property
     def table(self) -> Operand:
@@ -82,6 +98,7 @@ class Number:
     factor: float = 1.0
     values = None
     table = None
+    line = None
 
     def operands(self) -> tuple[Operand, ...]:
         return ()
@@ -104,6 +121,7 @@ class Integer:
     dtypes = ("uint8",)
     values = None
     table = None
+    line = None
 
     def operands(self) -> tuple[Operand, ...]:
         return ()
@@ -123,6 +141,10 @@ class Affine:
     dtypes = ("uint8",)
     values = None
     table = None
+
+    @property
+    def line(self) -> Line | None:
+        return None if self.signed_bits else Line(tuple(map(float, range(16))), False)
 
     def operands(self) -> tuple[Operand, ...]:
         return ()
@@ -144,6 +166,11 @@ class Shifted:
     dtypes = ("uint8",)
     values = None
     table = None
+
+    @property
+    def line(self) -> Line:
+        signed = range(-8, 8) if self.is_offset else (*range(8), *range(-8, 0))
+        return Line(tuple(map(float, signed)), True)
 
     def operands(self) -> tuple[Operand, ...]:
         return ()

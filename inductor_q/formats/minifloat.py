@@ -41,6 +41,7 @@ class Minifloat:
     dtypes = ("uint8",)
     values = None
     table = None
+    line = None
 
     @property
     def magnitudes(self) -> int:

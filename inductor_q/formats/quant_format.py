@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from inductor_q.exc import UnknownFormat
-from inductor_q.formats.codec import Codec
+from inductor_q.formats.codec import Codec, Line
 from inductor_q.formats.operand import Operand
 from inductor_q.formats.ops import I, Ops, V
 from inductor_q.formats.packing import Packing
@@ -112,6 +112,17 @@ class QuantFormat:
     def blockwise(self) -> Blockwise | None:
         """Describe the one scale to kernels that may know its kind; None where none does."""
         return self.shared[0].blockwise if len(self.shared) == 1 else None
+
+    @cached_property
+    def line(self) -> tuple[Line, Blockwise, Blockwise] | None:
+        """Return how the values of 16 codes lie on a line, its scales and its zero points, which
+        both have the same groups of columns; or None."""
+        if self.packing.nibbles is None or self.codec.line is None or len(self.shared) != 2:
+            return None
+        scale, zero = (shared.grouped for shared in self.shared)
+        if scale is None or zero is None or scale.block != zero.block:
+            return None
+        return self.codec.line, scale, zero
 
     def run(self, columns: int) -> int:
         """Return how many consecutive elements share all, from each multiple on; 0 means all."""

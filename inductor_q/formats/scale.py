@@ -44,6 +44,12 @@ class Scale(Protocol):
         return None
 
     @property
+    def grouped(self) -> Blockwise | None:
+        """Describe numbers that are stored as they are, row by row, one for `block` columns; None
+        for another scale."""
+        return None
+
+    @property
     def plain(self) -> BlockScale | None:
         """Return a scale whose operand stores the values of this one, or None for this one itself.
 
@@ -110,6 +116,12 @@ class GroupScale(Scale):
     group: int
     codec: Codec = FLOAT
     layout: Grid = ROW_MAJOR
+
+    @property
+    def grouped(self) -> Blockwise | None:
+        if self.layout != ROW_MAJOR or not isinstance(self.codec, Number) or self.codec.factor != 1:
+            return None
+        return Blockwise(self.group, (self.operand,), self.codec)
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
         numel = self.layout.numel(rows, -(-columns // self.group))

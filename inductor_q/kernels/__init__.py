@@ -12,6 +12,7 @@ from inductor_q.kernels import (
     dropout_reference,
     dropout_triton,
     grouped_gram_triton,
+    linear_rows_cpp,
     linear_rows_cuda,
     linear_rows_reference,
     linear_rows_triton,
@@ -71,7 +72,7 @@ PROVIDERS: dict[str, Table] = {
         ),
     },
     "linear_rows": {
-        "cpu": (linear_rows_reference.KERNEL,),
+        "cpu": (linear_rows_cpp.KERNEL, linear_rows_reference.KERNEL),
         "cuda": (
             linear_rows_cuda.KERNEL,
             linear_rows_triton.KERNEL,

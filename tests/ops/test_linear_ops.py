@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from inductor_q import ops, testing
 from inductor_q.backend import qfuse
+from inductor_q.kernels.dispatch import preferring
+from inductor_q.kernels.provider import REFERENCE
 from tests.support.compiling import SMALL, Between, step
 from tests.support.op_layers import by_hand, error, exact, gradients, layer
 from tests.support.quantized import DTYPES, assert_same_bits, by_table, needs_0_50
@@ -68,10 +70,9 @@ def test_linear_is_torch_linear_on_the_values(dtype: torch.dtype) -> None:
     case = layer((2, 3), dtype=dtype, ranks=())
     weight = by_table(case.w.packed, case.w.state)
     for bias in (None, case.bias):
-        assert_same_bits(
-            ops.linear(case.x, *case.w.operands, bias=bias).detach(),
-            F.linear(case.x, weight, bias).detach(),
-        )
+        with preferring("linear_rows", REFERENCE):  # a kernel of few rows sums in another order
+            found = ops.linear(case.x, *case.w.operands, bias=bias).detach()
+        assert_same_bits(found, F.linear(case.x, weight, bias).detach())
     ours = ops.linear(case.x, *case.w.operands, bias=case.bias)
     y, expected = exact(case)
     theirs = gradients(by_hand(case), case.leaves)

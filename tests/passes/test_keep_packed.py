@@ -23,6 +23,11 @@ from tests.support.compiling import (
 
 BF16 = torch.bfloat16
 N, K, R, M = 256, 192, 8, 16  # N * K is larger than any activation
+#: Layers of few rows are decoded, too, also where a kernel reads their packed weights.
+DECODED = {
+    **SMALL,
+    "qfuse.thresholds": {**SMALL["qfuse.thresholds"], "linear_rows.max_rows": 0},
+}
 
 
 class WithAdapter(nn.Module):
@@ -131,8 +136,7 @@ def test_stock_inductor_saves_it(name: str) -> None:
 )
 def test_it_is_saved_without_the_pass(name: str, device: str) -> None:
     module, x = WithAdapter(LAYERS[name]()).to(device), x_MK(device)
-    decoded = {**SMALL["qfuse.thresholds"], "linear_rows.max_rows": 0}  # also for few rows on a GPU
-    options = {**SMALL, "qfuse.passes": {"keep_packed": False}, "qfuse.thresholds": decoded}
+    options = {**DECODED, "qfuse.passes": {"keep_packed": False}}
     assert [d for _, d in saved(compiled_and_warm(module, x, qfuse, options=options), x)] == [BF16]
 
 
@@ -258,15 +262,15 @@ def test_no_weight_is_saved_by_a_nested_region() -> None:
     module, x = regions(bnb_square), x_MN()
     skip_unless_regions_chain(module, x)
     output, expected = step(module, x)
-    result = compile_step(module, x)
+    result = compile_step(module, x, options=DECODED)
     assert testing.relative_error(result.output, output) < 2**-6
     assert testing.relative_error(result.gradients["x0"], expected["x0"]) < 2**-5
     assert result.applied["keep_packed"] == 1, "one graph"
     assert result.report.bytes_saved == 2 * N * N * 2, "for two layers"
     [site] = [s for s in result.report.sites if s.pass_name == "keep_packed"]
     assert (site.module, site.also) == ("0.layer", ("1.layer",))
-    assert saved(compiled_and_warm(module, x, qfuse, options=SMALL), x) == []
-    without = {**SMALL, "qfuse.passes": {"keep_packed": False}}
+    assert saved(compiled_and_warm(module, x, qfuse, options=DECODED), x) == []
+    without = {**DECODED, "qfuse.passes": {"keep_packed": False}}
     kept = saved(compiled_and_warm(module, x, qfuse, options=without), x)
     assert kept == [((N, N), BF16)] * 2
 

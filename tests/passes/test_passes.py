@@ -515,7 +515,7 @@ def test_rows_below_which_the_kernel_of_bitsandbytes_is_kept() -> None:
     x = torch.randn(1, K).to(BF16)
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         pytest.skip("bitsandbytes 0.49 has no gemm_4bit")
-    options = {"qfuse.thresholds": {"canonicalize.min_rows": 2}}
+    options = {"qfuse.thresholds": {"canonicalize.min_rows": 2, "linear_rows.max_rows": 0}}
     result = compiled(module.requires_grad_(False), x, options=options)
     reason = (
         "1 rows, fewer than canonicalize.min_rows=2 of the preset: "

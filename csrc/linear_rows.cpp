@@ -1,0 +1,399 @@
+// Multiply a few rows with packed 4-bit weights on a CPU: y = x W' + bias + (x A') B', in float32,
+// rounded once.
+//
+// A block's 16 values, scaled, are a table in registers: each code is one look-up, and nothing is
+// written as a weight. x is widened to float32 once and put in the order of the look-ups, those of
+// the high nibbles of kLanes bytes, then those of the low ones. A row of weights is summed in the
+// same order however many rows are computed together, so results do not depend on other rows.
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "amx.h"
+#include "panel.h"
+#include "rounding.h"
+
+namespace {
+
+constexpr int kChunk = 2 * kLanes;
+constexpr int kTogether = kLanes == 16 ? 8 : 4;  // rows of x that share a look-up
+constexpr int64_t kBlock = 48;                   // rows of weights between two stores of results
+constexpr int kMost = 4;                         // rows of weights that share what is read of x
+constexpr int64_t kAhead = 512;                  // bytes by which codes are fetched ahead
+constexpr int64_t kTilesFrom = 5;                // rows of x from which the matrix unit is used
+constexpr int64_t kGrain = 1 << 16;              // elements of weights that are worth a thread
+
+inline float widen(const void* p, int64_t i, int dtype) {
+  switch (dtype) {
+    case kFloat32: return static_cast<const float*>(p)[i];
+    case kBFloat16: {
+      const uint32_t bits = uint32_t{static_cast<const uint16_t*>(p)[i]} << 16;
+      float value;
+      std::memcpy(&value, &bits, 4);
+      return value;
+    }
+    case kFloat16: {
+      _Float16 half;
+      std::memcpy(&half, static_cast<const uint16_t*>(p) + i, 2);
+      return static_cast<float>(half);
+    }
+    case kUInt8: return static_cast<const uint8_t*>(p)[i];
+    default: return static_cast<const int8_t*>(p)[i];
+  }
+}
+
+// Puts a row in the order of the look-ups, with zeros behind, at `stride` floats from chunk to chunk.
+template <int kDtype>
+void arrange(const void* row, int64_t columns, bool high_first, int64_t stride, float* out) {
+  const int first = high_first ? 0 : kLanes, second = kLanes - first;
+  for (int64_t c = 0; c < columns; c += kChunk, out += stride) {
+    if (c + kChunk <= columns) {
+      for (int i = 0; i < kLanes; ++i) {
+        out[first + i] = widen(row, c + 2 * i, kDtype);
+        out[second + i] = widen(row, c + 2 * i + 1, kDtype);
+      }
+      continue;
+    }
+    for (int i = 0; i < kChunk; ++i)
+      out[(i % 2 ? second : first) + i / 2] = c + i < columns ? widen(row, c + i, kDtype) : 0.0f;
+  }
+}
+
+void arrange(const void* row, int64_t columns, bool high_first, int64_t stride, int dtype,
+             float* out) {
+  if (dtype == kFloat32) arrange<kFloat32>(row, columns, high_first, stride, out);
+  else if (dtype == kBFloat16) arrange<kBFloat16>(row, columns, high_first, stride, out);
+  else arrange<kFloat16>(row, columns, high_first, stride, out);
+}
+
+inline const void* at_row(const void* p, int64_t elements, int dtype) {
+  return static_cast<const char*>(p) + elements * (dtype == kFloat32 ? 4 : 2);
+}
+
+struct Decoder {
+  const QfuseFormat& format;
+  const QfuseWeight& weight;
+
+  float scale(int64_t b) const {
+    if (weight.nested_codebook == nullptr) return widen(weight.scale, b, weight.scale_dtype);
+    const float value = weight.nested_codebook[static_cast<const uint8_t*>(weight.scale)[b]];
+    return value * weight.nested_absmax[b >> format.nested_shift] + weight.nested_offset[0];
+  }
+
+  float zero(int64_t b) const { return widen(weight.zero_point, b, weight.zero_dtype); }
+
+  float element(int64_t i) const {
+    const int64_t b = i >> format.block_shift;
+    const bool is_high = (i % 2 == 0) == (format.high_first != 0);
+    const uint8_t byte = weight.codes[i / 2];
+    const float value = format.values[is_high ? byte >> 4 : byte & 15];
+    if (format.zero == kNone) return value * scale(b);
+    return format.zero == kCode ? (value - zero(b)) * scale(b) : value * scale(b) + zero(b);
+  }
+};
+
+// Multiplies R rows of weights with M rows of x, into kTogether sums for each row of weights.
+template <int R, int M, int kZero>
+void multiply(const Panel& panel, const float* x, float* sums) {
+  // Loops over r and m are unrolled before anything else, so that totals are registers.
+  Lanes totals[R][M];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) totals[r][m] = splat(0.0f);
+  const uint8_t* codes = panel.codes;
+  const int64_t row_bytes = panel.columns / 2, groups = panel.columns / panel.step;
+  for (int64_t g = 0; g < groups; ++g) {
+    Table tables[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      tables[r] = scaled<kZero>(panel, g + r * groups);
+      __builtin_prefetch(codes + r * row_bytes + kAhead);
+    }
+    for (int64_t i = 0; i < panel.step; i += kChunk, x += M * kChunk, codes += kLanes) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Bytes bytes = load_bytes(codes + r * row_bytes);
+        const Lanes one = high(tables[r], bytes), two = low(tables[r], bytes);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          totals[r][m] = fma(one, load(x + m * kChunk), totals[r][m]);
+          totals[r][m] = fma(two, load(x + m * kChunk + kLanes), totals[r][m]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) sums[r * kTogether + m] = sum(totals[r][m]);
+}
+
+template <int R, int M>
+void multiply(const Panel& panel, const float* x, float* sums) {
+  if (panel.zero == kNone) multiply<R, M, kNone>(panel, x, sums);
+  else if (panel.zero == kCode) multiply<R, M, kCode>(panel, x, sums);
+  else multiply<R, M, kValue>(panel, x, sums);
+}
+
+// Multiplies one row of numbers, arranged, with M rows of x.
+template <int M>
+void multiply_dense(const float* row, int64_t chunks, const float* x, float* sums) {
+  Lanes totals[M];
+  for (Lanes& total : totals) total = splat(0.0f);
+  for (int64_t i = 0; i < chunks; ++i, row += kChunk, x += M * kChunk) {
+    const Lanes one = load(row), two = load(row + kLanes);
+    for (int m = 0; m < M; ++m) {
+      totals[m] = fma(one, load(x + m * kChunk), totals[m]);
+      totals[m] = fma(two, load(x + m * kChunk + kLanes), totals[m]);
+    }
+  }
+  for (int m = 0; m < M; ++m) sums[m] = sum(totals[m]);
+}
+
+// How many rows of weights share what is read of `count` rows of x: registers hold all sums.
+constexpr int rows_of_weights(int count) {
+  return kLanes == 16 ? (count > 4 ? 3 : 4) : (count > 2 ? 2 : 4);
+}
+
+using Multiply = void (*)(const Panel&, const float*, float*);
+using MultiplyDense = void (*)(const float*, int64_t, const float*, float*);
+
+// The functions for 1 to kTogether rows of x.
+template <size_t... I>
+constexpr std::array<Multiply, kTogether> several(std::index_sequence<I...>) {
+  return {multiply<rows_of_weights(I + 1), I + 1>...};
+}
+template <size_t... I>
+constexpr std::array<Multiply, kTogether> single(std::index_sequence<I...>) {
+  return {multiply<1, I + 1>...};
+}
+template <size_t... I>
+constexpr std::array<MultiplyDense, kTogether> dense(std::index_sequence<I...>) {
+  return {multiply_dense<I + 1>...};
+}
+constexpr auto kSeveral = several(std::make_index_sequence<kTogether>());
+constexpr auto kSingle = single(std::make_index_sequence<kTogether>());
+constexpr auto kDense = dense(std::make_index_sequence<kTogether>());
+
+// An input, arranged in tiles of kTogether rows: chunk by chunk, and in a chunk row by row. Where the
+// matrix unit multiplies it with weights, also as that reads it.
+class Input {
+ public:
+  Input(const void* x, int64_t count, int64_t columns, int64_t step, int dtype, bool high_first,
+        bool has_adapters)
+      : count(count), columns(columns), chunks((columns + kChunk - 1) / kChunk) {
+#ifdef QFUSE_AMX
+    if (dtype == kBFloat16 && count >= kTilesFrom && count <= amx::kMostCount && columns > 0 &&
+        step % amx::kColumns == 0 && amx::allowed())
+      tiles_ = std::make_unique<amx::Rows>(static_cast<const uint16_t*>(x), count, columns,
+                                           high_first);
+    if (tiles_ != nullptr && !has_adapters) return;
+#endif
+    values_.reserve(count * chunks * kChunk);
+    at::parallel_for(0, count, kGrain / (columns + 1) + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) {
+        const int64_t first = m / kTogether * kTogether, together = in_tile(first);
+        float* place = values_.data() + first * chunks * kChunk + (m - first) * kChunk;
+        arrange(at_row(x, m * columns, dtype), columns, high_first, together * kChunk, dtype, place);
+      }
+    });
+  }
+
+  int64_t in_tile(int64_t first) const { return std::min<int64_t>(count - first, kTogether); }
+  const float* tile(int64_t first) const { return values_.data() + first * chunks * kChunk; }
+#ifdef QFUSE_AMX
+  const amx::Rows* tiles() const { return tiles_.get(); }
+#endif
+
+  const int64_t count, columns, chunks;
+
+ private:
+  Buffer values_;
+#ifdef QFUSE_AMX
+  std::unique_ptr<amx::Rows> tiles_;
+#endif
+};
+
+// Multiplies rows of one weight with an input: sums[r * count + m].
+class Product {
+ public:
+  Product(const QfuseFormat& format, const QfuseWeight& weight, const Input& x, int64_t step)
+      : weight(weight), decoder_{format, weight}, x_(x), step_(step) {}
+
+  // Computes at most kBlock rows.
+  void packed(int64_t row, int64_t rows, float* sums) {
+    if (step_ % kChunk) return one_by_one(row, rows, sums);
+    find_scales(row, rows);
+    Panel panel{nullptr, x_.columns, step_, nullptr, nullptr, decoder_.format.zero,
+                table(decoder_.format.values)};
+    const auto start_at = [&](int64_t r) {
+      panel.codes = weight.codes + (row + r) * x_.columns / 2;
+      panel.scales = scales_.data() + r * x_.columns / step_;
+      panel.zeros = zeros_.data() + r * x_.columns / step_;
+    };
+#ifdef QFUSE_AMX
+    if (x_.tiles() != nullptr) {
+      for (int64_t r = 0; r < rows; r += amx::kRows) {
+        start_at(r);
+        amx::multiply(panel, std::min<int64_t>(rows - r, amx::kRows), *x_.tiles(),
+                      sums + r * x_.count);
+      }
+      return;
+    }
+#endif
+    float part[kMost * kTogether];
+    for (int64_t m = 0; m < x_.count; m += kTogether) {
+      const int64_t together = x_.in_tile(m), most = rows_of_weights(static_cast<int>(together));
+      for (int64_t r = 0, now; r < rows; r += now) {
+        now = rows - r < most ? 1 : most;
+        start_at(r);
+        (now == 1 ? kSingle : kSeveral)[together - 1](panel, x_.tile(m), part);
+        for (int64_t i = 0; i < now; ++i)
+          std::copy_n(part + i * kTogether, together, sums + (r + i) * x_.count + m);
+      }
+    }
+  }
+
+  // Adds the adapter's product and the bias to one row's sums. `projected`: [rank, count].
+  void finish(int64_t row, const float* projected, int dtype, float* sums) const {
+    for (int64_t j = 0; j < weight.rank; ++j) {
+      const float factor = widen(weight.b, row * weight.rank + j, weight.adapter_dtype);
+      for (int64_t m = 0; m < x_.count; ++m) sums[m] += factor * projected[j * x_.count + m];
+    }
+    if (weight.bias == nullptr) return;
+    const float bias = widen(weight.bias, row, dtype);
+    for (int64_t m = 0; m < x_.count; ++m) sums[m] += bias;
+  }
+
+  const QfuseWeight& weight;
+
+ private:
+  void find_scales(int64_t row, int64_t rows) {
+    const int64_t number = rows * (x_.columns / step_), first = row * x_.columns;
+    const int shift = static_cast<int>(decoder_.format.block_shift);
+    scales_.resize(number);
+    float* out = scales_.data();
+    if (weight.nested_codebook != nullptr && step_ >> shift == 1) {
+      // As `Decoder::scale`, without what it looks up for each of many.
+      const uint8_t* codes = static_cast<const uint8_t*>(weight.scale);
+      const float* book = weight.nested_codebook;
+      const float offset = weight.nested_offset[0];
+      for (int64_t i = 0, b = first >> shift; i < number; ++i, ++b)
+        out[i] = book[codes[b]] * weight.nested_absmax[b >> decoder_.format.nested_shift] + offset;
+    } else {
+      for (int64_t i = 0; i < number; ++i) out[i] = decoder_.scale((first + i * step_) >> shift);
+    }
+    if (decoder_.format.zero == kNone) return;
+    zeros_.resize(number);
+    for (int64_t i = 0; i < number; ++i) zeros_[i] = decoder_.zero((first + i * step_) >> shift);
+  }
+
+  // Where a block ends inside of a chunk.
+  void one_by_one(int64_t row, int64_t rows, float* sums) {
+    natural_.resize(x_.columns);
+    arranged_.reserve(x_.chunks * kChunk);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < x_.columns; ++c)
+        natural_[c] = decoder_.element((row + r) * x_.columns + c);
+      arrange<kFloat32>(natural_.data(), x_.columns, decoder_.format.high_first, kChunk,
+                        arranged_.data());
+      multiply_arranged(x_, arranged_.data(), sums + r * x_.count);
+    }
+  }
+
+ public:
+  static void multiply_arranged(const Input& x, const float* row, float* sums) {
+    for (int64_t m = 0; m < x.count; m += kTogether)
+      kDense[x.in_tile(m) - 1](row, x.chunks, x.tile(m), sums + m);
+  }
+
+ private:
+  Decoder decoder_;
+  const Input& x_;
+  int64_t step_;
+  std::vector<float> scales_, zeros_, natural_;
+  Buffer arranged_;
+};
+
+// Computes scaling * x A' of every adapter, one after the other: [rank, count] each.
+std::vector<float> project(const Input& x, const QfuseWeight* weights, int64_t count,
+                           bool high_first) {
+  int64_t ranks = 0;
+  for (int64_t i = 0; i < count; ++i) ranks += weights[i].rank;
+  std::vector<float> projected(ranks * x.count);
+  at::parallel_for(0, ranks, kGrain / (x.columns * x.count + 1) + 1, [&](int64_t begin, int64_t end) {
+    Buffer arranged;
+    arranged.reserve(x.chunks * kChunk);
+    int64_t first = 0;
+    for (const QfuseWeight* w = weights; w != weights + count; first += w++->rank) {
+      for (int64_t j = std::max(begin, first); j < std::min(end, first + w->rank); ++j) {
+        const void* row = at_row(w->a, (j - first) * x.columns, w->adapter_dtype);
+        arrange(row, x.columns, high_first, kChunk, w->adapter_dtype, arranged.data());
+        float* of_row = projected.data() + j * x.count;
+        Product::multiply_arranged(x, arranged.data(), of_row);
+        for (int64_t m = 0; m < x.count; ++m) of_row[m] *= w->scaling;
+      }
+    }
+  });
+  return projected;
+}
+
+inline float silu(float value) { return value / (1.0f + std::exp(-value)); }
+
+}  // namespace
+
+// Each weight has a result, or two weights have one, silu(first) * second, where they are `gated`.
+// `step` elements from each multiple on share a scale in a row of so many columns.
+extern "C" void qfuse_linear_rows(const QfuseFormat* format, const QfuseWeight* weights,
+                                  int64_t number, const void* x, int64_t count, int64_t columns,
+                                  int64_t step, int dtype, int gated) {
+  const bool has_adapters =
+      std::any_of(weights, weights + number, [](const QfuseWeight& w) { return w.rank > 0; });
+  const Input input(x, count, columns, step, dtype, format->high_first, has_adapters);
+  const std::vector<float> projected = project(input, weights, number, format->high_first);
+  int64_t rows = 0;
+  for (int64_t i = 0; i < (gated ? 1 : number); ++i) rows += weights[i].rows;
+  at::parallel_for(0, rows, kGrain / (columns + 1) + 1, [&](int64_t begin, int64_t end) {
+#ifdef QFUSE_AMX
+    std::optional<amx::Shapes> shapes;
+    if (input.tiles() != nullptr) shapes.emplace(*input.tiles());
+#endif
+    std::vector<float> sums(kBlock * count), gates(gated ? kBlock * count : 0);
+    int64_t start = 0;
+    const float* low = projected.data();
+    for (int64_t i = 0; i < (gated ? 1 : number); ++i) {
+      const QfuseWeight& weight = weights[i];
+      Product product(*format, weight, input, step);
+      Product other(*format, weights[gated ? 1 : i], input, step);
+      const float* other_low = low + weight.rank * count;
+      const int64_t last = std::min(end - start, weight.rows);
+      for (int64_t row = std::max<int64_t>(begin - start, 0); row < last; row += kBlock) {
+        const int64_t now = std::min<int64_t>(kBlock, last - row);
+        product.packed(row, now, sums.data());
+        if (gated) other.packed(row, now, gates.data());
+        for (int64_t r = 0; r < now; ++r) {
+          float* of_row = sums.data() + r * count;
+          product.finish(row + r, low, dtype, of_row);
+          if (gated) {
+            float* up = gates.data() + r * count;
+            other.finish(row + r, other_low, dtype, up);
+            for (int64_t m = 0; m < count; ++m) of_row[m] = silu(of_row[m]) * up[m];
+          }
+          for (int64_t m = 0; m < count; ++m)
+            store(weight.out, m * weight.rows + row + r, of_row[m], dtype);
+        }
+      }
+      start += weight.rows;
+      low += weight.rank * count;
+    }
+  });
+}
