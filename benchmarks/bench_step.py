@@ -29,7 +29,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     peers = harness.available(arguments.backends)
     extra: dict[str, dict[str, Any]] = {peer: {} for peer in peers}
 
+    given = {project: getattr(arguments, project) for project in foreign.PROJECTS}
+    # What cannot be imported ends the run before minutes go into compiling.
+    kernels = {project: foreign.load(project, path) for project, path in given.items() if path}
     if arguments.graph_layers:
         _count_graphs(suite, arguments, peers, extra, length)
     torch.compiler.reset()
@@ -112,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     start = testing.adapter_state(model)
     data = list(_batches(config, arguments, length, device))
 
-    steps = _compile(suite, arguments, peers, model, data[0], extra)
-    steps |= _foreign(suite, arguments, model, data[0], extra)
+    others = _foreign(suite, arguments, kernels, model, data[0], extra)
+    steps = _compile(suite, arguments, peers, model, data[0], extra) | others
     peers = list(steps)
     losses: dict[str, list[float]] = {}
     for peer, step in steps.items():
@@ -291,6 +294,7 @@ def _compile(
 def _foreign(
     suite: harness.Suite,
     arguments: argparse.Namespace,
+    kernels: Mapping[str, foreign.Kernels],
     model: Any,
     ids: torch.Tensor,
     extra: dict[str, dict[str, Any]],
@@ -298,16 +302,12 @@ def _foreign(
     """Return the steps of the other projects whose sources were given, each of which is checked."""
     recipe = RECIPES[arguments.recipe]
     steps: dict[str, Step] = {}
-    for project in foreign.PROJECTS:
-        path = getattr(arguments, project)
-        if path is None:
-            continue
-        kernels = foreign.load(project, path)
-        other = foreign.adopt(model, kernels)
+    for project, theirs in kernels.items():
+        other = foreign.adopt(model, theirs)
         step = loss_of(other, recipe)
         found = foreign.compare(step, loss_of(model, recipe), ids, (model, other))
-        suite.settings[project] = {"sources": kernels.digest, **found}
-        if recipe.dropout and not kernels.has_dropout:
+        suite.settings[project] = {"sources": theirs.digest, **found}
+        if recipe.dropout and not theirs.has_dropout:
             suite.notes.append(f"{project}: its kernels have no dropout, the other peers do")
         if not foreign.agrees(found):
             far = ", ".join(f"{name} {value:.2g}" for name, value in found.items())
