@@ -29,7 +29,7 @@ BUDGET = {
     "inductor_q/formats": 1600,
     "inductor_q/integrations": 775,
     "inductor_q/kbit": 830,
-    "inductor_q/kernels": 6110,
+    "inductor_q/kernels": 6130,
     "inductor_q/loading": 1320,
     "inductor_q/ops": 2230,
     "inductor_q/presets": 565,

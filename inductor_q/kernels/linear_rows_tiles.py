@@ -45,8 +45,19 @@ TILES = (
 WITHOUT_TENSOR_CORES = Tile(features=32, depth=32, num_warps=4, programs=4)
 
 
-def tile_of(rows: int, bits: int, major: int) -> Tile:
-    """Return the tile for so many rows of x, bits of a code, and a major compute capability."""
+#: For one row, and for more, of codes that lie in no order of words and are decoded one by one,
+#: which takes registers for places: larger tiles spill them.
+BY_ELEMENT = (
+    Tile(features=16, depth=128, num_warps=4, programs=4, is_sum=True),
+    Tile(features=64, depth=32, num_warps=8, programs=2),
+)
+
+
+def tile_of(rows: int, bits: int, major: int, codes: int) -> Tile:
+    """Return the tile for so many rows of x, bits of a code, a major compute capability, and codes
+    that a lane decodes together."""
     if rows > 1 and major < 8:
         return WITHOUT_TENSOR_CORES
+    if codes == 1:
+        return BY_ELEMENT[rows > 1]
     return next(tile for most, widest, tile in TILES if rows <= most and bits <= widest)

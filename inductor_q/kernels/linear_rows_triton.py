@@ -129,8 +129,8 @@ class Plan:
         rows, cols = call.x.shape
         fmt, count, features = call.fmt, len(call.weights), call.features
         processors, major = _device(call.x.device)
-        tile = tile or tile_of(rows, fmt.packing.bits, major)
         codes = codes_of_a_lane(call)
+        tile = tile or tile_of(rows, fmt.packing.bits, major, codes)
         kernel = _kernel(fmt, codes, count, call.gated)
         assert rows == 1 or not tile.is_sum, (tile, rows)
         height = 1 if tile.is_sum else max(16, _power_of_two(rows))

@@ -66,7 +66,7 @@ def test_compiles(name: str, rows: int, arch: int) -> None:
     """With the tile of the table; tensor cores multiply more than one row from 8.0 on."""
     fmt, dtype = FORMATS[name], torch.float16 if arch < 80 else torch.bfloat16
     call, _ = made(fmt, (64, 1024), rows, dtype, bias=True)
-    tile = tile_of(rows, fmt.packing.bits, arch // 10)
+    tile = tile_of(rows, fmt.packing.bits, arch // 10, codes_of_a_lane(call))
     [product] = compile_all(Plan(call, tile, 1), call, arch)
     multiplies = re.search(r"mma\.sync|wgmma", product.asm["ptx"])
     assert bool(multiplies) == (rows > 1 and arch >= 80)
@@ -77,7 +77,7 @@ def test_compiles(name: str, rows: int, arch: int) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiles_adapters_and_what_adds_parts(gated: bool, rows: int) -> None:
     call, _ = made(FORMATS[NESTED], (64, 1024), rows, torch.bfloat16, ranks=(16, 8), gated=gated)
-    plan = Plan(call, tile_of(rows, 4, 9), 2)
+    plan = Plan(call, tile_of(rows, 4, 9, 8), 2)
     assert len(compile_all(plan, call, 90)) == 3
 
 
@@ -113,8 +113,9 @@ def test_columns_are_split_to_fill_a_gpu(tiles: int, steps: int, parts: int) -> 
 def test_there_is_a_tile_for_all_rows_and_codes() -> None:
     for rows in range(1, MOST_ROWS + 1):
         for fmt in FORMATS.values():
-            tile = tile_of(rows, fmt.packing.bits, 9)
-            assert not tile.is_sum or rows == 1
+            for major, codes in ((7, 8), (9, 8), (9, 1)):
+                tile = tile_of(rows, fmt.packing.bits, major, codes)
+                assert not tile.is_sum or rows == 1
     assert len({(most, bits) for most, bits, _ in TILES}) == len(TILES)
 
 
