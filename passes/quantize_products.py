@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
@@ -55,6 +56,7 @@ from inductor_q.passes.runner import Site
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
 ROW_AMAX = torch.ops.qfuse.row_amax.default
+COMPARE = torch.ops.qfuse.compare.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
 
@@ -103,8 +105,9 @@ class QuantizeProducts:
         dtype = eight_bits.DTYPES[context.resolved.compute]
         cast: list[fx.Node] | None = None
         for product in site.plan.products:
+            layer = context.module_path(_stored(product)) if comparison.active() else None
             with graph.inserting_before(product.node):
-                cast = _emit(graph, product, dtype, cast)
+                cast = _emit(graph, product, dtype, cast, compared_as=layer)
         if site.plan.recomputed is not None:
             recompute_in_backward(site.plan.recomputed)
 
@@ -123,9 +126,15 @@ def _stored(product: Product) -> fx.Node | None:
 
 
 def _emit(
-    graph: fx.Graph, product: Product, dtype: torch.dtype, cast: list[fx.Node] | None
+    graph: fx.Graph,
+    product: Product,
+    dtype: torch.dtype,
+    cast: list[fx.Node] | None,
+    *,
+    compared_as: str | None,
 ) -> list[fx.Node]:
-    """Emit a product in eight bits in the place of `product`; return the cast of its input."""
+    """Emit a product in eight bits in the place of `product`, or beside it as the comparison of a
+    layer; return the cast of its input."""
     like = product.node
     weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
     if product.weight is None:
@@ -148,8 +157,14 @@ def _emit(
     )
     if like.target is ADDMM:
         new = emit(graph, ADD, (new, arg(like, 0)), like)
-    replace(like, new)
-    graph.erase_node(like)
+    if compared_as is None:
+        replace(like, new)
+        graph.erase_node(like)
+    else:
+        with graph.inserting_after(new):
+            exact = emit(graph, COMPARE, (like, new, compared_as, by_rows), like)
+        replace(like, exact)
+        exact.update_arg(0, like)
     return cast
 
 

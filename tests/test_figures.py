@@ -34,6 +34,7 @@ IN_DOCUMENTS = {
         "20 %": "the default of --noise",
         "1 %": "a rule of qfuse tune",
         "1.25 times": "a rule of qfuse tune",
+        "1.5 times": "STANDS_OUT of diagnostics/render/words.py",
     },
     "docs/design.md": {"64 times": "a blocksize"},
     "docs/troubleshooting.md": {

@@ -44,7 +44,7 @@ ROOMS = (
     ("csrc", "decode"),
     ("formats",),
     ("kept",),
-    ("exc", "files", "late", "log", "version"),
+    ("comparison", "exc", "files", "late", "log", "version"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLACES = {"inductor_q": "", "passes": "passes.", "lowerings": "lowerings.", "csrc": "csrc."}

@@ -40,6 +40,12 @@ def register(subparsers: Subparsers) -> None:
     run = parser.add_argument_group("run")
     run.add_argument("--backend", metavar="NAME", help="force a backend, such as qfuse")
     run.add_argument("--inputs", metavar="MODULE:FUNCTION", default="", help="makes the arguments")
+    run.add_argument(
+        "--numerics",
+        choices=("fp8", "int8"),
+        default="",
+        help="compute the products of frozen weights both ways, and name the worst layers",
+    )
     limits = parser.add_argument_group("budgets", "exit status 1 when one is missed")
     limits.add_argument("--max-breaks", type=_count, metavar="N")
     limits.add_argument("--max-recompiles", type=_count, metavar="N")

@@ -159,6 +159,23 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class ProductError:
+    """Give the error of a layer's products in eight bits, relative to the norm of those in 16.
+
+    Both are of the same inputs: `forward`, and for the gradient of the input, `backward`; 0.0 where
+    there was none.
+    """
+
+    module: str
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        return max(self.forward, self.backward)
+
+
+@dataclass(frozen=True)
 class Compile:
     """Describe a graph that a backend compiled; if `observed`, fusion and saved bytes are known."""
 
@@ -187,7 +204,7 @@ class Explanation:
     """Hold all that was observed in one process; `rank` is one of `world_size` under torchrun.
 
     `target` and the arguments after it, `argv`, are what was run; `memory` are the plans of
-    `qfuse.memory`, a sentence each.
+    `qfuse.memory`, a sentence each; `numerics` what `--numerics` measured, the worst layer first.
     """
 
     target: str
@@ -212,6 +229,7 @@ class Explanation:
     loss: tuple[Layer, ...] = ()
     checkpointing: tuple[Layer, ...] = ()
     memory: tuple[str, ...] = ()
+    numerics: tuple[ProductError, ...] = ()
     warnings: tuple[str, ...] = ()
     dump: str = ""
     schema_version: int = SCHEMA_VERSION

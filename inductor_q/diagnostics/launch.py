@@ -49,6 +49,7 @@ def explain(args: Namespace) -> int:
         backend=args.backend,
         dump=reporter.dump,
         whole_process=True,
+        numerics=args.numerics,
     ) as observation:
         observation.rank, observation.world_size = ranks.rank, ranks.world_size
         with _on_sigterm(lambda: reporter.report(observation, Exit(143, "", "SIGTERM"))):

@@ -107,6 +107,7 @@ def merge(runs: Sequence[Explanation]) -> Explanation:
         attention=_layers(run.attention for run in runs),
         loss=_layers(run.loss for run in runs),
         checkpointing=_layers(run.checkpointing for run in runs),
+        numerics=_worst(runs, lambda r: r.numerics, lambda n: n.module, "worst"),
         memory=tuple(_said(runs, lambda run: run.memory)),
         warnings=(*warnings, *_warnings(runs)),
     )

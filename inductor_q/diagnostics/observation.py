@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import os
 import platform
 import sys
 import time
@@ -23,15 +24,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inductor_q.comparison import Comparison, comparing
 from inductor_q.diagnostics.dynamo_hook import observed_backends
 from inductor_q.diagnostics.events import OUTPUT_CODE, TRACE, WANTED, TraceHandler, listening
-from inductor_q.diagnostics.explanation import CudagraphSkip, Exit, Explanation
+from inductor_q.diagnostics.explanation import CudagraphSkip, Exit, Explanation, ProductError
 from inductor_q.diagnostics.recompiles import value_now
 from inductor_q.exc import UnknownBackend
 
 if TYPE_CHECKING:
     from inductor_q.diagnostics.compiles import Compiles
 
+NOT_COMPARED = (
+    "--numerics: no product was compared, since qfuse has compiled none that qfuse.compute takes: "
+    "--backend qfuse, or the reasons that stand with the layers"
+)
 _CUDAGRAPHS = "torch._inductor.cudagraph_utils.__cudagraphs"
 _LIBRARIES = ("torch", "triton", "bitsandbytes", "peft", "transformers", "torchao", "accelerate")
 
@@ -46,6 +52,7 @@ class Observation:
     dump: Path | None = None
     dry_run: bool = True
     whole_process: bool = False
+    comparison: Comparison | None = None
     handler: TraceHandler = field(default_factory=TraceHandler)
     skips: _Skips = field(default_factory=lambda: _Skips())
     exit: Exit = field(default_factory=Exit)
@@ -75,6 +82,14 @@ class Observation:
             self._seconds = self.seconds
             if "torch" in sys.modules:
                 self.compiles.look_at_layers()
+
+    def _numerics(self) -> tuple[ProductError, ...]:
+        errors = self.comparison.errors() if self.comparison else {}
+        found = [
+            ProductError(layer, forward=of.get(True, 0.0), backward=of.get(False, 0.0))
+            for layer, of in errors.items()
+        ]
+        return tuple(sorted(found, key=lambda layer: -layer.worst))
 
     def explanation(self) -> Explanation:
         """Return everything seen so far, as plain data."""
@@ -106,7 +121,9 @@ class Observation:
             loss=beside("loss", run.reports()),
             checkpointing=beside("checkpointing", run.reports()),
             memory=tuple(dict.fromkeys(str(r.memory) for r, _ in run.reports() if r.memory)),
+            numerics=self._numerics(),
             warnings=(
+                *([NOT_COMPARED] if self.comparison and not self.comparison.norms else []),
                 *run.warnings(self.forced),
                 *self.skips.warnings,
                 *dict.fromkeys(self.compiles.problems),
@@ -124,6 +141,7 @@ def observe(
     dump: Path | None = None,
     dry_run: bool = True,
     whole_process: bool = False,
+    numerics: str = "",
 ) -> Iterator[Observation]:
     """Observe every compile of this process inside the block.
 
@@ -135,6 +153,8 @@ def observe(
             do.
         whole_process: count every quantized layer in memory, not only those of models that were
             compiled in part; this suits a process that has no other models.
+        numerics: "fp8" or "int8": compare products in eight bits with those in 16, where the target
+            names no `qfuse.compute` of its own.
     """
     observation = Observation(
         target=target,
@@ -157,10 +177,27 @@ def observe(
             stack.enter_context(dumping(dump, handler))
         if backend is not None:
             stack.enter_context(_forced(backend))
+        if numerics:
+            observation.comparison = stack.enter_context(comparing())
+            stack.enter_context(_by_default("QFUSE_COMPUTE", numerics))
         try:
             yield observation
         finally:
             observation.close()
+
+
+@contextlib.contextmanager
+def _by_default(variable: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment, and take it back."""
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 @contextlib.contextmanager

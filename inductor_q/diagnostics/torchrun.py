@@ -13,6 +13,7 @@ _OPTIONS = (
     "dump",
     "backend",
     "inputs",
+    "numerics",
     "max_breaks",
     "max_recompiles",
     "min_fused",

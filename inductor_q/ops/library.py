@@ -16,11 +16,17 @@ def library() -> torch.library.Library:
     return torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
     """Define `qfuse::<schema>` with an eager implementation for every device and a fake."""
     name = schema.partition("(")[0]
     lib = library()
-    lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     lib.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=lib)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from inductor_q.ops.attention import define_attention
+from inductor_q.ops.compare import define_compare
 from inductor_q.ops.dequantize import define_dequantize
 from inductor_q.ops.dropout import define_dropout
 from inductor_q.ops.eight_bits import define_eight_bits
@@ -25,6 +26,7 @@ def define_ops() -> None:
     """Define the `qfuse::` ops (further calls do nothing)."""
     for define in (
         define_attention,
+        define_compare,
         define_dequantize,
         define_dropout,
         define_eight_bits,

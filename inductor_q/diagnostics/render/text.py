@@ -97,6 +97,8 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
         f"Saved for backward: {words.size(run.saved_bytes)}",
         columns([(s.op, words.size(s.bytes), f"x{s.count}") for s in run.saved]),
     )
+    advice = [plain(words.exclusion(run), "green")] if run.numerics else []
+    yield words.numerics(run), [*columns(words.errors(run)), *advice]
     yield "Memory", [plain(line) for line in run.memory]
     yield (
         "Compile time (phases nest)",

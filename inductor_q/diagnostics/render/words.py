@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,6 +205,39 @@ def refusals(run: Explanation) -> list[tuple[str, str, int]]:
                 key = step.pass_name, re.sub(r"\d+", "0", step.rejected)
                 found.setdefault(key, (step.rejected, set()))[1].add(layer.module)
     return [(name, reason, len(at)) for (name, _), (reason, at) in found.items()]
+
+
+#: A layer stands out whose error is so many times the median layer's.
+STANDS_OUT = 1.5
+
+
+def numerics(run: Explanation) -> str:
+    """Say what the errors of eight bits are relative to, and how large the median one is."""
+    middle = statistics.median(layer.worst for layer in run.numerics) if run.numerics else 0.0
+    return f"Error of products in eight bits, of their norm: {middle:.2%} in the median layer"
+
+
+def errors(run: Explanation) -> list[tuple[str, ...]]:
+    """List layers with their errors, forward and in backward where there is a product."""
+
+    def said(error: float, of: str) -> str:
+        return f"{error:.2%} {of}" if error else ""
+
+    return [
+        (layer.module, said(layer.forward, "forward"), said(layer.backward, "backward"))
+        for layer in run.numerics
+    ]
+
+
+def exclusion(run: Explanation) -> str:
+    """Say which layers to leave in 16 bits: those that stand out."""
+    if not run.numerics:
+        return ""
+    least = STANDS_OUT * statistics.median(layer.worst for layer in run.numerics)
+    named = ",".join(layer.module for layer in run.numerics if layer.worst > least)
+    if not named:
+        return f"no layer stands out: none has {STANDS_OUT} times the median error"
+    return f'the layers that stand out stay in 16 bits by "qfuse.compute.exclude": "{named}"'
 
 
 def options(run: Explanation) -> list[tuple[str, str, str]]:
