@@ -111,11 +111,13 @@ def few_rows_by(x: fx.Node, weight: Weight, context: Context) -> str:
     """Name the kernel that multiplies the rows of `x`, if they are few, with a packed weight."""
     rows_of, count = tensor(x), rows(x)
     most = context.threshold("linear_rows.max_rows")
-    by_triton = context.threshold("linear_rows.triton_max_rows")
+    fmt = get_format(weight.format)
+    of = "linear_rows.triton_max_rows_of_planes" if fmt.planes else "linear_rows.triton_max_rows"
+    by_triton = context.threshold(of)
     known = all(isinstance(size, int) for size in rows_of.shape)  # others decode
     if not known or not 0 < count <= max(most, by_triton):
         return ""
-    operands, fmt = [tensor(o) for o in weight.operands], get_format(weight.format)
+    operands = [tensor(o) for o in weight.operands]
     features, columns = weight.shape
     matrix = rows_of.reshape(count, columns)
     call = LinearRows(matrix, [operands], fmt, [features], [None], [None])

@@ -96,9 +96,15 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         # The same for the kernel in Triton, which serves every format.
         "linear_rows.triton_max_rows": Entry(
             value=16,
-            evidence="a start value, not a measured crossover: the kernel decodes in registers "
-            "what dequantization writes and a product reads again, 16 times the size of 2-bit "
-            "codes and 4 times that of 4-bit ones; up to 16 rows are one tile of tensor cores",
+            evidence="a start value, of a sweep on one H200: int4 in groups, FP8 and MXFP4 took "
+            "less time than dequantization and a product up to so many rows, and for 32 rows only "
+            "where there are many features",
+        ),
+        # The same for k-bit weights, whose bits lie apart.
+        "linear_rows.triton_max_rows_of_planes": Entry(
+            value=1,
+            evidence="a start value, of a sweep on one H200: codes of 2 to 4 bits took less time "
+            "than dequantization and a product for one row, and more for several",
         ),
         # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
         "canonicalize.min_rows": Entry(
