@@ -86,6 +86,18 @@ def few_rows() -> str:
     return f"{table((*header, *more, 'qfuse, share of the roof'), body)}\n\n{source(name)}"
 
 
+def few_rows_cpu() -> str:
+    name, peers = "rows-cpu", ("bitsandbytes", "stock", "decode", "dense", "qfuse")
+    body = []
+    for case in cases(name):
+        times = [seconds(name, peer, **case) for peer in peers]
+        ratios = [f"{times[4] / times[i]:.2f}" for i in (0, 3)]
+        body.append((str(case["rows"]), *(number(1e3 * t) for t in times), *ratios))
+    header = ("rows", "bitsandbytes", "the same under stock Inductor", "dequantize, then multiply")
+    more = ("a bf16 weight", "qfuse", "qfuse / bitsandbytes", "qfuse / bf16")
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
 def decode() -> str:
     name, peers = "decode-h200", {"bf16": "bf16, stock", "inductor": "NF4, stock", "qfuse": "qfuse"}
     if not exists(name):
@@ -249,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dequantize-h200": lambda: dequantize("dequantize-h200"),
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
+    "few-rows-cpu": few_rows_cpu,
     "decode": decode,
     "sharded": sharded,
     "kbit": kbit,

@@ -142,6 +142,16 @@ def _loss_cpu() -> str:
     return ", ".join(found)
 
 
+def _rows_cpu() -> str:
+    ours, bnb, dense = (
+        ", ".join(
+            f"{1e3 * results.seconds('rows-cpu', peer, rows=rows):.1f}" for rows in (1, 8, 32)
+        )
+        for peer in ("qfuse", "bitsandbytes", "dense")
+    )
+    return f"{ours} ms against {bnb} ms of bitsandbytes and {dense} ms of a weight in bfloat16"
+
+
 def _few_rows() -> str:
     name = "moe_providers-h200"
     few = [_us(name, peer, T=512) for peer in ("triton", "dequantize")]
@@ -152,7 +162,7 @@ def _few_rows() -> str:
 #: Figures of code that a result file has: the words as they have to stand there.
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (_gemm_4bit, _rows_h200, _extend_k_h200),
-    "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu, _loss_cpu),
+    "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
     "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
 }
 

@@ -118,9 +118,13 @@ def test_strict_takes_what_is_fused(make: Callable[[], nn.Module]) -> None:
     assert the_layer(run).status == "fused"
 
 
+#: Neither a kernel of few rows nor a decode serves 2 rows.
+LEFT = {"canonicalize.min_rows": 4, "linear_rows.max_rows": 0}
+
+
 def test_a_layer_that_a_threshold_leaves_to_its_library() -> None:
     """It is nothing that could not be fused, and it is not fused."""
-    error, run = strict(bnb_4bit(), rows=2, thresholds={"canonicalize.min_rows": 4})
+    error, run = strict(bnb_4bit(), rows=2, thresholds=LEFT)
     assert error is None
     assert the_layer(run).status == "left"
     assert the_layer(run).reason.startswith("2 rows, fewer than canonicalize.min_rows=4")

@@ -20,6 +20,13 @@ CPU = replace(
             evidence="on a CPU bitsandbytes 0.50 runs gemm_4bit as dequantize_4bit and F.linear "
             "(backends/default/ops.py): there is no faster kernel to keep for few rows",
         ),
+        "linear_rows.max_rows": Entry(
+            value=32,
+            evidence="a linear layer of 4096x4096 in nf4, nested, bfloat16 and 1, 8 or 32 rows: "
+            "1.9, 2.4, 3.9 ms against 22.6, 31.1, 23.9 ms of bitsandbytes and 3.5, 4.2, 4.6 ms of "
+            "a weight in bfloat16; the kernel takes no more rows (one thread on a busy Intel Xeon "
+            "with AMX, torch 2.13.0, 2026-11-23, benchmarks/results/rows-cpu.json)",
+        ),
         "causal_attention.min_positions": Entry(
             value=1 << 20,
             evidence="not settled, so masks are kept: forward and backward of attention with the "
