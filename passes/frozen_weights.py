@@ -5,7 +5,7 @@ out-feature from the largest number of its row, then a kernel that Inductor make
 weight and writes half as many bytes. Backward casts again rather than keep the forward's copy. The
 adapters of a model are none, also where they do not train. The head is none either: its errors
 reach the loss directly. It is a weight of that name, one that is tied to the embeddings, or one
-whose product a softmax reads, as a router's is.
+whose product a softmax reads. Nor is a router, whose product a softmax or a top-k reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from inductor_q.passes.recompute import LAYOUT, is_pointwise
 
 aten = torch.ops.aten
 
-_SOFTMAX = {aten._softmax.default, aten._log_softmax.default, aten.amax.default}  # or its first op
+# A softmax, or its first operation, and the choice of experts, which some routers make before it.
+_CHOOSES = {aten._softmax.default, aten._log_softmax.default, aten.amax.default, aten.topk.default}
 _SHOWS = {*LAYOUT, CAST, PAD, SLICE}  # values as they are, or some of them
 HEAD = "lm_head"
 
@@ -58,7 +59,7 @@ def frozen_products(graph: fx.Graph, context: Context) -> Iterator[Product]:
     backward = backward_nodes(graph)
     heads = {node for node in inputs if _is_named_head(node, context)}
     for product in found:
-        if product.node not in backward and _reaches_softmax(product.node):
+        if product.node not in backward and _is_chosen_from(product.node):
             heads.add(peel_transposes(product.rhs)[0])
     yield from (p for p in found if peel_transposes(p.rhs)[0] not in heads)
 
@@ -98,13 +99,13 @@ def _is_named_head(weight: fx.Node, context: Context) -> bool:
     return tied or context.module_path(weight).rpartition(".")[2] == HEAD
 
 
-def _reaches_softmax(product: fx.Node) -> bool:
-    """Whether a softmax reads a product, through nothing but element-wise operations and views."""
+def _is_chosen_from(product: fx.Node) -> bool:
+    """Whether a softmax or a top-k reads a product, behind element-wise operations and views."""
     todo, seen = [product], set[Any]()
     while todo:
         node = todo.pop()
         for user in node.users:
-            if user.target in _SOFTMAX:
+            if user.target in _CHOOSES:
                 return True
             if user not in seen and (is_pointwise(user) or user.target in _SHOWS):
                 seen.add(user)

@@ -168,6 +168,35 @@ def test_the_head_is_left(model: Any, multiplied: set[str]) -> None:
     assert count == of == (3 if "output" in multiplied else 1)  # the embeddings are frozen
 
 
+class Router(nn.Module):
+    """A layer and a router, which chooses experts before or behind its softmax or sigmoid."""
+
+    def __init__(self, choose: Any) -> None:
+        super().__init__()
+        self.layer, self.choose = Lora(64, 64), choose
+        self.gate = nn.Linear(64, 32, dtype=BF16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(x)
+        chosen: Tensor = self.choose(self.gate(hidden))
+        return hidden * chosen.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda logits: F.softmax(logits.float(), -1).topk(4)[0].to(BF16),
+        lambda logits: F.softmax(logits.topk(4)[0], -1),
+        lambda logits: logits.topk(1)[0].float().sigmoid().to(BF16),
+        lambda logits: logits.sigmoid().topk(4)[0],
+    ],
+    ids=["softmax, top-k", "top-k, softmax", "top-k, sigmoid", "sigmoid, top-k"],
+)
+def test_routers_are_left(choose: Any) -> None:
+    """In eight bits other experts would be chosen."""
+    assert compiled(Router(choose), tokens()).report.multiplied() == ("layer.base",)
+
+
 def test_a_model_with_peft() -> None:
     """transformers and PEFT as they are: seven products a layer, and their gradients."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
