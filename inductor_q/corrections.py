@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -95,7 +96,7 @@ def measuring(
             return compiled(*args)
         if not start:
             start.append((torch.cuda.max_memory_allocated(device), call))
-            return _tell_backward(compiled(*args), backward)
+            return _tell_backward(compiled(*args), backward, start)
         if backward:
             [(earlier, first)] = start
             most = torch.cuda.max_memory_allocated(device)
@@ -106,11 +107,23 @@ def measuring(
     return run
 
 
-def _tell_backward(outputs: Any, seen: list[bool]) -> Any:
-    """Return the outputs of a graph; `seen` will hold something when its backward pass begins."""
+def _tell_backward(outputs: Any, seen: list[bool], start: list[tuple[int, int]]) -> Any:
+    """Return the outputs of a graph; `seen` will hold something when its backward pass begins.
+
+    Where that never comes, as of a forward pass to try a model out, `start` is emptied.
+    """
+
+    def hook(_: torch.Tensor) -> None:
+        seen.append(True)
+
+    def end() -> None:
+        if not seen:
+            start.clear()
+
+    weakref.finalize(hook, end)  # the hook lives as long as the tape of the outputs
     for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            output.register_hook(lambda _: seen.append(True))
+            output.register_hook(hook)
     return outputs
 
 

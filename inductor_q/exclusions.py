@@ -33,5 +33,5 @@ def without_effect(patterns: Sequence[str], reports: Sequence[Report]) -> str:
     if not unused:
         return ""
     some = ", ".join(sorted(names[-1])[:NAMED]) + (", ..." if len(names[-1]) > NAMED else "")
-    whose = f"graph {reports[-1].graph}, which has {some}"
-    return f"{', '.join(map(repr, unused))}: no such layer in {whose}"
+    whose = f"graph {reports[-1].graph}, where these may: {some}"
+    return f"{', '.join(map(repr, unused))}: no such layer may be in eight bits in {whose}"

@@ -86,11 +86,10 @@ def test_a_step_of_a_graph_that_has_told_counts_too(device: Device) -> None:
 def test_calls_before_the_backward_pass_are_no_step(device: Device) -> None:
     """As where layers of a model share one graph: the peak is that of all of them."""
     run = told(device)
-    device.step(run, 3, backward=False)
+    waits = run(torch.ones(1, requires_grad=True))
     device.step(run, 5)
-    assert not device.told
     device.step(run, 9)
-    assert not device.told, "the first call's own backward pass has not come"
+    assert waits.requires_grad and not device.told, "its own backward pass has not come"
     run = told(device)
     first = run(torch.ones(1, requires_grad=True))
     second = run(torch.ones(1, requires_grad=True))
@@ -98,6 +97,14 @@ def test_calls_before_the_backward_pass_are_no_step(device: Device) -> None:
     (second + first).backward()
     device.step(run, 12)
     assert device.told == [(12, False, None)]
+
+
+def test_a_call_whose_backward_pass_never_comes_is_no_step(device: Device) -> None:
+    """The next one is measured in its place."""
+    run = told(device)
+    for most, backward in ((3, False), (5, True), (9, True)):
+        device.step(run, most, backward=backward)
+    assert device.told == [(5, True, None)]
 
 
 # --- what is corrected ---------------------------------------------------------------------------
