@@ -253,6 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rates": step_figures.rates,
     "recipe": step_figures.recipe,
     "eight-bits": step_figures.eight_bits,
+    "eight-bits-quality": step_figures.eight_bits_quality,
     "families": step_figures.families,
     "memory": step_figures.memory,
     "linear-h200": lambda: linear("linear-h200"),

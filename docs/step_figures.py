@@ -104,6 +104,25 @@ def eight_bits() -> str:
     return f"{table(header, body)}\n\n{source(name)}"
 
 
+def eight_bits_quality() -> str:
+    """One row of each way to compute: held-out loss, and how adapters' gradients turn."""
+    files = [n for n in ("compute_quality-cpu", "compute_quality-h200") if exists(n)]
+    body = []
+    for name in files:
+        found = result(name)
+        steps = found["settings"]["steps"]
+        for model in found["models"]:
+            millions = model["shape"]["parameters"] / 1e6
+            for variant, held_out in model["held_out"].items():
+                cosines = model["cosines"].get(variant)
+                least = f"{min(cosines['by_layer'].values()):.4f}" if cosines else ""
+                what = f"{millions:.1f} M parameters, {steps} steps" if not cosines else ""
+                farthest = percent(held_out["farthest"], 3) if variant == "fp8" else ""
+                body.append((what, variant, f"{held_out['mean']:.4f}", farthest, least))
+    header = ("", "", "held-out loss", "fp8 from bf16, farthest seed", "cosine, least layer")
+    return f"{table(header, body)}\n\n{source(*files)}"
+
+
 def families() -> str:
     """One row of each case and machine: what of it has qfuse's form, and its time over stock's."""
     files = [name for name in ("families-h200", "families-cpu") if exists(name)]
