@@ -34,7 +34,7 @@ def test_dump(tmp_path: Path) -> None:
         with observe(dump=tmp_path), torch.no_grad():
             torch.compile(scale, backend="eager")(torch.ones(4))
             compiled: Any = torch.compile(layer, backend="inductor")
-            compiled(torch.ones(8, 64, dtype=torch.bfloat16))
+            compiled(torch.ones(40, 64, dtype=torch.bfloat16))
     finally:
         torch._dynamo.reset()
     index = json.loads((tmp_path / "index.json").read_text())
