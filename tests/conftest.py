@@ -65,12 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _link_with(linker: str, config: pytest.Config) -> None:
     """Have g++ call this linker, if the two fit: GNU ld takes a third of a small kernel's time."""
-    if not config.cache or "COMPILER_PATH" in os.environ:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))  # Inductor's choice
+    if not config.cache or not compiler or "COMPILER_PATH" in os.environ:
         return
     link = config.cache.mkdir("linker") / "ld"
     link.unlink(missing_ok=True)
     link.symlink_to(linker)
-    trial = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(link.parent / "trial.so")]
+    trial = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(link.parent / "trial.so")]
     environment = {**os.environ, "COMPILER_PATH": str(link.parent)}
     if subprocess.run(trial, input=b"", env=environment, capture_output=True).returncode == 0:
         os.environ["COMPILER_PATH"] = str(link.parent)
