@@ -23,6 +23,10 @@ OTHERS = {
     *(f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")),
 }
 E2M1 = {"mxfp4", "nvfp4", "nvfp4_rows", "nvfp4_divided_rows", "nvfp4_tiles"}
+INT4 = {
+    *("int4_g32", "int4_g64", "int4_g128"),
+    *(f"int4_plain_g{group}" for group in (32, 64, 128, 256)),
+}
 EVERY = NIBBLES | PLANES | OTHERS
 
 SERVED: dict[tuple[str, str, str], set[str]] = {
@@ -41,6 +45,7 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("scatter2scatter", "cuda", "grouped_mm"): {DENSE},
     ("scatter2scatter", "cuda", "dequantize"): EVERY | {DENSE},
     ("scatter2scatter", "cuda", "reference"): EVERY | {DENSE},
+    ("linear_rows", "cpu", "cpp"): NIBBLES | INT4,
     ("linear_rows", "cpu", "reference"): EVERY,
     ("linear_rows", "cuda", "cuda"): {name for name in NIBBLES if "_b32" not in name},
     ("linear_rows", "cuda", "triton"): EVERY,
