@@ -72,7 +72,7 @@ def recipes() -> str:
 
 
 def rates() -> str:
-    """Draw one row of each peer of a recipe; MFU and breaks of results that have them."""
+    """Write one row for each peer of a recipe, with MFU and breaks where a result has them."""
     body = []
     files = list(filter(exists, RATES))
     for name in files:
@@ -89,7 +89,7 @@ def rates() -> str:
 
 
 def eight_bits() -> str:
-    """One row of each measure: a step whose products are in eight bits beside that in bfloat16."""
+    """Write a step whose products are in eight bits beside the same step in bfloat16."""
     name, peers = "step_fp8-h200", ("inductor", "qfuse", "qfuse[qfuse.compute=fp8]")
     times = [seconds(name, peer) for peer in peers]
     peaks = [extra(name, peer, "peak_bytes") for peer in peers]
@@ -105,7 +105,7 @@ def eight_bits() -> str:
 
 
 def eight_bits_quality() -> str:
-    """One row of each way to compute: held-out loss, and how adapters' gradients turn."""
+    """Write the held-out loss and the cosine of adapters' gradients for each way to compute."""
     files = [n for n in ("compute_quality-cpu", "compute_quality-h200") if exists(n)]
     body = []
     for name in files:
@@ -144,7 +144,7 @@ def families() -> str:
 
 
 def memory() -> str:
-    """Draw one row of each peer and budget: the step's time over what it takes."""
+    """Write one row for each peer and budget: the time of its step and the memory it takes."""
     name = "memory-h200"
     if not exists(name):
         return "Not measured yet (`python -m benchmarks.bench_memory`)."

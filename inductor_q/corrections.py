@@ -13,7 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -131,10 +131,10 @@ def _caller() -> CodeType | None:
     """Return the code of the program that Dynamo compiled, whose compiled form is being run."""
     from torch._dynamo.utils import orig_code_map
 
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in orig_code_map:
             code: CodeType = orig_code_map[frame.f_code]
             return code
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
