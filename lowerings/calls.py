@@ -10,7 +10,8 @@ from torch import Tensor
 from inductor_q.formats import FORMATS
 from inductor_q.kernels.calls import (
     Adapter,
-    DropoutGrad,
+    DropoutGradA,
+    DropoutGradX,
     DropoutProject,
     GroupedGram,
     LinearRows,
@@ -114,7 +115,13 @@ def qfuse_dropout_project_out(
     serve("dropout_project", DropoutProject(x, seeds, index, a, count, p, out))
 
 
-def qfuse_dropout_grad(*args: Any) -> tuple[Tensor, Tensor]:
+def qfuse_dropout_grad_a(*args: Any) -> Tensor:
     """Serve the op, whose arguments were checked when it was traced."""
-    result: tuple[Tensor, Tensor] = serve("dropout_grad", DropoutGrad(*args))
+    result: Tensor = serve("dropout_grad_a", DropoutGradA(*args))
+    return result
+
+
+def qfuse_dropout_grad_x(*args: Any) -> Tensor:
+    """Serve the op, whose arguments were checked when it was traced."""
+    result: Tensor = serve("dropout_grad_x", DropoutGradX(*args))
     return result

@@ -33,15 +33,27 @@ FUNCTIONS: dict[Any, Any] = {
     torch.ops.qfuse.linear.default: calls.qfuse_linear,
     torch.ops.qfuse.linears.default: calls.qfuse_linears,
     torch.ops.qfuse.dropout_project.default: calls.qfuse_dropout_project,
-    torch.ops.qfuse.dropout_grad.default: calls.qfuse_dropout_grad,
+    torch.ops.qfuse.dropout_grad_a.default: calls.qfuse_dropout_grad_a,
+    torch.ops.qfuse.dropout_grad_x.default: calls.qfuse_dropout_grad_x,
 }
 
 
 def register() -> None:
     for op in FUNCTIONS:
-        # Layouts stay as they were traced: kernels read rows.
-        lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
+        lowering.add_layout_constraint(op, _as_traced)
         lowering.register_lowering(op, type_promotion_kind=None)(_lower(op))
+
+
+def _as_traced(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """Keep layouts as they were traced, since kernels read rows.
+
+    What is only viewed as rows is computed in the shape that it had: in another it would not share
+    a kernel with what is computed from the same tensors.
+    """
+    for arg in args:
+        if isinstance(arg, ir.TensorBox) and isinstance(arg.data, ir.View):
+            arg.realize()
+    return lowering.constrain_to_fx_strides(node, *args, **kwargs)
 
 
 def _lower(op: torch._ops.OpOverload) -> Any:

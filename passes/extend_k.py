@@ -31,7 +31,7 @@ from torch import fx
 
 from inductor_q.context import Context
 from inductor_q.passes.fold_lora import FLOAT32, STRICT
-from inductor_q.passes.fuse_dropout import GRAD, PROJECT
+from inductor_q.passes.fuse_dropout import GRAD_X, PROJECT
 from inductor_q.passes.graph import (
     ADD,
     CAST,
@@ -243,7 +243,7 @@ def _from_dropout(leaf: fx.Node) -> bool:
     below = peel_rows(leaf)
     if below.target is CAST:
         below = peel_rows(arg(below, 0))
-    return below.target is operator.getitem and arg(below, 0).target is GRAD
+    return below.target is GRAD_X
 
 
 def _hidden(leaf: fx.Node) -> str:

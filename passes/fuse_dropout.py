@@ -4,8 +4,8 @@ PEFT's `lora_dropout` gives each adapter a mask of its own. Written out, that is
 layer's input for every adapter, in forward for `dropout(x) A'`, in backward for the gradient of A,
 and one more for the gradient of x. This pass finds the three places of each mask and replaces all
 of them, or none: `qfuse::dropout_project` stands for the adapters of one input, and
-`qfuse::dropout_grad` for both of their gradients. Both make the mask from a seed, so nothing of it
-is stored, and the projections of one input lie side by side, as `stack_adapters` would have laid
+`qfuse::dropout_grad_a` and `dropout_grad_x` for the gradients of A and x. All make the mask from a
+seed, so nothing of it is stored, and the projections of one input lie side by side, as `stack_adapters` would have laid
 them, for `extend_k`.
 
 The masks are not those of stock Inductor, which draws its numbers in another order; their
@@ -15,7 +15,6 @@ numbers of eager, and under strict numerics, dropout stays as it is written.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,8 @@ RAND = torch.ops.aten.rand.default
 NATIVE = torch.ops.aten.native_dropout.default  # kept whole where eager's numbers are asked for
 GREATER = torch.ops.aten.gt.Scalar
 PROJECT = torch.ops.qfuse.dropout_project.default
-GRAD = torch.ops.qfuse.dropout_grad.default
+GRAD_A = torch.ops.qfuse.dropout_grad_a.default
+GRAD_X = torch.ops.qfuse.dropout_grad_x.default
 EAGER = "torch._inductor.config.fallback_random asks for the numbers of eager"
 PROVIDER = "qfuse.dropout_project"
 MAX_RANK = 64  # of the kernels
@@ -323,22 +323,20 @@ def _rewrite(graph: fx.Graph, plan: _Group) -> None:
         dtype = tensor(node).dtype
         x = as_matrix(graph, _cast(graph, first.x, dtype, node))
         a = _joined(graph, [_row_major(graph, m) for m in members], 0)
-        shared = (x, seeds, plan.seed, a)
-        projected = emit(graph, PROJECT, (*shared, count, first.p), node)
+        projected = emit(graph, PROJECT, (x, seeds, plan.seed, a, count, first.p), node)
         for i, member in enumerate(members):
             part = _part(graph, projected, 1, i, count, rank, member.projection.node)
             member.projection.node.replace_all_uses_with(part)
     with graph.inserting_before(members[-1].of_a):
         like = members[-1].of_a
         grad = _joined(graph, [as_matrix(graph, m.grad) for m in members], 1)
-        wanted = first.of_x is not None
-        both = emit(graph, GRAD, (*shared, grad, count, first.p, wanted), like)
-        of_a = emit(graph, operator.getitem, (both, 0), like)
+        rest = (seeds, plan.seed, grad, count, first.p)
+        of_a = emit(graph, GRAD_A, (x, *rest), like)
         for i, member in enumerate(members):
             part = _part(graph, of_a, 0, i, count, rank, member.of_a)
             member.of_a.replace_all_uses_with(part)
         if first.of_x is not None:
-            of_x = emit(graph, operator.getitem, (both, 1), first.of_x)
+            of_x = emit(graph, GRAD_X, (a, *rest), first.of_x)
             of_x = _cast(graph, of_x, tensor(first.of_x).dtype, first.of_x)
             if first.shape is not None:
                 of_x = emit(graph, RESHAPE, (of_x, first.shape), first.of_x)

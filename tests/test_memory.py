@@ -263,7 +263,9 @@ def test_what_projections_under_dropout_cost() -> None:
         dropped = (x, seeds, 0, a)
         low = torch.ops.qfuse.dropout_project(*dropped, 2, 0.5)
         wide = torch.ops.qfuse.extend_dropped(*dropped, 2, 0.5, 0)
-        return [low, wide, *torch.ops.qfuse.dropout_grad(*dropped, low, 2, 0.5, True)]
+        rest = (seeds, 0, low, 2, 0.5)
+        of_a = torch.ops.qfuse.dropout_grad_a(x, *rest)
+        return [low, wide, of_a, torch.ops.qfuse.dropout_grad_x(a, *rest)]
 
     given = torch.empty(2048, 4096), torch.zeros(1, dtype=torch.int64), torch.empty(2048, 4096)
     graph = make_fx(ops, tracing_mode="fake")(*given).graph
@@ -271,7 +273,8 @@ def test_what_projections_under_dropout_cost() -> None:
     product = 2 * 2048 * 4096 * 2048 / 200
     assert costs["qfuse.dropout_project"] == product
     assert costs["qfuse.extend_dropped"] == max(product, 4 * 2048 * (4096 + 6144 + 2048) + 8)
-    assert costs["qfuse.dropout_grad"] is None
+    assert costs["qfuse.dropout_grad_a"] is None
+    assert costs["qfuse.dropout_grad_x"] is None
 
 
 # --- around the plan -----------------------------------------------------------------------------

@@ -87,9 +87,13 @@ PROVIDERS: dict[str, Table] = {
         "cpu": (dropout_reference.PROJECT,),
         "cuda": (dropout_triton.PROJECT, dropout_reference.PROJECT),
     },
-    "dropout_grad": {
-        "cpu": (dropout_reference.GRAD,),
-        "cuda": (dropout_triton.GRAD, dropout_reference.GRAD),
+    "dropout_grad_a": {
+        "cpu": (dropout_reference.GRAD_A,),
+        "cuda": (dropout_triton.GRAD_A, dropout_reference.GRAD_A),
+    },
+    "dropout_grad_x": {
+        "cpu": (dropout_reference.GRAD_X,),
+        "cuda": (dropout_triton.GRAD_X, dropout_reference.GRAD_X),
     },
     "tile_map": {
         "cpu": (tile_map_reference.KERNEL,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import DropoutGrad, DropoutProject
+from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.dropout import keep_mask
 from inductor_q.kernels.provider import REFERENCE, Provider
 
@@ -16,7 +16,7 @@ class Project(Provider[DropoutProject]):
     def run(self, call: DropoutProject) -> Tensor:
         x, count = call.x, call.count
         low = [
-            x.where(_keep(call, i), 0.0) @ a.t() / (1 - call.p)
+            x.where(_keep(call, x, i), 0.0) @ a.t() / (1 - call.p)
             for i, a in enumerate(call.a.chunk(count))
         ]
         call.out.zero_()
@@ -24,26 +24,36 @@ class Project(Provider[DropoutProject]):
         return call.out
 
 
-class Grad(Provider[DropoutGrad]):
+class GradA(Provider[DropoutGradA]):
     name = REFERENCE
 
-    def run(self, call: DropoutGrad) -> tuple[Tensor, Tensor]:
+    def run(self, call: DropoutGradA) -> Tensor:
         scale = 1 / (1 - call.p)
-        of_a = []
-        of_x = call.new_of_x().zero_()
+        parts = [
+            grad.t() @ call.x.where(_keep(call, call.x, i), 0.0) * scale
+            for i, grad in enumerate(call.grad.chunk(call.count, 1))
+        ]
+        return torch.cat(parts)
+
+
+class GradX(Provider[DropoutGradX]):
+    name = REFERENCE
+
+    def run(self, call: DropoutGradX) -> Tensor:
+        scale = 1 / (1 - call.p)
+        of_x = call.new().zero_()
         pairs = zip(call.a.chunk(call.count), call.grad.chunk(call.count, 1), strict=True)
         for i, (a, grad) in enumerate(pairs):
-            keep = _keep(call, i)
-            of_a.append(grad.t() @ call.x.where(keep, 0.0) * scale)
-            if call.of_x:
-                of_x += (grad @ a * scale).where(keep, 0.0)
-        return torch.cat(of_a), of_x
+            of_x += (grad @ a * scale).where(_keep(call, of_x, i), 0.0)
+        return of_x
 
 
-def _keep(call: DropoutProject | DropoutGrad, adapter: int) -> Tensor:
-    rows, columns = call.x.shape
+def _keep(call: DropoutProject | DropoutGradA | DropoutGradX, x: Tensor, adapter: int) -> Tensor:
+    """Which elements an adapter keeps of an input that is as large as `x`."""
+    rows, columns = x.shape
     return keep_mask(call.seeds[call.index], rows, columns, adapter, call.p)
 
 
 PROJECT = Project()
-GRAD = Grad()
+GRAD_A = GradA()
+GRAD_X = GradX()

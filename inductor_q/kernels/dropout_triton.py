@@ -1,7 +1,8 @@
 """Products of adapters under dropout on a GPU: masks are made in registers, where they are used.
 
-Both kernels split what they add up over programs, so that the random numbers, which cost more than
-the memory traffic, are made on all of the device. A second launch adds the parts in a fixed order.
+Kernels that add up rows or columns split them over programs, so that the random numbers, which cost
+more than the memory traffic, are made on all of the device. A second launch adds the parts in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import DropoutGrad, DropoutProject
+from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.dropout import CALL_ROWS, threshold
 from inductor_q.kernels.gpu import unfit
 from inductor_q.kernels.provider import TritonProvider
@@ -31,7 +32,7 @@ KEPT = 4096
 
 class Project(TritonProvider[DropoutProject]):
     def refuses(self, call: DropoutProject) -> str:
-        return _refuses(call) or unfit(call.out)
+        return _refuses(call.x, call.a.shape[0] // call.count) or unfit(call.out)
 
     def run(self, call: DropoutProject) -> Tensor:
         rows, columns = call.x.shape
@@ -43,43 +44,49 @@ class Project(TritonProvider[DropoutProject]):
             (call.x, call.a.contiguous(), call.seeds, partial),
             (_blocks(rows, CALL_ROWS), parts, call.count),
             (rows, columns, call.x.stride(0), call.index, *threshold(call.p)),
-            {**_ranks(call), "PART": PROJECT_PART, **_columns(columns, PROJECT_PART)},
+            {**_ranks(total, call.count), "PART": PROJECT_PART, **_columns(columns, PROJECT_PART)},
         )
         _finish(partial, call.out, 1 / (1 - call.p))
         return call.out
 
 
-class Grad(TritonProvider[DropoutGrad]):
-    def refuses(self, call: DropoutGrad) -> str:
-        return _refuses(call)
+class GradA(TritonProvider[DropoutGradA]):
+    def refuses(self, call: DropoutGradA) -> str:
+        return _refuses(call.x, call.grad.shape[1] // call.count) or _refuses_grad(call.grad)
 
-    def run(self, call: DropoutGrad) -> tuple[Tensor, Tensor]:
+    def run(self, call: DropoutGradA) -> Tensor:
         rows, columns = call.x.shape
-        a = call.a.contiguous()
-        parts, blocks = _blocks(rows, GRAD_PART), _blocks(columns, COLUMNS)
-        partial = call.x.new_empty((parts, *a.shape), dtype=torch.float32)
-        of_a, of_x = torch.empty_like(a), call.new_of_x()
-        numbers = (call.grad.stride(0), call.index, *threshold(call.p))
+        of_a = call.new()
+        parts = _blocks(rows, GRAD_PART)
+        partial = call.x.new_empty((parts, *of_a.shape), dtype=torch.float32)
         _launch(
             "grad_a",
             (call.x, call.seeds, call.grad, partial),
-            (blocks, parts, call.count),
-            (rows, columns, call.x.stride(0), *numbers),
-            {**_ranks(call), "PART": GRAD_PART, **_columns(columns)},
+            (_blocks(columns, COLUMNS), parts, call.count),
+            (rows, columns, call.x.stride(0), call.grad.stride(0), call.index, *threshold(call.p)),
+            {**_ranks(len(of_a), call.count), "PART": GRAD_PART, **_columns(columns)},
         )
         _finish(partial, of_a, 1 / (1 - call.p))
-        if not call.of_x:
-            return of_a, of_x
-        constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **_ranks(call)}
+        return of_a
+
+
+class GradX(TritonProvider[DropoutGradX]):
+    def refuses(self, call: DropoutGradX) -> str:
+        return _refuses(call.a, call.a.shape[0] // call.count) or _refuses_grad(call.grad)
+
+    def run(self, call: DropoutGradX) -> Tensor:
+        of_x, a = call.new(), call.a.contiguous()
+        rows, columns = of_x.shape
+        constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **_ranks(len(a), call.count)}
         del constants["TOTAL"]
         _launch(
             "grad_x",
             (a, call.seeds, call.grad, of_x),
-            (blocks, _blocks(rows, CALL_ROWS), 1),
-            (rows, columns, *numbers),
+            (_blocks(columns, COLUMNS), _blocks(rows, CALL_ROWS), 1),
+            (rows, columns, call.grad.stride(0), call.index, *threshold(call.p)),
             {**constants, **_columns(columns)},
         )
-        return of_a, of_x
+        return of_x
 
 
 def _finish(partial: Tensor, out: Tensor, scale: float) -> None:
@@ -97,10 +104,9 @@ def _finish(partial: Tensor, out: Tensor, scale: float) -> None:
     )
 
 
-def _ranks(call: DropoutProject | DropoutGrad) -> dict[str, Any]:
+def _ranks(total: int, count: int) -> dict[str, Any]:
     """The rank of an adapter and of all, and the rank as a size of tiles for tensor cores."""
-    total = call.a.shape[0]
-    rank = total // call.count
+    rank = total // count
     return {"RANK": rank, "TOTAL": total, "LANES": max(16, 1 << (rank - 1).bit_length())}
 
 
@@ -139,17 +145,20 @@ def _launch(
 _LAUNCHES: dict[tuple[Any, ...], Repeated] = {}
 
 
-def _refuses(call: DropoutProject | DropoutGrad) -> str:
-    if call.x.stride(1) != 1:
-        return "the input is not a matrix with unit column stride"
-    if isinstance(call, DropoutGrad) and call.grad.stride(1) != 1:
-        return "the gradient is not a matrix with unit column stride"
-    if call.a.shape[0] // call.count > MAX_RANK:
+def _refuses(factor: Tensor, rank: int) -> str:
+    if factor.stride(1) != 1:
+        return "a factor is not a matrix with unit column stride"
+    if rank > MAX_RANK:
         return f"the rank is larger than {MAX_RANK}"
-    if call.x.dtype.itemsize != 2:
+    if factor.dtype.itemsize != 2:
         return "products in float32 are more exact as the reference adds them up"
     return ""
 
 
+def _refuses_grad(grad: Tensor) -> str:
+    return "" if grad.stride(1) == 1 else "the gradient is not a matrix with unit column stride"
+
+
 PROJECT = Project()
-GRAD = Grad()
+GRAD_A = GradA()
+GRAD_X = GradX()

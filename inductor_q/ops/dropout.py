@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inductor_q.kernels.calls import DropoutGrad, DropoutProject, schema
+from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject, schema
 from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.library import define
 
@@ -34,26 +34,44 @@ def dropout_project(
         p: the share of elements that is dropped, 0 <= p < 1. The others are scaled by 1 / (1 - p).
 
     Returns:
-        [M, count * r] in the dtype of x. It has no gradient formula: `dropout_grad` is emitted for
-        it.
+        [M, count * r] in the dtype of x. It has no gradient formula: `dropout_grad_a` and
+        `dropout_grad_x` are emitted for it.
     """
     return _project_out(x, seeds, index, a, count, p, out=x.new_empty((x.shape[0], a.shape[0])))
 
 
-def dropout_grad(*args: Any) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `dropout_project` under the same masks.
+def dropout_grad_a(*args: Any) -> Tensor:
+    """Compute the gradient of `a` of `dropout_project` under the same masks.
+
+    It is an op apart from `dropout_grad_x`, so that an x which backward computes again need not be
+    there before its gradient: one kernel can make both x and what follows from its gradient.
 
     Args:
-        args: x, seeds, index and a of `dropout_project`; `grad` [M, count * r], the gradient of its
-            result; its count and p; and `of_x`, whether x needs a gradient.
+        args: x, seeds and index of `dropout_project`; `grad` [M, count * r], the gradient of its
+            result; its count and p.
 
     Returns:
-        The gradients of `a` [count * r, K] and of x [M, K], or [0, K] if it needs none, in the
-        dtype of x.
+        [count * r, K] in the dtype of x.
     """
-    call = DropoutGrad(*args)
+    call = DropoutGradA(*args)
     call.check()
-    result: tuple[Tensor, Tensor] = serve("dropout_grad", call)
+    result: Tensor = serve("dropout_grad_a", call)
+    return result
+
+
+def dropout_grad_x(*args: Any) -> Tensor:
+    """Compute the gradient of x of `dropout_project` under the same masks.
+
+    Args:
+        args: a, seeds and index of `dropout_project`; `grad` [M, count * r], the gradient of its
+            result; its count and p.
+
+    Returns:
+        [M, K] in the dtype of x.
+    """
+    call = DropoutGradX(*args)
+    call.check()
+    result: Tensor = serve("dropout_grad_x", call)
     return result
 
 
@@ -96,9 +114,12 @@ def _fake_project_out(
     return out
 
 
-def _fake_grad(*args: Any) -> tuple[Tensor, Tensor]:
-    call = DropoutGrad(*args)
-    return call.x.new_empty(call.a.shape), call.new_of_x()
+def _fake_grad_a(*args: Any) -> Tensor:
+    return DropoutGradA(*args).new()
+
+
+def _fake_grad_x(*args: Any) -> Tensor:
+    return DropoutGradX(*args).new()
 
 
 def _fake_extend(
@@ -116,5 +137,6 @@ def define_dropout() -> None:
         _project_out,
         _fake_project_out,
     )
-    define(schema("dropout_grad", DropoutGrad, "(Tensor, Tensor)"), dropout_grad, _fake_grad)
+    define(schema("dropout_grad_a", DropoutGradA, "Tensor"), dropout_grad_a, _fake_grad_a)
+    define(schema("dropout_grad_x", DropoutGradX, "Tensor"), dropout_grad_x, _fake_grad_x)
     define(f"extend_dropped({arguments}, int padding) -> Tensor", extend_dropped, _fake_extend)

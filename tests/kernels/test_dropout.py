@@ -13,7 +13,7 @@ from torch.library import opcheck
 from inductor_q import ops
 from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.kernels import dropout_reference, dropout_triton
-from inductor_q.kernels.calls import DropoutGrad, DropoutProject
+from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.dropout import keep_mask, threshold
 from inductor_q.testing import relative_error
 from tests.support.interpret_dropout import CASES
@@ -99,11 +99,10 @@ def test_against_what_is_written_out(rows: int) -> None:
         of_a[part] = low[:, part].double().t() @ (x.double() * scaled)
         of_x += (low[:, part].double() @ a[part].double()) * scaled
     actual = QFUSE.dropout_project(x, seeds, index, a, count, p)
-    grads = QFUSE.dropout_grad(x, seeds, index, a, low, count, p, True)
+    rest = (seeds, index, low, count, p)
+    grads = QFUSE.dropout_grad_a(x, *rest), QFUSE.dropout_grad_x(a, *rest)
     for mine, right in zip((actual, *grads), (expected, of_a, of_x), strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=1e-5)
-    alone, none = QFUSE.dropout_grad(x, seeds, index, a, low, count, p, False)
-    assert torch.equal(alone, grads[0]) and none.shape == (0, 24)
     wide = QFUSE.extend_dropped(x.view(rows, 1, 24), seeds, index, a, count, p, 2)
     assert torch.equal(wide.view(rows, 32), torch.cat([x, actual, torch.zeros(rows, 2)], 1))
 
@@ -113,9 +112,9 @@ def test_opcheck() -> None:
     given = (x, seeds, index, a, count, p)
     opcheck(QFUSE.dropout_project.default, given)
     opcheck(QFUSE.extend_dropped.default, (*given, 5))
-    for of_x in (True, False):
-        grad = torch.randn(40, 6)
-        opcheck(QFUSE.dropout_grad.default, (x, seeds, index, a, grad, count, p, of_x))
+    rest = (seeds, index, torch.randn(40, 6), count, p)
+    opcheck(QFUSE.dropout_grad_a.default, (x, *rest))
+    opcheck(QFUSE.dropout_grad_x.default, (a, *rest))
 
 
 def test_wrong_arguments() -> None:
@@ -128,6 +127,14 @@ def test_wrong_arguments() -> None:
         QFUSE.dropout_project(x, seeds, 9, a, count, p)
     with pytest.raises(WrongDtype, match="float32 and torch"):
         QFUSE.dropout_project(x.double(), seeds, index, a, count, p)
+    for op, factor, expected in (
+        (QFUSE.dropout_grad_a, x, r"x \[M, K\] and a gradient \[M, 2 \* r\]"),
+        (QFUSE.dropout_grad_x, a, r"a \[2 \* r, K\] and a gradient \[M, 2 \* r\]"),
+    ):
+        with pytest.raises(WrongShape, match=expected):
+            op(factor, seeds, index, torch.randn(40, 5), count, p)
+        with pytest.raises(WrongDtype, match="float32"):
+            op(factor, seeds, index, torch.randn(40, 6).half(), count, p)
     with pytest.raises(WrongDtype, match="seeds"):
         QFUSE.dropout_project(x, seeds.int(), index, a, count, p)
 
@@ -158,17 +165,18 @@ def test_gpu_kernels(rows: int, columns: int, count: int, rank: int, dtype: torc
     low = torch.randn(rows, count * rank, device="cuda", dtype=dtype)
     seeds = torch.randint(2**63 - 1, [2], device="cuda")
     results = []
-    for project, grad, cast in (
-        (dropout_triton.PROJECT, dropout_triton.GRAD, dtype),
-        (dropout_reference.PROJECT, dropout_reference.GRAD, dtype),
-        (dropout_reference.PROJECT, dropout_reference.GRAD, torch.float64),
+    for provider, cast in (
+        (dropout_triton, dtype),
+        (dropout_reference, dtype),
+        (dropout_reference, torch.float64),
     ):
         out = torch.full((rows, count * rank + 16), 7.0, device="cuda", dtype=cast)
-        given = (x.to(cast), seeds, 1, a.to(cast))
-        project.run(DropoutProject(*given, count, 0.05, out))
+        provider.PROJECT.run(DropoutProject(x.to(cast), seeds, 1, a.to(cast), count, 0.05, out))
         assert not out[:, count * rank :].any()
-        grads = grad.run(DropoutGrad(*given, low.to(cast), count, 0.05, True))
-        results.append((out[:, : count * rank], *grads))
+        rest = (seeds, 1, low.to(cast), count, 0.05)
+        of_a = provider.GRAD_A.run(DropoutGradA(x.to(cast), *rest))
+        of_x = provider.GRAD_X.run(DropoutGradX(a.to(cast), *rest))
+        results.append((out[:, : count * rank], of_a, of_x))
     for mine, eager, exact in zip(*results, strict=True):
         floor = torch.finfo(dtype).eps / 16  # where eager is exact by chance
         assert relative_error(mine, exact) <= max(1.25 * relative_error(eager, exact), floor)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config, inductor_prims
+from torch._inductor.utils import run_and_get_code
 
 import inductor_q
 from inductor_q import testing
@@ -19,7 +22,7 @@ from inductor_q.kernels import dropout_reference
 from inductor_q.kernels.calls import DropoutProject
 from inductor_q.kernels.dropout import keep_mask
 from inductor_q.passes.extend_k import EXTEND_DROPPED
-from inductor_q.passes.fuse_dropout import GRAD, PROJECT
+from inductor_q.passes.fuse_dropout import GRAD_A, GRAD_X, PROJECT
 from tests.support.compiling import compile_step, count_ops, partition, step
 
 peft = pytest.importorskip("peft")
@@ -113,7 +116,7 @@ def test_forward_and_backward_use_the_same_masks(extended: bool) -> None:
     found = count_ops(forward) + count_ops(backward)
     # One op for q, k and v, one for o, in either direction, and no random numbers besides.
     assert found["qfuse.extend_dropped" if extended else "qfuse.dropout_project"] == 2
-    assert found["qfuse.dropout_grad"] == 2
+    assert (found["qfuse.dropout_grad_a"], found["qfuse.dropout_grad_x"]) == (2, 2)
     assert not found["rand"]
     reference = masked(model)
     expected, right = step(reference, x, module=reference)
@@ -151,6 +154,21 @@ def test_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(result.output, expected, rtol=1e-5, atol=1e-5)
     for name, value in result.gradients.items():
         torch.testing.assert_close(value, grads[name], rtol=1e-4, atol=1e-5)
+
+
+def test_one_kernel_makes_an_input_again_and_what_its_gradient_becomes() -> None:
+    """The gradient of A waits for it: what both are computed from is read once."""
+    model, x = block(), batch()
+    run = functools.partial(compile_step, model, x, options={"qfuse.thresholds": ALWAYS})
+    _, codes = run_and_get_code(run)
+    backward = codes[-1][codes[-1].index("def call(") :]
+    calls = re.findall(r"^\s+(?:\w+ = )?(cpp_fused_\w+|qfuse_dropout_grad_[ax])\(", backward, re.M)
+    places = [i for i, name in enumerate(calls) if name == "qfuse_dropout_grad_a"]
+    assert len(places) == 2
+    for place in places:
+        kernel, before = calls[place - 1], calls[place - 2]
+        assert "tanh_tanh_backward" in kernel, calls
+        assert before == "qfuse_dropout_grad_x", calls
 
 
 def test_under_autocast_and_checkpointing() -> None:
@@ -192,7 +210,7 @@ def test_of_a_float32_input_that_each_layer_casts(dtype: torch.dtype) -> None:
     assert report.applied()["fuse_dropout"] == 4
     assert report.applied()["extend_k"] == 5  # forward four, backward the sum of q, k and v
     found = sum(map(count_ops, graphs), Counter())
-    assert (found["qfuse.extend_dropped"], found["qfuse.dropout_grad"]) == (2, 2)
+    assert (found["qfuse.extend_dropped"], found["qfuse.dropout_grad_x"]) == (2, 2)
     reference = masked(model)
     eager, own = step(autocast(reference), x, module=reference)
     exact_model = testing.reference_model(reference)
@@ -290,8 +308,8 @@ def test_no_gradient_of_an_input_that_needs_none() -> None:
     """Neither kernel nor memory goes into it: the first layer's input is frozen embeddings."""
     model, x = block(), batch().detach()
     (_, backward), (output, grads), _ = partitioned(model, x)
-    wanted = [node.args[-1] for node in backward.find_nodes(op="call_function", target=GRAD)]
-    assert sorted(wanted) == [False, True]  # q, k and v read x, and o what they make of it
+    found = {op: len(backward.find_nodes(op="call_function", target=op)) for op in (GRAD_A, GRAD_X)}
+    assert found == {GRAD_A: 2, GRAD_X: 1}  # q, k and v read x, and o what they make of it
     reference = masked(model)
     expected, right = step(reference, x, module=reference)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
