@@ -3,10 +3,10 @@
 PEFT's `lora_dropout` gives each adapter a mask of its own. Written out, that is a copy of the
 layer's input for every adapter, in forward for `dropout(x) A'`, in backward for the gradient of A,
 and one more for the gradient of x. This pass finds the three places of each mask and replaces all
-of them, or none: `qfuse::dropout_project` stands for the adapters of one input, and
+of them, or none: `qfuse::dropout_project` stands for the adapters of one input,
 `qfuse::dropout_grad_a` and `dropout_grad_x` for the gradients of A and x. All make the mask from a
-seed, so nothing of it is stored, and the projections of one input lie side by side, as `stack_adapters` would have laid
-them, for `extend_k`.
+seed, so nothing of it is stored, and the projections of one input lie side by side, as
+`stack_adapters` would have laid them, for `extend_k`.
 
 The masks are not those of stock Inductor, which draws its numbers in another order; their
 distribution is the same. Where `torch._inductor.config.fallback_random` asks for the

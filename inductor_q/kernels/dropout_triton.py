@@ -1,8 +1,8 @@
 """Products of adapters under dropout on a GPU: masks are made in registers, where they are used.
 
-Kernels that add up rows or columns split them over programs, so that the random numbers, which cost
-more than the memory traffic, are made on all of the device. A second launch adds the parts in a fixed
-order.
+Kernels that add up rows or columns split them over programs, so that the random numbers, which
+cost more than the memory traffic, are made on all of the device. A second launch adds the parts in
+a fixed order.
 """
 
 from __future__ import annotations
