@@ -35,11 +35,23 @@ RECIPES = {
     "step_checkpointed-h200": "the same with gradient checkpointing",
     "step_packed-h200": "packed documents, checkpointing, 8 layers, 1 x 8192 tokens",
 }
+#: Further recipes, shown once measured.
+MORE_RECIPES = {
+    "step_trl-h200": "TRL's defaults (float32 norms, bf16 adapters, checkpointing), 4 layers",
+    "step_surogate-h200": "Surogate's step: packed, accumulated over 4 batches, 4 layers",
+}
+#: The option of the products in eight bits, and the steps that have it, shown once measured.
+FP8 = "qfuse[qfuse.compute=fp8]"
+EIGHT_BITS = {
+    "step_fp8-h200": "bare, 8 layers",
+    "step_trainer-h200": "a trainer's defaults, 4 layers",
+}
 #: Other projects' kernels, and the step of Surogate's published rates; shown once measured.
 RATES = {
     "step_trainer-h200": "a trainer's defaults",
     "step_checkpointed-h200": "with checkpointing",
     "step_packed-h200": "packed documents, checkpointing",
+    "step_trl-h200": "TRL's defaults",
     "step_surogate-h200": "Surogate's step",
     "step_surogate-checkpointed-h200": "Surogate's step, checkpointing",
 }
@@ -48,6 +60,7 @@ BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
 
 PEER_NAMES = {
     "inductor": "stock Inductor",
+    FP8: "qfuse, fp8",
     "axolotl": "axolotl's kernels, eager",
     "unsloth": "unsloth's kernels, eager",
 }
@@ -68,7 +81,7 @@ def step() -> str:
 
 
 def recipes() -> str:
-    return _steps(RECIPES)
+    return _steps(RECIPES | {name: MORE_RECIPES[name] for name in filter(exists, MORE_RECIPES)})
 
 
 def rates() -> str:
@@ -89,19 +102,24 @@ def rates() -> str:
 
 
 def eight_bits() -> str:
-    """Write a step whose products are in eight bits beside the same step in bfloat16."""
-    name, peers = "step_fp8-h200", ("inductor", "qfuse", "qfuse[qfuse.compute=fp8]")
-    times = [seconds(name, peer) for peer in peers]
-    peaks = [extra(name, peer, "peak_bytes") for peer in peers]
-    deviations = [extra(name, peer, "loss_deviation") for peer in peers]
-    ratio = [f"{values[2] / values[1]:.2f}" for values in (times, peaks)]
-    body = [
-        ("step", *map(ms, times), ratio[0]),
-        ("peak memory", *map(gb, peaks), ratio[1]),
-        ("loss, largest deviation in 20 steps", *(percent(d, 2) for d in deviations), ""),
-    ]
-    header = ("", "stock Inductor", "qfuse", "qfuse, fp8", "fp8 / bf16")
-    return f"{table(header, body)}\n\n{source(name)}"
+    """Write steps whose products are in eight bits beside the same steps in bfloat16."""
+    peers = ("inductor", "qfuse", FP8)
+    files = [name for name in EIGHT_BITS if any(r["peer"] == FP8 for r in result(name)["rows"])]
+    body = []
+    for name in files:
+        times = [seconds(name, peer) for peer in peers]
+        peaks = [extra(name, peer, "peak_bytes") for peer in peers]
+        deviations = [extra(name, peer, "loss_deviation") for peer in peers]
+        ratio = [f"{values[2] / values[1]:.2f}" for values in (times, peaks)]
+        steps = result(name)["settings"]["loss_steps"]
+        label = f"loss, largest deviation in {steps} steps"
+        body += [
+            (EIGHT_BITS[name], "step", *map(ms, times), ratio[0]),
+            ("", "peak memory", *map(gb, peaks), ratio[1]),
+            ("", label, *(percent(d, 2) for d in deviations), ""),
+        ]
+    header = ("", "", "stock Inductor", "qfuse", "qfuse, fp8", "fp8 / bf16")
+    return f"{table(header, body)}\n\n{source(*files)}"
 
 
 def eight_bits_quality() -> str:
