@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5490,
     "inductor_q/experts": 800,
     "inductor_q/formats": 1600,
-    "inductor_q/integrations": 775,
+    "inductor_q/integrations": 800,
     "inductor_q/kbit": 830,
     "inductor_q/kernels": 6175,
     "inductor_q/loading": 1320,

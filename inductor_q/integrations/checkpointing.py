@@ -1,9 +1,13 @@
-"""Checkpoint a transformers model without the hook that breaks the graph.
+"""Checkpoint a transformers model without the hooks that break the graph.
 
 Reentrant checkpointing gives a segment no gradients unless an input of it requires one. So
 transformers and PEFT register a hook that calls `requires_grad_()` on the embeddings' output, which
 Dynamo cannot trace. Checkpointing that is not reentrant, the only kind that torch.compile traces
 whatever was asked for, needs no such hook: the adapters inside the segment are enough.
+
+Experts that `replace_parameter_4bit` has packed have hooks which keep a decoded weight while their
+module runs, in dictionaries of torch that no segment may change. A graph needs them no more: there
+a weight that is read twice is one node.
 """
 
 from __future__ import annotations
@@ -11,14 +15,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from inductor_q.log import log
 
 # Local functions of transformers, and of PEFT for models that are not transformers'.
 _HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
+
+# Those around the forward of a module with packed parameters, which torch's parametrize decodes.
+_CACHING = frozenset({"_enable_parametrization_cache", "_disable_parametrization_cache"})
 
 # The methods of transformers' PreTrainedModel through which every way of enabling comes.
 _ENABLING = ("enable_input_require_grads", "_set_gradient_checkpointing")
@@ -29,11 +37,12 @@ _FUNCTION = "_gradient_checkpointing_func"
 def prepare_checkpointing(model: nn.Module) -> None:
     """Keep gradient checkpointing of `model` in one graph, however and whenever it is enabled.
 
-    The hook that makes the embeddings' output require gradients is removed, and checkpointing is
-    made non-reentrant, which gives the same gradients. Both are done now, and again each time that
-    somebody enables checkpointing or the hook on this model: a Trainer does so inside `train()`.
-    For that, two methods of the model's own instance are wrapped; no class is changed. Models in
-    eager mode work as before.
+    The hook that makes the embeddings' output require gradients is removed, checkpointing is made
+    non-reentrant, which gives the same gradients, and the hooks that keep decoded weights of packed
+    experts run in eager mode alone. All of it is done now, and again each time that somebody
+    enables checkpointing or the hook on this model: a Trainer does so inside `train()`. For that,
+    two methods of the model's own instance are wrapped; no class is changed. Models in eager mode
+    work as before.
 
     Args:
         model: a transformers model, PEFT's wrapper around one, or a trainer's `model`.
@@ -52,6 +61,15 @@ def input_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         for key, hook in list(module._forward_hooks.items()):
             if getattr(hook, "__name__", "") in _HOOKS:
                 yield path, module, key
+
+
+def _in_eager_mode(hook: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(hook)
+    def call(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return call
 
 
 def _is_reentrant(layer: nn.Module) -> bool:
@@ -77,6 +95,11 @@ def _prepare(model: nn.Module) -> None:
     for path, module, key in input_hooks(model):
         del module._forward_hooks[key]
         log.info("prepare_checkpointing: removed the input hook of %s", path)
+    for module in model.modules():
+        for hooks in cast(list[dict[int, Any]], [module._forward_pre_hooks, module._forward_hooks]):
+            for key, hook in hooks.items():
+                if getattr(hook, "__name__", "") in _CACHING and not hasattr(hook, "__wrapped__"):
+                    hooks[key] = _in_eager_mode(hook)
     reentrant = [m for m in model.modules() if hasattr(m, _FUNCTION) and _is_reentrant(m)]
     for layer in reentrant:
         function: Any = getattr(layer, _FUNCTION)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from inductor_q import testing
 from inductor_q.diagnostics import observe
@@ -130,3 +131,67 @@ def test_only_the_hook_is_removed() -> None:
     embedding.register_forward_hook(another)
     prepare_checkpointing(nn.Sequential(embedding))
     assert list(embedding._forward_hooks.values()) == [another]
+
+
+def with_packed_experts() -> Any:
+    config = testing.tiny_qwen3_moe_config(num_hidden_layers=1)
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    base = auto.from_config(config, dtype=torch.bfloat16)
+    base.set_experts_implementation("grouped_mm")
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    for name in ("gate_up_proj", "down_proj"):
+        parametrize.replace_parameter_4bit(base.model.layers[0].mlp.experts, name)
+    return testing.qlora_model(
+        config, base=base, targets=testing.ATTENTION, randomize_adapters=True
+    )
+
+
+def moe_step(model: Any, run: Callable[..., Any]) -> torch.Tensor:
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(3))
+    run(input_ids=ids, labels=ids).loss.backward()
+    return torch.cat([gradient.flatten() for gradient in gradients({}, model).values()])
+
+
+def test_packed_experts_are_in_the_graph_of_a_checkpointed_layer() -> None:
+    model = with_packed_experts()
+    enable(False)(model)
+    eager = moe_step(model, model)
+    prepare_checkpointing(model)
+    prepare_checkpointing(model)
+    torch._dynamo.reset()
+    model.zero_grad()
+    with testing.CompileTrace() as trace:
+        compiled = moe_step(model, torch.compile(model, backend="eager"))
+    assert (trace.graphs, trace.breaks) == (1, [])
+    assert testing.relative_error(compiled, eager) < 0.02
+
+
+def test_without_it_packed_experts_break_the_graph() -> None:
+    """The hooks around them fill a dictionary of torch, which Dynamo lets no segment do."""
+    experts = with_packed_experts().get_base_model().model.layers[0].mlp.experts
+    x, chosen = torch.randn(4, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 4)
+    gates = torch.rand(4, 2, dtype=torch.bfloat16)
+
+    def segment(x: torch.Tensor) -> Any:
+        return checkpoint(experts, x, chosen, gates, use_reentrant=False)
+
+    torch._dynamo.reset()
+    call = torch.compile(segment, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="side effect"):
+        call(x.requires_grad_())
+    prepare_checkpointing(experts)
+    call(x).sum().backward()
+
+
+def test_packed_experts_are_decoded_once_in_eager_mode() -> None:
+    """The loop over experts reads the weights once for each of them."""
+    model = with_packed_experts()
+    model.get_base_model().set_experts_implementation("eager")
+    prepare_checkpointing(model)
+    calls: list[None] = []
+    experts = model.get_base_model().model.layers[0].mlp.experts
+    decode = experts.parametrizations["down_proj"]
+    decode.register_forward_hook(lambda *_: calls.append(None))
+    moe_step(model, model)
+    assert len(calls) == 1
+    assert torch.nn.utils.parametrize._cache == {}
