@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 6035,
+    "benchmarks": 6050,
     "csrc": 3270,
-    "docs": 1175,
+    "docs": 1195,
     "examples": 1020,
     "inductor_q": 4910,
     "inductor_q/capture": 2060,

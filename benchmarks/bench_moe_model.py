@@ -11,12 +11,18 @@ untouched; ``packed`` is qfuse after ``experts.quantize``, which takes the packe
 experts in bf16 (it refuses packed ones), in eager and under stock Inductor, whose graph breaks;
 ``packed`` has NF4 experts and ``experts.add_lora``.
 
+``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``): with
+``checkpointed``, a mask of padding, float32 adapters under autocast, LoRA dropout and gradient
+checkpointing. One with dropout takes ``attention`` alone, since PEFT has none for
+``target_parameters``; its losses deviate from eager's by other dropout masks, too.
+
 Each peer has a model of its own from the same seeds; its peak is counted from before it was built.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import bench_step, harness
+from benchmarks.recipes import BENCHMARK, RECIPES, Recipe
 from inductor_q import testing
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -43,10 +50,17 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--layers", type=int, help="default: 4 on a GPU, 1 on CPU")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
-    parser.add_argument("--adapt", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--adapt", nargs="+", choices=CASES, help="default: all there is")
     parser.add_argument("--loss-steps", type=int, default=10)
+    parser.add_argument("--recipe", choices=RECIPES, default="benchmark")
     arguments = parser.parse_args(argv)
-    suite = harness.start("bench_moe_model", arguments)
+    recipe = RECIPES[arguments.recipe]
+    possible = ["attention"] if recipe.dropout else list(CASES)
+    adapt = arguments.adapt or possible
+    if not set(adapt) <= set(possible):
+        parser.error(f"--recipe {arguments.recipe}: PEFT has no dropout for target_parameters")
+    name = "bench_moe_model" if recipe == BENCHMARK else f"bench_moe_model_{arguments.recipe}"
+    suite = harness.start(name, arguments)
     on_gpu = suite.device.type == "cuda"
     config = _config(arguments.layers or (4 if on_gpu else 1), on_gpu=on_gpu)
     length = arguments.seq_len or (2048 if on_gpu else 32)
@@ -55,14 +69,15 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         "vocab_size": config.vocab_size,
         "rank": RANK,
         "format": "nf4_b64_nested",
-        "adapter_dtype": "bf16",
+        "adapter_dtype": recipe.adapters if recipe.autocast else "bf16",
         "loss_steps": arguments.loss_steps,
+        "recipe": {"name": arguments.recipe, **dataclasses.asdict(recipe)},
     }
     generator = torch.Generator().manual_seed(arguments.seed)
     ids = torch.randint(
         0, min(64, config.vocab_size), (arguments.batch, length), generator=generator
     )
-    for adapted in arguments.adapt:
+    for adapted in adapt:
         _run_case(suite, arguments, config, adapted, ids.to(suite.device))
     shown = ("peak_bytes", "static_bytes", "loss_deviation", "breaks", "first_step_s")
     harness.finish(suite, arguments, extras=shown)
@@ -77,16 +92,21 @@ def _run_case(
     ids: torch.Tensor,
 ) -> None:
     torch.compiler.reset()
+    recipe = RECIPES[arguments.recipe]
     peers = [peer for peer in CASES[adapted] if peer in arguments.backends]
     extra: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
     for peer in peers:
         gc.collect()
         before = harness.held_bytes(suite.device) or 0
-        model = _model(config, suite.device, packed=peer == "packed", experts="experts" in adapted)
+        adapts_experts = "experts" in adapted
+        model = _model(
+            config, suite.device, recipe, packed=peer == "packed", experts=adapts_experts
+        )
         static = harness.held_bytes(suite.device)
         call = harness.compile_as("qfuse" if peer == "packed" else peer, model)
-        steps[peer] = bench_step.full_step(bench_step.adamw(model), bench_step.loss_of(call), ids)
+        optimizer, step = bench_step.adamw(model), bench_step.loss_of(call, recipe)
+        steps[peer] = bench_step.full_step(optimizer, step, ids, recipe.accumulated)
         with testing.CompileTrace() as trace:
             first = harness.first_call(steps[peer], suite.device)
         losses = [float(steps[peer]()) for _ in range(arguments.loss_steps)]
@@ -104,8 +124,11 @@ def _run_case(
         per_round=5 if suite.device.type == "cuda" else 1,
     )
     tokens = f"{ids.shape[0]} x {ids.shape[1]}"
+    if recipe.accumulated > 1:
+        tokens += f" x {recipe.accumulated}"
     case = {"LoRA on": adapted, "layers": config.num_hidden_layers, "tokens": tokens}
-    suite.add(case, timings, roof=_roof(suite, config, ids), extra=extra)
+    suite.add(case, timings, roof=recipe.accumulated * _roof(suite, config, ids), extra=extra)
+    bench_step.summarize(suite, peers, extra)
 
 
 def _config(layers: int, *, on_gpu: bool) -> Any:
@@ -126,7 +149,14 @@ def _config(layers: int, *, on_gpu: bool) -> Any:
     )
 
 
-def _model(config: Any, device: torch.device, *, packed: bool, experts: bool) -> Any:
+def _model(
+    config: Any,
+    device: torch.device,
+    recipe: Recipe = BENCHMARK,
+    *,
+    packed: bool,
+    experts: bool,
+) -> Any:
     import transformers
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
@@ -138,6 +168,7 @@ def _model(config: Any, device: torch.device, *, packed: bool, experts: bool) ->
         base = from_config(config, dtype=torch.bfloat16)
     base.set_experts_implementation("grouped_mm")
     by_peft = experts and not packed
+    dtype = torch.float32 if recipe.autocast and recipe.adapters == "fp32" else torch.bfloat16
     if not by_peft:
         for module in list(base.modules()):
             for name in EXPERTS:
@@ -149,14 +180,17 @@ def _model(config: Any, device: torch.device, *, packed: bool, experts: bool) ->
         device=device,
         r=RANK,
         alpha=ALPHA,
-        adapter_dtype=torch.bfloat16,
+        adapter_dtype=dtype,
+        dropout=recipe.dropout,
+        prepare=recipe.prepared,
         targets=ATTENTION,
         target_parameters=[f"mlp.experts.{name}" for name in EXPERTS] if by_peft else (),
     )
     if packed:
         our_experts.quantize(model)
         if experts:
-            our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=torch.bfloat16)
+            our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=dtype)
+    bench_step.checkpoint(model, recipe)
     return model
 
 

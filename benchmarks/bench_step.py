@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         extra[peer]["tokens_per_second"] = tokens / taken
         extra[peer]["mfu"] = flops / taken / (suite.ceilings.matmul_tflops * 1e12)
     suite.add(case, timings, roof=suite.ceilings.roof(flops=flops, bytes=moved), extra=extra)
-    _summarize(suite, peers, extra)
+    summarize(suite, peers, extra)
     rates, kept = ("tokens_per_second", "mfu"), ("peak_bytes", "saved_bytes")
     shown = (*rates, *kept, "loss_deviation", "compile_s", "breaks", "graphs")
     harness.finish(suite, arguments, extras=shown)
@@ -185,10 +185,15 @@ def _model(
         device=device,
         seed=arguments.seed,
     )
+    checkpoint(model, recipe)
+    return model
+
+
+def checkpoint(model: Any, recipe: Recipe) -> None:
+    """Enable gradient checkpointing where a recipe has it, in one graph for every peer."""
     if recipe.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        prepare_checkpointing(model)  # one graph for every peer
-    return model
+        prepare_checkpointing(model)
 
 
 def _batches(
@@ -395,12 +400,11 @@ def _work(config: Any, tokens: int, length: int, passes: int = 1) -> tuple[float
     return flops, weights + layers * 4 * tokens * ends
 
 
-def _summarize(
-    suite: harness.Suite, peers: Sequence[str], extra: dict[str, dict[str, Any]]
-) -> None:
+def summarize(suite: harness.Suite, peers: Sequence[str], extra: dict[str, dict[str, Any]]) -> None:
+    """Note how far qfuse is from stock Inductor in the last case."""
     if "inductor" not in peers or "qfuse" not in peers:
         return
-    case = suite.cases()[0]
+    case = suite.cases()[-1]
     ratio = suite.ratio(case, "qfuse", "inductor")
     suite.notes.append(f"qfuse / inductor: step time {ratio:.3f}")
     for key, label in (

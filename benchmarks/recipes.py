@@ -1,4 +1,4 @@
-"""Say what trainers do with a model beside running it: the recipes of ``bench_step``.
+"""Say what trainers do with a model beside running it: the recipes of the steps.
 
 ``benchmark`` is the bare step. ``trainer`` is what transformers' Trainer and TRL do with PEFT's
 defaults under bf16: an attention_mask with padding, float32 adapters under autocast, LoRA dropout

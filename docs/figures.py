@@ -271,6 +271,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "explain": explain,
     "quality-cpu": lambda: quality("cpu"),
     "quality-h200": lambda: quality("h200"),
+    "moe-recipes": moe_figures.recipes,
     "moe-providers": moe_figures.providers,
     "moe": moe_figures.moe,
     "moe-ranks": moe_figures.ranks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from docs.read_results import (
     cases,
+    exists,
     extra,
     gb,
     mb,
@@ -158,3 +159,35 @@ def qlora() -> str:
         )
     header = ("", "trained parameters", "step", "tokens per second", "peak memory", "first step")
     return f"{table(header, body)}\n\n{source(*QLORA)}"
+
+
+#: What trainers run, as `bench_moe_model --recipe` names it; shown once measured.
+RECIPES = {
+    "moe_model_trainer-h200": "a trainer's defaults",
+    "moe_model_checkpointed-h200": "with gradient checkpointing",
+}
+
+
+def recipes() -> str:
+    files = list(filter(exists, RECIPES))
+    if not files:
+        command = "python -m benchmarks.bench_moe_model --recipe checkpointed --adapt attention"
+        return f"Not measured yet (`{command}`)."
+    peers = ("eager", "inductor", "qfuse", "packed")
+    body = []
+    for name in files:
+        found = [row(name, peer) for peer in peers]
+        times = [seconds(name, peer) for peer in peers]
+        peaks = [r["extra"]["peak_bytes"] for r in found]
+        steps = result(name)["settings"]["loss_steps"]
+        deviations = [percent(r["extra"]["loss_deviation"], 2) for r in found[1:]]
+        body += [
+            (RECIPES[name], "step", *map(ms, times), f"{times[2] / times[1]:.2f}"),
+            ("", "peak memory", *map(gb, peaks), f"{peaks[2] / peaks[1]:.2f}"),
+            ("", f"loss, largest deviation in {steps} steps", "", *deviations, ""),
+            ("", "graph breaks", "", *(str(r["extra"]["breaks"]) for r in found[1:]), ""),
+            ("", "share of the roof", *(percent(r["roof_fraction"]) for r in found), ""),
+        ]
+    header = ("", "", "eager", "stock Inductor", "qfuse, model untouched")
+    more = ("qfuse, `experts.quantize`", "qfuse / stock")
+    return f"{table((*header, *more), body)}\n\n{source(*files)}"

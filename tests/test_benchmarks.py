@@ -321,6 +321,43 @@ def test_bench_moe_model(tmp_path: Path) -> None:
     assert rows[1]["extra"]["loss_deviation"] < 0.01
 
 
+def test_bench_moe_model_has_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(tmp_path)]
+    command += ["--backends", "eager", "--loss-steps", "2", "--recipe", "checkpointed"]
+    suite = bench_moe_model.main(command)
+    [file] = tmp_path.iterdir()
+    assert file.name.startswith("moe_model_checkpointed-")
+    [found] = check_file(file, "bench_moe_model_checkpointed", {"eager"})
+    assert found["case"]["LoRA on"] == "attention"
+    assert suite.settings["adapter_dtype"] == "fp32"
+    assert suite.settings["recipe"]["name"] == "checkpointed"
+    with pytest.raises(SystemExit):
+        bench_moe_model.main([*command, "--adapt", "attention + experts"])
+    assert "no dropout for target_parameters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["untouched", "quantized"])
+@pytest.mark.parametrize(
+    ("recipe", "base", "adapters"),
+    [
+        ("checkpointed", torch.bfloat16, torch.float32),
+        ("trl", torch.float32, torch.bfloat16),
+    ],
+)
+def test_recipes_of_bench_moe_model_train_the_model_of_their_name(
+    recipe: str, base: torch.dtype, adapters: torch.dtype, packed: bool
+) -> None:
+    chosen = RECIPES[recipe]
+    config = bench_moe_model._config(1, on_gpu=False)
+    model = bench_moe_model._model(config, CPU, chosen, packed=packed, experts=False)
+    assert {p.dtype for p in testing.adapter_parameters(model)} == {adapters}
+    assert model.get_input_embeddings().weight.dtype == base
+    assert model.is_gradient_checkpointing
+    assert model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"].p == 0.05
+    bench_step.loss_of(model, chosen)(torch.randint(0, 64, (2, 14))).backward()
+    assert all(p.grad is not None for p in testing.adapter_parameters(model))
+
+
 @pytest.mark.parametrize("adapted", bench_experts.ADAPT)
 @pytest.mark.parametrize("device", DEVICES)
 def test_bench_experts(tmp_path: Path, device: str, adapted: str) -> None:
