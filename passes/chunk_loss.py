@@ -3,7 +3,8 @@
 Matches `F.cross_entropy` over the product of hidden states with a head, as the loss functions of
 transformers and their like write it: logits in float32, the last of each sequence cut off or its
 label ignored, summed and divided by a number or averaged. The op `qfuse::linear_cross_entropy`
-takes its place. A head may be frozen, trained, tied to the embeddings or have LoRA beside it.
+takes its place. A head may be frozen, trained, tied to the embeddings or have LoRA beside it, and
+its logits may be multiplied with a number or divided by one.
 
 A model also returns its logits, which a trainer drops: they are computed when they are read, with
 gradients (`inductor_q.logits`). A loss that the op does not express is left alone, and so are
@@ -32,6 +33,7 @@ LOSS = F.cross_entropy
 LINEAR = (F.linear, torch._C._nn.linear)
 ADD = (operator.add, operator.iadd, torch.add)
 MUL = (operator.mul, operator.imul, torch.mul)
+DIV = (operator.truediv, operator.itruediv, torch.div)
 
 #: Methods that leave each row of the logits what it is.
 _CASTS = {"float", "to", "bfloat16", "half", "type"}
@@ -245,19 +247,29 @@ def _terms(node: fx.Node) -> tuple[list[_Term], fx.Node | None]:
         biases = [bias for _, bias in sides if bias is not None]
         if len(sides) == 2 and len(biases) < 2:
             return sides[0][0] + sides[1][0], biases[0] if biases else None
-    if node.op == "call_function" and node.target in MUL and len(args) == 2:
-        factors = [a for a in args if isinstance(a, (int, float))]
-        others = [a for a in args if isinstance(a, fx.Node)]
-        if len(factors) == 1 and len(others) == 1:
-            terms, bias = _terms(others[0])
-            if bias is None:
-                return [replace(t, scale=t.scale * factors[0]) for t in terms], None
+    if (scaled := _scaled(node)) is not None:
+        terms, bias = _terms(scaled[0])
+        if bias is None:
+            return [replace(t, scale=t.scale * scaled[1]) for t in terms], None
     if node.op == "call_method" and node.target in ("to", "clone"):
         source = _argument(node, 0)
         assert source is not None, f"{node} is a method of nothing"
         return _terms(source)
     name = getattr(node.target, "__name__", node.target)
     raise _Refused(f"the logits come from {name}, not from a product with a plain weight alone")
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """Read `x * number`, `number * x` (Cohere) or `x / number` (Granite)."""
+    if node.op != "call_function" or node.target not in MUL + DIV or node.kwargs:
+        return None
+    numbers = [a for a in node.args if isinstance(a, (int, float))]
+    others = [a for a in node.args if isinstance(a, fx.Node)]
+    if len(numbers) != 1 or len(others) != 1:
+        return None
+    if node.target in MUL:
+        return others[0], numbers[0]
+    return (others[0], 1 / numbers[0]) if others[0] is node.args[0] and numbers[0] else None
 
 
 def _returned(logits: fx.Node, way: Sequence[fx.Node]) -> dict[fx.Node, torch.dtype]:

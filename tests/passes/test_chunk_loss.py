@@ -53,7 +53,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Linear(HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=options.pop("bias", False))
+        columns = options.pop("columns", VOCABULARY)
+        self.head = nn.Linear(HIDDEN, columns, bias=options.pop("bias", False))
         self.head.requires_grad_(options.pop("trains", False))
         self.loss, self.options = loss, options
 
@@ -84,6 +85,13 @@ class Adapted(Model):
         result: Tensor = self.head(x)
         result = result + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0
         return result.to(x.dtype)
+
+
+class Scaled(Model):
+    """Logits times a number, as Cohere has them, or divided by one, as Granite does."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return 0.3 * super().logits(x) / 8.0
 
 
 class Tied(Model):
@@ -143,8 +151,9 @@ def found(backend: CapturedStage) -> list[tuple[str, str]]:
         (Model(trains=True, bias=True), {}, RETURNED),
         (Tied(), {}, RETURNED),
         (Adapted(), {}, RETURNED),
+        (Scaled(), {}, RETURNED),
     ],
-    ids=["model", "alone", "items", "int", "shift", "ignore", "trained", "tied", "lora"],
+    ids=["model", "alone", "items", "int", "shift", "ignore", "trained", "tied", "lora", "scaled"],
 )
 def test_losses_are_chunked(model: Any, given: Mapping[str, Any], provider: str) -> None:
     call, backend = compiled(model)
@@ -154,6 +163,37 @@ def test_losses_are_chunked(model: Any, given: Mapping[str, Any], provider: str)
     assert backend.sites[0].bytes_saved >= 3 * 12 * VOCABULARY * 4
     for graph in backend.graphs:
         assert not graph.find_nodes(op="call_function", target=F.cross_entropy)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "granite", "granite, lora"])
+def test_transformers_own_losses(kind: str) -> None:
+    """As the installed transformers writes them, with PEFT's LoRA beside a head and without; the
+    second length makes a graph of any."""
+    transformers = pytest.importorskip("transformers")
+    name, _, more = kind.partition(", ")
+    sizes = testing.tiny_llama_config(num_hidden_layers=1).to_dict()
+    names = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
+    config = transformers.AutoConfig.for_model(
+        name,
+        **{n: sizes[n] for n in (*names, "num_key_value_heads", "num_hidden_layers")},
+        tie_word_embeddings=more == "tied",
+        **({"logits_scaling": 6.0} if name == "granite" else {}),
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if more == "lora":
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
+    call, backend = compiled(model)
+    for length in (12, 17):
+        ids = torch.randint(0, config.vocab_size, (3, length))
+        labels = ids.masked_fill(ids % 5 == 0, -100)
+        for items in (None, torch.tensor(20)):
+            given = {"input_ids": ids, "labels": labels, "num_items_in_batch": items}
+            ours, eagers = (run(use_cache=False, **given).loss for run in (call, model))
+            assert_same(model, ours, eagers)
+    assert found(backend) == [("", RETURNED)] * 4
 
 
 def test_a_division_by_a_tensor_is_part_of_the_op() -> None:
@@ -168,6 +208,13 @@ class ReadsItsLogits(Model):
     def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
         loss, logits = super().forward(x, labels)
         return loss + logits.logsumexp(-1).mean()
+
+
+class Divides(Model):
+    """A number over the logits is no product of theirs."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return 2.0 / super().logits(x)
 
 
 class NoProduct(Model):
@@ -199,6 +246,7 @@ class ComputesItsHead(Model):
         (LossOnly(shifted_loss, reduction="none"), {}, "reduction='none'"),
         (ReadsItsLogits(), {}, f"the graph reads its logits: logsumexp at {__file__}"),
         (NoProduct(), {}, "come from tanh, not from a product"),
+        (Divides(), {}, "come from truediv, not from a product"),
         (RoundsItsLogits(), {}, "are torch.float32, and rounded to torch.bfloat16"),
         (ReturnsSome(), {}, "in another shape"),
         (ComputesItsHead(), {}, "the graph computes the head's weight"),
@@ -393,3 +441,29 @@ def test_no_graph_holds_the_logits() -> None:
         if isinstance(value := node.meta.get("val"), Tensor) and VOCABULARY in value.shape
     ]
     assert len(result.partitioned) == 2 and set(wide) == {(VOCABULARY, HIDDEN)}
+
+
+@pytest.mark.gpu
+def test_gpu_peak_hardly_grows_with_the_vocabulary() -> None:
+    """A step of 4,096 tokens takes at most 0.7 GB more under 151,936 words than under 1,000."""
+
+    def transient(columns: int) -> int:
+        torch.compiler.reset()
+        model = Model(columns=columns).to("cuda", torch.bfloat16)
+        call: Any = torch.compile(model, backend="qfuse", options={"qfuse.loss": "chunked"})
+        x = torch.randn(2, 2048, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        labels = torch.randint(0, columns, (2, 2048), device="cuda")
+
+        def step() -> Any:
+            loss, logits = call(x, labels)
+            loss.backward()
+            return logits
+
+        assert isinstance(step(), Logits)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert transient(151_936) - transient(1000) < 0.7e9
