@@ -230,6 +230,8 @@ def _known(
     node = root
     if written:
         seen = additive(root)
+        if seen is None and root.op == "placeholder":
+            return Unproven("the mask that is added is an input of the graph")
         if seen is None:
             return Unproven("the mask that is added is not made by torch.where of a boolean one")
         if by := written_to({root}, outside, graphs):

@@ -145,6 +145,21 @@ def test_forms(options: dict[str, Any], least: float | None, found: str) -> None
     assert (site.rejected or site.provider).startswith(found)
 
 
+def test_a_mask_from_before_the_graph() -> None:
+    """As behind a graph break."""
+    torch.compiler.reset()
+    backend = CapturedStage(PASS, **ALWAYS)
+    x, mask = torch.randn(2, 2, 24, 16), added(torch.ones(2, 24))
+
+    def attend(x: Tensor, mask: Tensor) -> Tensor:
+        return written(x, x, x, mask)
+
+    compiled: Any = torch.compile(attend, backend=backend)
+    compiled(x, mask)
+    (site,) = backend.sites
+    assert site.rejected == "the mask that is added is an input of the graph" and site.by_choice
+
+
 def test_weights_that_are_read_stay() -> None:
     torch.compiler.reset()
     backend = CapturedStage(PASS, **ALWAYS)
