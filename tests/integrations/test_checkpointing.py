@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +32,20 @@ def enable(reentrant: bool | None) -> Callable[[Any], None]:
     return lambda model: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
 
-def kbit(model: Any) -> None:
+def renamed(model: Any) -> None:
+    """By the name that transformers 5 has for it."""
+    enabling: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enabling is None:
+        pytest.skip("this transformers has the old name alone")
+    enabling()
+
+
+def kbit(model: Any, **settings: Any) -> None:
     """PEFT's preparation, which comes before the adapters: they stay trainable here."""
     trained = testing.adapter_parameters(model)
-    peft.prepare_model_for_kbit_training(model.get_base_model())
+    peft.prepare_model_for_kbit_training(
+        model.get_base_model(), gradient_checkpointing_kwargs=settings
+    )
     for parameter in trained:
         parameter.requires_grad_(True)
 
@@ -45,11 +56,14 @@ def trl(model: Any) -> None:
     model.gradient_checkpointing_enable()
 
 
-WAYS = {
+WAYS: dict[str, Callable[[Any], None]] = {
     "default": enable(None),
     "not reentrant": enable(False),
     "reentrant": enable(True),
+    "renamed": renamed,
     "kbit": kbit,
+    "kbit, reentrant": functools.partial(kbit, use_reentrant=True),
+    "kbit, not reentrant": functools.partial(kbit, use_reentrant=False),
     "trl": trl,
 }
 

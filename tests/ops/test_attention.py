@@ -214,6 +214,50 @@ def test_attention_sees_what_a_mask_lets_through(
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["mask", "flex"])
+@pytest.mark.parametrize("window", [None, 30], ids=str)
+def test_documents_do_not_move_each_other_by_a_bit(form: str, window: int | None) -> None:
+    """A document's rows and all its gradients, where those around it are others, and more."""
+    own, results = slice(40, 190), []
+    for lengths, scale in (((40, 150, 17), 1.0), ((3, 37, 150, 5, 12), 100.0)):
+        leaves = []
+        for heads in (4, 2, 2, 4):
+            x = rows(1, heads, 207, 16).detach() * scale
+            x[:, :, own] = rows(1, heads, 150, 16).detach()
+            leaves.append(x.requires_grad_())
+        *leaves, cotangent = leaves
+        query, key, value = leaves
+        tables = attention.block_tables(packed(*lengths), None, 1, 207, window, CPU)
+        if form == "mask":
+            got = attention.block_attention(query, key, value, tables, window, None)
+        else:
+            got = attention._flex(query, key, value, tables[:-8], tables[-8:], window, None)
+        grads = torch.autograd.grad(got, leaves, cotangent.detach())
+        results.append([x[:, :, own].detach() for x in (got, *grads)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_of_padding_are_zero_and_take_gradients_nowhere() -> None:
+    """Whatever stands in them, and whatever gradient comes to them."""
+    valid = padding(60)
+    order, inverse, is_valid = attention.valid_first(valid)
+    seen_rows = is_valid[:, None, :, None]
+    leaves = [rows(2, 4, 60, 16) for _ in range(3)]
+    with torch.no_grad():
+        for x in leaves:
+            x[(~seen_rows).expand_as(x)] *= 1e4
+    query, key, value = (attention.reorder(x, order, inverse) for x in leaves)
+    attended = attend(query, key, value, is_causal=True)
+    result = attention.restore(attended, order, inverse, is_valid)
+    assert not result[(~seen_rows).expand_as(result)].any() and result.isfinite().all()
+    cotangent = torch.where(seen_rows, 0.0, 1e4).expand_as(result)
+    for grad in torch.autograd.grad(result, leaves, cotangent, retain_graph=True):
+        assert not grad.any()
+    for grad in torch.autograd.grad(result, leaves, torch.ones_like(result)):
+        assert grad.isfinite().all() and not grad[(~seen_rows).expand_as(grad)].any()
+
+
 def test_attention_is_scaled_as_asked() -> None:
     query, key, value = (rows(1, 2, 12, 8) for _ in range(3))
     tables = attention.block_tables(packed(12), None, 1, 12, None, CPU)

@@ -426,6 +426,7 @@ def test_what_the_captured_graph_mutates_stays() -> None:
             return attend(x, x, x, attn_mask=(k <= q).expand(2, 1, -1, -1))
 
     torch.compiler.reset()
+    torch.manual_seed(0)
     module = Counting()
     x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -437,7 +438,7 @@ def test_what_the_captured_graph_mutates_stays() -> None:
     report = last_report()
     assert report is not None
     assert [(s.provider, s.rejected) for s in report.sites if s.pass_name == PASS] == [("sdpa", "")]
-    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    assert testing.relative_error(got, expected.double()) < 1e-2  # two roundings to bfloat16
     assert module.calls == 2
 
 

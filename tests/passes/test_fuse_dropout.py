@@ -261,6 +261,64 @@ def test_the_numbers_of_eager_where_they_are_asked_for() -> None:
         torch.testing.assert_close(value, grads[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_numbers_of_eager_under_checkpointing(autocast: bool) -> None:
+    """By an option of the one compile; what is computed again draws what forward drew."""
+    model, x = block(), batch()
+
+    def checkpointed(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result: Tensor = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+            return result.float()
+
+    forward: Any = checkpointed
+    options = {"qfuse.thresholds": ALWAYS, "fallback_random": True}
+    results: list[Any] = []
+
+    def run(compiled: Any) -> None:
+        torch.manual_seed(0)
+        results.extend(step(compiled, x, module=model))
+
+    partition(run, forward, options)
+    output, grads = results
+    torch.manual_seed(0)
+    expected, right = step(forward, x, module=model)
+    # Another mask would be off by a multiple of this.
+    allowed = 0.02 if autocast else 1e-5
+    assert testing.relative_error(output, expected.double()) < allowed
+    for name, value in grads.items():
+        assert testing.relative_error(value, right[name].double()) < allowed, name
+
+
+def test_every_step_and_every_input_has_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each input that adapters read has a seed, drawn anew in each step; backward has the same."""
+    forward: list[int] = []
+    backward: list[int] = []
+    for kind, seen in (
+        (dropout_reference.Project, forward),
+        (dropout_reference.GradA, backward),
+        (dropout_reference.GradX, backward),
+    ):
+
+        def run(self: Any, call: Any, *, make: Any = kind.run, seen: list[int] = seen) -> Tensor:
+            seen.append(int(call.seeds[call.index]))
+            result: Tensor = make(self, call)
+            return result
+
+        monkeypatch.setattr(kind, "run", run)
+    model, x = block(), batch()
+
+    def two_steps(compiled: Any) -> None:
+        torch.manual_seed(0)
+        outputs = [step(compiled, x, module=model)[0] for _ in range(2)]
+        assert not torch.equal(*outputs)
+
+    partition(two_steps, model, {"qfuse.thresholds": ALWAYS})
+    assert len(forward) == len(set(forward)) == 4  # q, k and v read one input, and o another
+    for i in range(2):
+        assert sorted(backward[4 * i : 4 * i + 4]) == sorted(forward[2 * i : 2 * i + 2] * 2)
+
+
 def test_a_dropped_input_that_others_read_stays() -> None:
     class Twice(nn.Module):
         """Two adapters behind one dropout."""
