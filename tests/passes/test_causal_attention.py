@@ -49,11 +49,12 @@ QWEN3_5 = functools.partial(testing.tiny_qwen3_5_config, layer_types=["full_atte
 @pytest.mark.parametrize(
     ("config", "checkpointed"),
     [
-        (testing.tiny_llama_config, False),
-        (testing.tiny_qwen3_config, True),
-        (QWEN3_5, False),
+        pytest.param(testing.tiny_llama_config, False, id="llama"),
+        pytest.param(
+            testing.tiny_qwen3_config, True, id="qwen3-checkpointed", marks=pytest.mark.slow
+        ),
+        pytest.param(QWEN3_5, False, id="qwen3.5"),
     ],
-    ids=["llama", "qwen3-checkpointed", "qwen3.5"],
 )
 def test_attention_of_a_model_is_causal(
     config: Callable[..., Any], checkpointed: bool, tmp_path: Path
@@ -149,7 +150,9 @@ def masked_step(call: Any, model: Any, inputs: dict[str, Tensor]) -> tuple[Tenso
     return loss.detach(), gradients
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointed"]
+)
 @pytest.mark.parametrize(
     ("case", "provider"),
     [("padded", VALID_FIRST), ("documents", DOCUMENTS)],
@@ -411,11 +414,14 @@ def test_a_mask_of_padding_is_kept(options: dict[str, Any], reason: str) -> None
 
 def test_what_the_captured_graph_mutates_stays() -> None:
     """Dead code of Dynamo's graph is not ours to tell: a mutation has no users either."""
+    generator = torch.Generator().manual_seed(0)
 
     class Counting(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear = testing.quantized_linear(torch.randn(64, 64))
+            # Small enough that no score drowns the others: the mask then matters to every row.
+            weight = torch.randn(64, 64, generator=generator) / 16
+            self.linear = testing.quantized_linear(weight.bfloat16())
             self.register_buffer("calls", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -426,11 +432,10 @@ def test_what_the_captured_graph_mutates_stays() -> None:
             return attend(x, x, x, attn_mask=(k <= q).expand(2, 1, -1, -1))
 
     torch.compiler.reset()
-    torch.manual_seed(0)
     module = Counting()
-    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    x = torch.randn(2, 8, 64, generator=generator).bfloat16()
     with torch.no_grad():
-        expected = module(x)
+        exact = testing.reference_model(module)(x.double())
         compiled = torch.compile(module, backend="qfuse", options={"fx_graph_cache": False})
         got = compiled(x)
     from inductor_q import last_report
@@ -438,8 +443,10 @@ def test_what_the_captured_graph_mutates_stays() -> None:
     report = last_report()
     assert report is not None
     assert [(s.provider, s.rejected) for s in report.sites if s.pass_name == PASS] == [("sdpa", "")]
-    assert testing.relative_error(got, expected.double()) < 1e-2  # two roundings to bfloat16
-    assert module.calls == 2
+    # Weights, which eager's product keeps in float32 here, projections and attention's result are
+    # rounded to bfloat16. By itself an element may nearly cancel, and be off by more than its size.
+    assert testing.relative_error(got, exact) < 2**-7
+    assert module.calls == 1
 
 
 def test_a_compile_with_no_other_pass_is_not_told_as_cached() -> None:
