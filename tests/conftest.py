@@ -1,6 +1,8 @@
 """What every test shares: `gpu` says why it did not run, hypothesis allows for compile times, and
-`device` is where a test of both groups runs, `told` what the library said to its log."""
+`device` is where a test of both groups runs, `graph_or_code` what it runs there, `told` what the
+library said to its log."""
 
+import contextlib
 import logging
 import os
 import shutil
@@ -21,6 +23,16 @@ def device(request: pytest.FixtureRequest) -> str:
     """For a test that holds on any device: a CPU in the default group, a GPU with `-m gpu`."""
     name: str = request.param
     return name
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["graph", "code"])
+def graph_or_code(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For a test of what passes make of a graph: the default group runs that graph op by op, the
+    slow group Inductor's code for it."""
+    from tests.support.compiling import no_codegen
+
+    with contextlib.nullcontext() if request.param else no_codegen():
+        yield
 
 
 @pytest.fixture

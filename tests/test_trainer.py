@@ -80,6 +80,7 @@ def train(
     return Run(losses, {name: tensor.shape for name, tensor in saved.items()}, trace)
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_the_trainer_trains_and_saves_a_model_compiled_in_place(tmp_path: Path) -> None:
     eager = train(tmp_path / "eager", compiled=False)
     compiled = train(tmp_path / "compiled", compiled=True)

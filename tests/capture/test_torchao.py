@@ -157,7 +157,13 @@ def test_nf4_tensor() -> None:
 
         compiled: Any = torch.compile(ops.dequantize, backend="qfuse", fullgraph=True)
         assert_same_bits(compiled(operands, name, shape, BF16), weight.get_original_weight())
+    other = quantization.to_nf4(torch.randn(128, 256), 64, 256)
+    layout = capture.layout(other)
+    assert layout is not None and layout.reason == torchao.NF4
 
+
+@pytest.mark.usefixtures("graph_or_code")
+def test_a_layer_of_nf4_tensor() -> None:
     layer = nn.Linear(K, N, bias=False, dtype=BF16)
     layer.weight = nn.Parameter(nf4(), requires_grad=False)
     module, x = Adapted(layer), inputs()
@@ -167,9 +173,6 @@ def test_nf4_tensor() -> None:
     assert testing.relative_error(result.output, expected) < 2**-7
     for key, gradient in gradients.items():
         assert testing.relative_error(result.gradients[key], gradient) < 2**-6, key
-    other = quantization.to_nf4(torch.randn(128, 256), 64, 256)
-    layout = capture.layout(other)
-    assert layout is not None and layout.reason == torchao.NF4
 
 
 MX = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")

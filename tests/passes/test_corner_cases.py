@@ -97,11 +97,13 @@ SUMS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("graph_or_code")
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_that_are_almost_an_adapter(name: str) -> None:
     same_as_eager(Layer(SUMS[name]))
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_a_sum_that_promotes_the_layer_is_refused() -> None:
     def body(m: Layer, h: Tensor) -> Tensor:
         return m.base(h) + m.low(h.float())  # type: ignore[no-any-return]
@@ -110,6 +112,7 @@ def test_a_sum_that_promotes_the_layer_is_refused() -> None:
     assert "extend_k" not in result.applied and result.reasons["extend_k"]
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_an_adapter_of_another_layers_result_is_refused() -> None:
     """Both sums have the same quantized input, but one wide buffer would need its own product."""
 
@@ -121,6 +124,7 @@ def test_an_adapter_of_another_layers_result_is_refused() -> None:
     assert "an input of the wide product is computed from its result" in result.reasons["extend_k"]
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_a_projection_by_a_projection_is_not_stacked() -> None:
     """`x @ (x' @ (x @ A'))`: two projections of x, one needed for the other."""
 
@@ -149,6 +153,7 @@ class GradientOfGradient(torch.autograd.Function):
         return None, of_a, torch.tanh(grad + size).t() @ x
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_a_gradient_computed_from_a_gradient_is_not_stacked() -> None:
     class Module(nn.Module):
         def __init__(self) -> None:
@@ -185,6 +190,7 @@ class ProjectsAgain(torch.autograd.Function):
         return torch.tanh(ctx.layer(x) + x @ like_a.t() @ b.t())[:, :K], a.sin(), b.sin(), None
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_a_forward_product_joins_none_that_depends_on_a_tangent() -> None:
     """extend_k and stack_adapters laid them into one: forward was then without an input."""
 
@@ -233,6 +239,7 @@ class Rotating(nn.Module):
         return y
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_an_input_is_not_computed_again_from_what_forward_wrote_to() -> None:
     """The gradient of A reads h, and the state that h comes from is another one by then."""
     expected, grads = step(module := Rotating(), module=module)
@@ -244,6 +251,7 @@ def test_an_input_is_not_computed_again_from_what_forward_wrote_to() -> None:
     assert result.reasons["extend_k"] == {WRITTEN: 1}
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_a_nested_compile_region_leaves_its_input_alone() -> None:
     class Region(nn.Module):
         def __init__(self) -> None:
@@ -270,11 +278,13 @@ def test_a_nested_compile_region_leaves_its_input_alone() -> None:
 # --- layers and biases --------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_a_layer_right_after_another() -> None:
     result = same_as_eager(nn.Sequential(linear(K), linear(K)))
     assert result.applied["canonicalize"] == 4
 
 
+@pytest.mark.usefixtures("graph_or_code")
 @pytest.mark.parametrize("columns", [N, 1])
 def test_a_bias_with_rows_stays_below_the_view(columns: int) -> None:
     def body(m: Layer, h: Tensor) -> Tensor:
@@ -304,11 +314,13 @@ CHAINS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("graph_or_code")
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains_that_an_earlier_edit_changes(name: str) -> None:
     same_as_eager(Layer(CHAINS[name]))
 
 
+@pytest.mark.usefixtures("graph_or_code")
 @pytest.mark.parametrize("numerics", ["default", "relaxed"])
 def test_a_router_in_float32_is_no_adapter(numerics: str) -> None:
     """Nor is it a site that strict could complain of."""

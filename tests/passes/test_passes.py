@@ -342,6 +342,7 @@ def assert_same(result: Compiled, expected: tuple[Tensor, dict[str, Tensor]]) ->
         assert testing.relative_error(result.gradients[name], grad) < CLOSE, name
 
 
+@pytest.mark.usefixtures("graph_or_code")
 @pytest.mark.parametrize(
     "name, device",
     [(name, "cpu") for name in CASES]
@@ -445,6 +446,7 @@ def test_the_graph_of_bitsandbytes_0_49_on_any_version(nested: bool, bias: bool)
 # --- what a user can change ---------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("graph_or_code")
 @pytest.mark.parametrize("name", [p.name for p in PIPELINE])
 def test_a_disabled_pass_does_nothing_and_the_rest_stays_right(name: str) -> None:
     module, x = Between(Shared()), x_MK()
@@ -581,6 +583,7 @@ def test_an_intermediate_that_is_returned_keeps_its_value() -> None:
 # --- DoRA ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("graph_or_code")
 def test_dora_breaks_the_graph_and_stays_right(tmp_path: Path) -> None:
     """PEFT's DoRA makes Dynamo split the graph between the layer and its adapter: the layer itself
     is still canonical, nothing is to be folded, and the weight decoded for its norm is told."""
