@@ -139,9 +139,12 @@ def test_wrong_arguments() -> None:
         QFUSE.dropout_project(x, seeds.int(), index, a, count, p)
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "few", [("1", "3", "6"), pytest.param((), marks=pytest.mark.slow)], ids=["small", "every case"]
+)
+def test_in_the_interpreter(few: tuple[str, ...]) -> None:
     """The Triton kernels make the masks and the products of the reference."""
-    assert interpreted("interpret_dropout") == [len(CASES)]
+    assert interpreted("interpret_dropout", *few) == [len(few or CASES)]
 
 
 @pytest.mark.gpu

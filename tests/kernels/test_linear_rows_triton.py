@@ -20,7 +20,7 @@ from inductor_q.kernels.linear_rows_tiles import LEAST_STEPS, TILES, Tile, tile_
 from inductor_q.kernels.linear_rows_triton import KERNEL, MOST_ROWS, Plan, codes_of_a_lane, unfit
 from tests.support.compile_triton import compiled
 from tests.support.few_rows import error, made
-from tests.support.processes import interpreted
+from tests.support.processes import FEW_OR_ALL, interpreted
 from tests.support.tile_cases import DEVICES
 
 pytest.importorskip("triton")
@@ -36,11 +36,12 @@ TYPES = {
 }
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("few", FEW_OR_ALL)
+def test_in_the_interpreter(few: tuple[str, ...]) -> None:
     """Families of formats at several numbers of rows; every format; several weights of a call."""
-    families, formats, several = interpreted("interpret_linear_rows")
-    assert families == 22 * 5
-    assert formats == len(FORMATS)
+    families, formats, several = interpreted("interpret_linear_rows", *few)
+    assert families == 5 * (len(few) or 22)
+    assert formats == len(few or FORMATS)
     assert several == 40
 
 

@@ -1,7 +1,8 @@
 """Run the Triton kernels of dropout on CPU tensors under Triton's interpreter (TRITON_INTERPRET=1).
 
 A program of its own, because Triton decides at import whether it interprets. It compares each case
-with the reference, whose masks are the definition, and prints how many there were.
+with the reference, whose masks are the definition, and prints how many there were. Numbers on the
+command line choose cases.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 
 from inductor_q.kernels import dropout_reference, dropout_triton
 from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
+from tests.support.processes import asked_for
 
 #: rows, columns, adapters, rank, columns of the buffer that x lies in, padding of the result.
 CASES = (
@@ -24,7 +26,9 @@ CASES = (
 
 
 def main() -> None:
-    for number, (rows, columns, count, rank, width, padding) in enumerate(CASES):
+    numbers = [int(number) for number in asked_for(map(str, range(len(CASES))))]
+    for number in numbers:
+        rows, columns, count, rank, width, padding = CASES[number]
         torch.manual_seed(number)
         x = torch.randn(rows, width, dtype=torch.float32)[:, :columns]
         a = torch.randn(count * rank, columns)
@@ -42,7 +46,7 @@ def main() -> None:
         of_x = DropoutGradX(a, seeds, 2, low, count, p)
         mine, right = (p.GRAD_X.run(of_x) for p in (dropout_triton, dropout_reference))
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-4)
-    print(len(CASES))
+    print(len(numbers))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 This is a program of its own, because Triton decides at import whether it interprets. It prints how
 many cases were equal bit for bit: the whole decode of a format, element by element, to the eager
 reference; the dequantize kernel to a formula in float64. The first case that is not equal raises.
+Names on the command line choose formats.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from inductor_q.formats import FORMATS
 from inductor_q.kernels import dequantize_triton
 from inductor_q.kernels.calls import Dequantize
 from tests.support import formulas
+from tests.support.processes import asked_for
 from tests.support.quantized import assert_same_bits, sample
 
 
@@ -22,7 +24,7 @@ def by_element() -> int:
     """Decode rows whose groups are whole, and rows whose are not."""
     cases = 0
     for fmt, (rows, cols) in [
-        (fmt, shape) for fmt in FORMATS.values() for shape in ((2, 64), (3, 35))
+        (FORMATS[name], shape) for name in asked_for(FORMATS) for shape in ((2, 64), (3, 35))
     ]:
         operands, values = sample(fmt, (rows, cols))
         out = torch.full((rows, cols), 7.0)
@@ -36,7 +38,7 @@ def by_element() -> int:
 def by_kernel() -> int:
     """Decode every code under every scale, contiguous and in longer rows."""
     cases = 0
-    for name in formulas.FORMULAS:
+    for name in asked_for(formulas.FORMULAS):
         for operands, (rows, cols) in formulas.cases(name):
             expected = formulas.values(name, operands, (rows, cols))
             for extra in (0, 3):

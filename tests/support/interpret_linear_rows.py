@@ -3,7 +3,8 @@
 This is a program of its own, because Triton decides at import whether it interprets. It prints how
 many calls had results within a rounding of float16 from those in float64, which did not depend on
 another row; all together are as near as decoding and a product in float16. The interpreter
-truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype.
+truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype. Names on the command line
+choose formats.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from inductor_q.formats import FORMATS
 from inductor_q.kernels import linear_rows_reference, linear_rows_triton
 from inductor_q.kernels.linear_rows_tiles import Tile
 from tests.support.few_rows import error, made
+from tests.support.processes import asked_for
 
 #: One of each way to pack, kind of scale and codec.
 FAMILIES = (
@@ -36,14 +38,14 @@ SUM, PRODUCT = Tile(16, 128, 4, 1, is_sum=True), Tile(16, 64, 4, 1)
 
 def families() -> int:
     cases = 0
-    for name, rows in itertools.product(FAMILIES, ROWS):
+    for name, rows in itertools.product(asked_for(FAMILIES), ROWS):
         shape = SHAPES[cases % len(SHAPES)]
         cases += check(name, shape, rows, split=1 + cases % 2, ranks=((0,), (0,), (1,))[cases % 3])
     return cases
 
 
 def every_format() -> int:
-    return sum(check(name, (16, 64), 2) for name in FORMATS)
+    return sum(check(name, (16, 64), 2) for name in asked_for(FORMATS))
 
 
 def several() -> int:

@@ -3,7 +3,7 @@
 This is a program of its own, because Triton decides at import whether it interprets. It prints how
 many cases of dequantize, of quantize_kbit and of requantize to int8 were equal to the reference bit
 for bit (the interpreter truncates to e4m3), and how many of softmax_loss up to the rounding of
-float32 sums; the first case that is not raises.
+float32 sums; the first case that is not raises. Names on the command line choose formats.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from inductor_q.kernels import (
 from inductor_q.kernels.calls import Dequantize, QuantizeKbit, Requantize, SoftmaxLoss
 from inductor_q.kernels.quantize_kbit_reference import reference
 from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
+from tests.support.processes import asked_for
 from tests.support.quantized import assert_same_bits, sample
 
 #: The interpreter truncates to bfloat16 where a GPU rounds; the gpu tests have that dtype too.
@@ -47,7 +48,7 @@ LAYOUTS = {
 def dequantize() -> int:
     cases = 0
     config = dequantize_triton.Config(block=16)
-    for name, (rows, cols, extra) in itertools.product(FORMATS, LAYOUTS.values()):
+    for name, (rows, cols, extra) in itertools.product(asked_for(FORMATS), LAYOUTS.values()):
         fmt = FORMATS[name]
         if dequantize_triton.KERNEL.unknown(fmt):
             continue
@@ -69,6 +70,8 @@ def quantize() -> int:
     cases = 0
     config = quantize_kbit_triton.Config(blocks=8)
     for (k, absmax), kind, numel in itertools.product(CASES, KINDS, (1, 33, 1000)):
+        if not asked_for([f"kbit{k}_{absmax}"]):
+            continue
         x = weight(numel, DTYPES[cases % 2], seed=cases) * 10.0 ** (cases % 6 - 4)
         x[: numel // 8] = 0
         actual = quantize_kbit_triton.KERNEL.run(
@@ -85,7 +88,7 @@ def quantize() -> int:
 def requantize() -> int:
     cases = 0
     config = requantize_triton.Config(rows=16, columns=64, num_warps=4)
-    for name, (rows, columns) in itertools.product(FORMATS, ((16, 64), (20, 160))):
+    for name, (rows, columns) in itertools.product(asked_for(FORMATS), ((16, 64), (20, 160))):
         operands, values = sample(FORMATS[name], (rows, columns))
         scale = values.nan_to_num(0, 0, 0).abs().amax(1).clamp_min(1e-30) / 127
         transposed = cases % 3 > 0

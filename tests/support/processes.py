@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,28 @@ def environment_without_checkout() -> dict[str, str]:
     return {**others, "PYTHONPATH": os.pathsep.join(path)} if path else others
 
 
-def interpreted(module: str) -> list[int]:
+#: Formats of a test in the interpreter: a few, of other packing, codec and scale each; or all.
+FEW_OR_ALL = [
+    pytest.param(
+        ("nf4_b64_nested", "kbit3_e4m4", "int4_plain_g32", "mxfp8_e4m3"), id="few formats"
+    ),
+    pytest.param((), id="every format", marks=pytest.mark.slow),
+]
+
+
+def asked_for(names: Iterable[str]) -> list[str]:
+    """Return which of `names` are on the command line; without any there, all."""
+    return [name for name in names if name in sys.argv[1:] or not sys.argv[1:]]
+
+
+def interpreted(module: str, *arguments: str) -> list[int]:
     """Run `tests.support.<module>` under Triton's interpreter; return the counts that it prints.
 
     It has a process of its own, since Triton reads the variable once.
     """
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{module}"],
+        [sys.executable, "-m", f"tests.support.{module}", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,
