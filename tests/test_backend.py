@@ -466,6 +466,7 @@ def test_the_report_is_an_artifact_of_torchs_trace() -> None:
     assert artifact["sites"] == json.loads(result.report.to_json())["sites"]
 
 
+@pytest.mark.slow
 def test_torch_logs_takes_our_logger() -> None:
     code = (
         "import torch\n"

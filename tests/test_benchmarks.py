@@ -311,6 +311,7 @@ def test_bench_moe(tmp_path: Path) -> None:
     assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
 
 
+@pytest.mark.slow
 def test_bench_moe_model(tmp_path: Path) -> None:
     out = tmp_path / "model.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
@@ -358,6 +359,7 @@ def test_recipes_of_bench_moe_model_train_the_model_of_their_name(
     assert all(p.grad is not None for p in testing.adapter_parameters(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", bench_experts.ADAPT)
 @pytest.mark.parametrize("device", DEVICES)
 def test_bench_experts(tmp_path: Path, device: str, adapted: str) -> None:
@@ -394,6 +396,7 @@ def test_exact_experts_are_those_of_the_module(
             assert (one - exact).norm() > 0.1 * exact.norm()
 
 
+@pytest.mark.slow
 def test_bench_attention(tmp_path: Path) -> None:
     out = tmp_path / "attention.json"
     bench_attention.main(["--device", "cpu", "--quick", "--out", str(out)])
@@ -401,6 +404,7 @@ def test_bench_attention(tmp_path: Path) -> None:
     assert all(row["extra"]["error"] < 0.01 for row in rows)
 
 
+@pytest.mark.slow
 def test_bench_loss(tmp_path: Path) -> None:
     out = tmp_path / "loss.json"
     bench_loss.main(["--device", "cpu", "--quick", "--out", str(out)])
@@ -565,6 +569,7 @@ def test_bench_compute_quality(tmp_path: Path) -> None:
     assert 0.99 < cosines["fp8"] < cosines["bf16"] <= 1.0
 
 
+@pytest.mark.slow
 def test_bench_recipe_trains_in_one_order_and_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -610,6 +615,7 @@ def test_bench_recipe_trains_in_one_order_and_the_other(
     ]
 
 
+@pytest.mark.slow
 def test_layers_share_the_code_around_a_break_and_peers_do_not() -> None:
     """A recompilation for each layer would end in eager, or here in an error, at 24 of them."""
     pytest.importorskip("transformers.models.qwen3_5")

@@ -120,6 +120,7 @@ def second(filled: tuple[Path, Any], package: Path) -> Any:
     return *results, path
 
 
+@pytest.mark.slow
 def test_the_first_process_misses_and_stores(filled: tuple[Path, Any]) -> None:
     _, first = filled
     assert first["aot"] == MISS
@@ -128,6 +129,7 @@ def test_the_first_process_misses_and_stores(filled: tuple[Path, Any]) -> None:
     assert {name for name, _, _ in first["sites"]} >= {"canonicalize", "extend_k", "keep_packed"}
 
 
+@pytest.mark.slow
 def test_a_second_process_hits_and_tells_the_first_ones_report(
     filled: tuple[Path, Any], second: Any
 ) -> None:
@@ -144,25 +146,20 @@ def test_a_second_process_hits_and_tells_the_first_ones_report(
 CHANGES: list[dict[str, Any]] = [
     {"qfuse.kernels": {"dequantize": "inductor"}},
     {"qfuse.thresholds": {"extend_k.min_rows": 2}},
-]
-MORE_CHANGES: list[dict[str, Any]] = [
     {"qfuse.numerics": "strict"},
     {"qfuse.preset": "none"},
     {"qfuse.passes": {"stack_gradients": False}},
 ]
 
 
-@pytest.mark.parametrize(
-    "changes", [CHANGES, pytest.param(MORE_CHANGES, marks=pytest.mark.slow)], ids=["", "more"]
-)
-def test_a_changed_option_misses(
-    filled: tuple[Path, Any], package: Path, changes: list[dict[str, Any]]
-) -> None:
-    for options, other in zip(changes, run(filled[0], *changes, package=package), strict=True):
+@pytest.mark.slow
+def test_a_changed_option_misses(filled: tuple[Path, Any], package: Path) -> None:
+    for options, other in zip(CHANGES, run(filled[0], *CHANGES, package=package), strict=True):
         assert other["aot"] == MISS, options
         assert not other["cached"], options
 
 
+@pytest.mark.slow
 def test_where_the_report_goes_changes_no_code(second: Any) -> None:
     _, again, _, path = second
     assert again["aot"] == HIT
@@ -171,6 +168,7 @@ def test_where_the_report_goes_changes_no_code(second: Any) -> None:
     assert [s["pass_name"] for s in written["sites"]] == [name for name, _, _ in again["sites"]]
 
 
+@pytest.mark.slow
 def test_a_lost_report_is_told(filled: tuple[Path, Any], second: Any) -> None:
     (_, first), (_, _, lost, _) = filled, second
     assert lost["aot"] == HIT and lost["cached"] and lost["sites"] == []
@@ -205,6 +203,7 @@ def test_a_damaged_report_is_made_again(inferred: tuple[Path, list[Any]]) -> Non
     assert again["sites"] == healed["sites"] == whole["sites"] != []
 
 
+@pytest.mark.slow
 def test_inference_is_cached_and_a_changed_source_misses(
     inferred: tuple[Path, list[Any]], package: Path, tmp_path: Path
 ) -> None:
@@ -221,6 +220,7 @@ def test_inference_is_cached_and_a_changed_source_misses(
     assert changed["sum"] == unchanged["sum"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [True, False], ids=["a training step", "inference"])
 def test_caches_that_have_travelled_compile_nothing_anew(
     train: bool,

@@ -146,6 +146,7 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_run_puts_qfuse_under_a_script_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     script = ["tests/targets/plain_trainer.py", str(tmp_path)]

@@ -316,6 +316,7 @@ def _shard_and_resume(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_fsdp2_of_two_ranks(tmp_path: Path) -> None:
     """Losses are DDP's; a rank holds half of the packed bytes; a saved run goes on as it would."""
     _spawn(_shard_and_resume, str(tmp_path))

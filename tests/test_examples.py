@@ -29,6 +29,7 @@ def run(name: str, out: Path, *options: str, codegen: bool) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_sft(tmp_path: Path) -> None:
     losses = run("sft", tmp_path, "--packing", codegen=False)
     assert len(losses) == 4 and losses[-1] < losses[0]

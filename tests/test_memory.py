@@ -217,6 +217,7 @@ def test_a_checkpoint_is_left_as_it_is() -> None:
     assert trained(blocks(), "1KB").saved < LAYERS * wide
 
 
+@pytest.mark.slow
 def test_a_quantized_model() -> None:
     """Gradients are what they were, and so much is kept as was planned."""
     for extra in ("bitsandbytes", "peft", "transformers"):
@@ -239,6 +240,7 @@ def test_a_quantized_model() -> None:
         assert testing.relative_error(less.gradients[name], gradient.double()) < 0.02, name
 
 
+@pytest.mark.slow
 def test_masks_of_dropout() -> None:
     """They are computed again from the seeds of forward: none is drawn a second time."""
     torch.manual_seed(0)

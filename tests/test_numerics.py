@@ -320,6 +320,7 @@ def llama(device: str) -> Iterator[Llama]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_three_lengths_are_two_graphs_and_no_break(llama: Llama) -> None:
     assert llama.trace.breaks == []
     assert llama.trace.graphs <= 2
@@ -348,6 +349,7 @@ def logits_and_gradients(run: Callable[..., Any], model: Any) -> tuple[Tensor, T
     return torch.cat(logits), torch.cat(grads)
 
 
+@pytest.mark.slow
 def test_llama_against_float64(llama: Llama) -> None:
     exact: Any = testing.reference_model(llama.model)
     ours = logits_and_gradients(llama.compiled, llama.model)
@@ -370,6 +372,7 @@ def train(run: Callable[..., Any], model: Any, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_ten_steps_of_training_agree_with_eager(llama: Llama) -> None:
     start = testing.adapter_state(llama.model)
     ours = train(llama.compiled, llama.model, 10)

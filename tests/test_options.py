@@ -161,17 +161,16 @@ def test_fingerprint_is_the_same_in_another_process() -> None:
         "given = {'shape_padding': False, 'qfuse.mode': 'max-autotune', 'rocm.arch': ['a']}\n"
         "print(resolve(None, given, device=torch.device('cpu')).fingerprint())\n"
     )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            capture_output=True,
-            text=True,
-            env=environment(PYTHONHASHSEED=seed),
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(printed) == 1
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONHASHSEED=seed),
+    ).stdout
+    given = {"shape_padding": False, "qfuse.mode": "max-autotune", "rocm.arch": ["a"]}
+    assert printed.strip() == on_cpu(given).fingerprint()
 
 
 # --- listing -------------------------------------------------------------------------------------

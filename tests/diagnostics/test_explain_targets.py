@@ -169,6 +169,7 @@ def test_errors_that_the_target_suppresses(explain: Explain) -> None:
     assert f"{annotation}title=error suppressed x1::{first.error}" in run.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA graphs here")
 def test_cuda_graphs_that_a_cpu_skips(explain: Explain) -> None:
     """Torch counts these and says nothing."""

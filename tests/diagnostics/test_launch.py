@@ -229,6 +229,7 @@ def test_a_launcher_launches_explained_ranks(target: list[str], ranks_run: list[
     ]
 
 
+@pytest.mark.slow
 def test_a_pytest_node_sees_nothing_of_ours(tmp_path: Path) -> None:
     """Not even the warning that a package with a plugin was imported before pytest."""
     (tmp_path / "test_it.py").write_text(

@@ -295,6 +295,7 @@ def test_with_peft_on_attention(backend: Any) -> None:
         torch.testing.assert_close(grad, grads[name], **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_the_same_every_time(device: str) -> None:
     """Bit by bit: no sum in it depends on which of its terms is ready first. Nor does the host wait
     for a GPU in it, to know where tokens go or for anything else."""

@@ -99,6 +99,7 @@ def test_one_graph_however_it_is_enabled(way: str) -> None:
     assert testing.relative_error(compiled, eager) < 0.02
 
 
+@pytest.mark.slow
 def test_without_it_the_graph_breaks() -> None:
     """Else this function is no longer needed. What explains the break names it."""
     model = qlora()

@@ -35,6 +35,7 @@ def trainer(out: Path, *, layers: int = 1, **settings: Any) -> Any:
     return Trainer(model(layers), arguments, pad, data, data[:4])
 
 
+@pytest.mark.slow
 def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> None:
     """On a CPU with AVX512-BF16 the step after an evaluation used to fail."""
     settings: dict[str, Any] = {

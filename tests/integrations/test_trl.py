@@ -109,6 +109,7 @@ def test_sft_of_twenty_lengths_is_two_graphs(
     assert last == "qfuse: 7 of 7 quantized layers fused; 2 graphs, 0 breaks"
 
 
+@pytest.mark.slow
 def test_dpo_compiles_its_reference_pass_once_a_shape(tmp_path: Path) -> None:
     """Two graphs to train and two for the reference adapter; then none, though it is switched."""
     eager, compiled = both(dpo, tmp_path, max_steps=6)

@@ -123,7 +123,10 @@ def test_any_shape(lead: list[int], n: int, k: int, ranks: list[int]) -> None:
         torch.testing.assert_close(mine, other)
 
 
-def test_compiled_once_for_any_number_of_rows() -> None:
+@pytest.mark.parametrize(
+    "batched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["rows", "batches too"]
+)
+def test_compiled_once_for_any_number_of_rows(batched: bool) -> None:
     """bitsandbytes' layer under PEFT's adapter: forward and gradients as near to float64 as bf16
     is, in one graph for all lengths but 0 and 1, which torch specializes."""
     pytest.importorskip("bitsandbytes")
@@ -136,11 +139,11 @@ def test_compiled_once_for_any_number_of_rows() -> None:
     batches = st.tuples(st.integers(2, 4), st.integers(2, 300))
 
     @settings(max_examples=40)
-    @given(lead=rows | batches)
+    @given(lead=rows | batches if batched else rows)
     @example(lead=(5,))
     @example(lead=(0,))
     @example(lead=(1,))
-    @example(lead=(3, 7))  # two lengths that are equal at first would be taken for one
+    @example(lead=(3, 7) if batched else (7,))  # equal at first, two lengths would be taken for one
     def close_to_float64(lead: tuple[int, ...]) -> None:
         kinds.add(tuple(min(length, 2) for length in lead))
         generator = torch.Generator().manual_seed(sum(lead))
@@ -158,7 +161,7 @@ def test_compiled_once_for_any_number_of_rows() -> None:
 
     with testing.CompileTrace() as trace:
         close_to_float64()
-    assert kinds == {(0,), (1,), (2,), (2, 2)}
+    assert kinds == {(0,), (1,), (2,)} | ({(2, 2)} if batched else set())
     assert trace.graphs == len(kinds)
     assert trace.breaks == []
 

@@ -445,6 +445,7 @@ def test_compiled_code_calls_past_the_dispatcher() -> None:
     assert not re.search(r"torch\.ops\.qfuse\.\w+\.default\(", code)
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_takes_no_provider_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """The op's schema has none, so `qfuse.kernels` cannot be obeyed there."""
     case = layer(dtype=torch.bfloat16, lora=False)

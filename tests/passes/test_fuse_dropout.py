@@ -23,7 +23,7 @@ from inductor_q.kernels.calls import DropoutProject
 from inductor_q.kernels.dropout import keep_mask
 from inductor_q.passes.extend_k import EXTEND_DROPPED
 from inductor_q.passes.fuse_dropout import GRAD_A, GRAD_X, PROJECT
-from tests.support.compiling import compile_step, count_ops, partition, step
+from tests.support.compiling import compile_step, count_ops, no_codegen, partition, step
 
 peft = pytest.importorskip("peft")
 
@@ -136,6 +136,7 @@ def test_what_is_saved_for_backward() -> None:
     assert sum(value.shape[-1:] == (WIDTH,) for value in kept) <= 5
 
 
+@pytest.mark.slow
 def test_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's code with the ops, of dynamic lengths, gives what the masks written out give."""
     model, x = block(), batch()
@@ -251,7 +252,7 @@ def test_the_numbers_of_eager_where_they_are_asked_for() -> None:
     model, x = block(), batch()
     with config.patch(fallback_random=True):
         torch.manual_seed(0)
-        result = compile_step(model, x, options={"qfuse.thresholds": ALWAYS})
+        result = compile_step(model, x, options={"qfuse.thresholds": ALWAYS}, context=no_codegen())
     reason = "torch._inductor.config.fallback_random asks for the numbers of eager"
     assert reasons(result.report) == {reason: 4}
     torch.manual_seed(0)

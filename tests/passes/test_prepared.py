@@ -81,7 +81,9 @@ def products(graphs: list[fx.Graph]) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "checkpointed"), [(FP32, True), (BF16, False)], ids=["peft, checkpointed", "trl"]
+    ("dtype", "checkpointed"),
+    [pytest.param(FP32, True, marks=pytest.mark.slow), (BF16, False)],
+    ids=["peft, checkpointed", "trl"],
 )
 def test_the_plan_is_that_of_bfloat16(dtype: torch.dtype, checkpointed: bool) -> None:
     expected, graphs = applied(qlora(prepare=False, dtype=dtype, checkpointed=checkpointed))
@@ -102,6 +104,7 @@ def test_the_plan_is_that_of_bfloat16(dtype: torch.dtype, checkpointed: bool) ->
     assert error <= 1.25 * testing.relative_error(eager, reference)
 
 
+@pytest.mark.slow
 def test_the_plan_with_dropout_and_checkpointing_is_that_of_bfloat16() -> None:
     settings: dict[str, Any] = {"checkpointed": True, "dropout": 0.05}
     expected, graphs = applied(qlora(prepare=False, **settings))

@@ -75,7 +75,9 @@ def kept(forward: fx.Graph) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    ("extended", "inputs", "products"), [(False, 7, 8), (True, 3, 3)], ids=["plain", "extended"]
+    ("extended", "inputs", "products"),
+    [(False, 7, 8), pytest.param(True, 3, 3, marks=pytest.mark.slow)],
+    ids=["plain", "extended"],
 )
 def test_the_widest_products_are_computed_again(extended: bool, inputs: int, products: int) -> None:
     """gate and up have one and a half times as many columns as the segment's input. Of all
