@@ -41,6 +41,9 @@ class Recipe:
     dtype: torch.dtype  # of the output
 
 
+_WRITTEN = "they were written to under torch.no_grad(), and are read with gradients"
+
+
 class _State:
     """What a weight of the head was when its logits were made.
 
@@ -126,7 +129,10 @@ def _computed(logits: Logits) -> Tensor:
     if trains not in logits._read:
         if not torch.compiler.is_compiling():
             warn_once(_READ)
-        logits._read[trains] = logits._product()
+        if any(map(_version, logits._read.values())):
+            raise UnreadableLogits(problem=_WRITTEN)
+        logits._read[trains] = made = logits._product()
+        logits._read[False] = made.detach()  # what is written to one is written to both
     return logits._read[trains]
 
 

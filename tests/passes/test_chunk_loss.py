@@ -359,6 +359,22 @@ def test_logits_of_a_head_that_has_changed_are_refused(model: Any, optimizer: st
     torch.testing.assert_close(logits.detach(), model(*batch())[1].detach())
 
 
+def test_what_is_written_to_logits_is_read_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients or without: they are computed once, and never again without the change."""
+    call, _ = compiled(Model(trains=True))
+    (_, early), (_, late) = call(*batch()), call(*batch())
+    assert early.requires_grad and early.max().requires_grad  # computed with gradients
+    monkeypatch.setattr(early, "_product", None)
+    with torch.no_grad():
+        early.fill_(3.0)
+    assert bool((early == 3.0).all())
+    with torch.no_grad():
+        late.fill_(3.0)
+        assert bool((late == 3.0).all())
+    with pytest.raises(UnreadableLogits, match=r"written to under torch\.no_grad.*'whole'"):
+        late.max()
+
+
 def test_logits_of_a_frozen_head_are_read_behind_a_step() -> None:
     """The model below has changed, and what the head has read of it is kept."""
     model = Model()
