@@ -17,9 +17,10 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
+from inductor_q.integrations import prepare_checkpointing  # noqa: E402
 from tests.support.attention import GROUPED, batch, causal, plain_step, positions  # noqa: E402
 from tests.support.captured import CapturedStage  # noqa: E402
-from tests.support.compiling import no_codegen  # noqa: E402
+from tests.support.compiling import count_ops, no_codegen, partition  # noqa: E402
 
 LAYERS = 2
 PASS = "causal_attention"
@@ -172,6 +173,21 @@ def test_masks_of_batches_are_replaced_by_what_they_mean(
         assert_steps_agree(model, compiled, inputs_of(case, length))
     found = [(site.rejected, site.provider) for site in backend.sites]
     assert found == [("", provider)] * (len(lengths) * LAYERS)
+
+
+def test_what_layers_share_is_made_once_a_step() -> None:
+    """By forward, for all layers: neither backward nor a layer that it computes again makes it."""
+    model = qlora()
+    prepare_checkpointing(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = inputs_of("padded", 24)
+
+    def run(call: Any) -> None:
+        masked_step(call, model, inputs)
+
+    graphs = partition(run, model, ALWAYS)
+    counts = [count_ops(graph) for graph in graphs]
+    assert [(found["cumsum"], found["scatter"]) for found in counts] == [(1, 1), (0, 0)]
 
 
 def assert_steps_agree(model: Any, compiled: Any, inputs: dict[str, Tensor]) -> None:
