@@ -32,6 +32,7 @@ import torch
 from benchmarks import bench_step, harness
 from benchmarks.recipes import BENCHMARK, RECIPES, Recipe
 from inductor_q import testing
+from inductor_q.integrations import prepare_checkpointing
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -191,6 +192,8 @@ def _model(
         if experts:
             our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=dtype)
     bench_step.checkpoint(model, recipe)
+    if recipe != BENCHMARK:
+        prepare_checkpointing(model)  # as trainers' callback: packed experts are in the graph
     return model
 
 

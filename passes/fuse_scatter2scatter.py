@@ -6,7 +6,9 @@ expert's weights for each row (`batched_mm`). Over a dequantization either becom
 bits and none is saved. `batched_mm` over dense experts becomes one too: its gathered copies would
 be saved for backward. Where the graph shows which token each row of a grouped product belongs to
 (`capture/expert_layers.py` has a diagram), the op reads the tokens in place of copies, or adds up
-the slots of each token, weighted by its gates.
+the slots of each token, weighted by its gates. Sums that autocast takes in float32 are taken so by
+the op, too, and then have the 16 bits of every other product's result; where the model does not
+round them, `qfuse.numerics="strict"` keeps its sums.
 
 The pass refuses weights that are dense and grouped (torch's product is the thing to run), and those
 that train. Products that a model calls itself are reported with the kernel that serves them. The
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import replace as replace_fields
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +49,8 @@ class FuseScatter2Scatter:
         layers, refused = capture.find_experts(graph)
         sites = [Site(node, reason, by_choice=True) for node, reason in refused.items()]
         for layer in layers:
+            if context.numerics == "strict":
+                layer = replace_fields(layer, projections=tuple(map(_as_exact, layer.projections)))
             for projection in layer.projections:
                 node, stack = projection.product.node, projection.product.stack
                 if projection.reason:
@@ -65,6 +70,14 @@ class FuseScatter2Scatter:
             _emit_layer(graph, site.plan)
 
 
+def _as_exact(projection: Projection) -> Projection:
+    """Keep the sums that the model takes in a wider dtype than that of the rows."""
+    if projection.sums is None or not projection.sums.is_cast:
+        return projection
+    reason = "rows stay sorted: qfuse.numerics='strict' keeps their sums in the model's dtype"
+    return replace_fields(projection, sums=None, reason=reason)
+
+
 def _example(projection: Projection) -> Scatter2Scatter:
     """Make a call like the one that a projection becomes, to find who will serve it."""
     product, gathers = projection.product, projection.gathers
@@ -73,6 +86,7 @@ def _example(projection: Projection) -> Scatter2Scatter:
         product.stack.operands,
         product.stack.format,
         product.stack.shape,
+        dtype=tensor(product.x).dtype,
         transposed=product.transposed,
         top_k=projection.top_k,
         grouped_in=not (isinstance(product, Batched) or gathers),
@@ -92,11 +106,13 @@ def _emit_layer(graph: fx.Graph, layer: ExpertLayer) -> None:
             value = _emit_projection(graph, projection, routing)
             for gradient in layer.gates_gradients:
                 if gradient.back is node:
-                    dots = emit(graph, MUL, (value, gradient.x), node)
-                    dots = emit(graph, aten.sum.dim_IntList, (dots, [1], True), node)
+                    dots, dtype = emit(graph, MUL, (value, gradient.x), node), gradient.sums.kwargs
+                    dots = emit(graph, aten.sum.dim_IntList, (dots, [1], True), node, **dtype)
                     replace(gradient.sums, dots)
             if gathers and gathers.column:
                 value = emit(graph, MUL, (value, gathers.column), node)
+            if sums and sums.is_cast:
+                value = emit(graph, CAST, (value, tensor(sums.tokens).dtype), node)
         replace(sums.tokens if sums else projection.product.result, value)
 
 
@@ -105,6 +121,8 @@ def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing)
     product, gathers, sums = projection.product, projection.gathers, projection.sums
     node, stack, batched = product.node, product.stack, isinstance(product, Batched)
     x, gates = gathers.tokens if gathers else product.x, None
+    if gathers and gathers.is_cast:
+        x = emit(graph, CAST, (x, tensor(product.x).dtype), node)
     if isinstance(product, Batched):
         x = emit(graph, aten.squeeze.dim, (x, product.dim), node)
     if sums and sums.gates:

@@ -45,6 +45,7 @@ def example_product(
     format: str,
     shape: Sequence[Any],
     *,
+    dtype: torch.dtype,
     transposed: bool,
     top_k: int,
     grouped_in: bool,
@@ -53,10 +54,10 @@ def example_product(
     """Make a call of scatter2scatter without adapters, whose routing need not exist yet.
 
     Args:
-        x: its rows.
+        x: its rows, before they are cast to `dtype`.
         dim: the dimension of size 1 that they have beside two, if any.
     """
-    rows = example(x)
+    rows = example(x).to(dtype)
     rows = rows if dim is None else rows.squeeze(dim)
     slots = rows.shape[0] if grouped_in else rows.shape[0] * top_k
     stack = tuple(example(list(shape)))

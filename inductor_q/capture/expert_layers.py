@@ -23,7 +23,8 @@ sort by expert gives `order`, the slot of each row, and `inverse` is the row of 
 
 The products (1) and (3) *gather*: their rows are copies of tokens, which `scatter2scatter` can read
 itself. The products (2) and (4) *sum*: their rows are added up per token, which it can do, too.
-Masks of nobody's rows may stand right before or behind a product. Each product is recognized by
+Masks of nobody's rows may stand right before or behind a product, and so may casts of rows that are
+copied or added up: autocast of CUDA takes sums in float32. Each product is recognized by
 what surrounds it, so that any may be missing or look otherwise: then its rows stay sorted, as the
 model has them. The products of `batched_mm` take and give scattered rows, with nothing around them.
 """
@@ -34,6 +35,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -51,7 +53,8 @@ _VIEWS = (aten.view.default, aten.reshape.default)
 class Slots:
     """`rows` [R, features], where row i is slot order[i] of `tokens` [T, features].
 
-    Where the model weights them, `gates` [R] are the factors of the slots, and `column` [R, 1] =
+    Tokens may be of another dtype, to which or from which all of their copies are cast. Where the
+    model weights the rows, `gates` [R] are the factors of the slots, and `column` [R, 1] =
     gates[order] are those of the rows.
     """
 
@@ -61,6 +64,10 @@ class Slots:
     top_k: int
     gates: fx.Node | None = None
     column: fx.Node | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        return _dtype(self.tokens) != _dtype(self.rows)
 
 
 #: Slots, the reason why the graph does not show which they are, or None where it has no such rows.
@@ -162,8 +169,8 @@ def _gates_gradient(
         d, mirrored = back.gathers, back.product.transposed != product.transposed
         if d and d.column is y.column and mirrored and back.product.stack == product.stack:
             match call(sums), [call(reader) for reader in readers]:
-                case (aten.sum.dim_IntList, _, [1], True), [(aten.mul.Tensor, d.rows, y.rows)]:
-                    if sums and _dtype(d.rows) == _dtype(y.rows) == _dtype(sums):
+                case (aten.sum.dim_IntList, _, [1], True, *_), [(aten.mul.Tensor, d.rows, y.rows)]:
+                    if sums and _dtype(d.rows) == _dtype(y.rows):
                         return GatesGradient(sums, product.x, back.product.node)
     return None
 
@@ -176,11 +183,11 @@ def _gathered(product: Grouped) -> _Found:
     rows, mask = _unmasked(product.x)
     rows, column = _unweighted(rows)
     found: _Found = None
-    match call(rows):
+    match call(_below_cast(rows)):
         case aten.index.Tensor, fx.Node() as tokens, [token_of_row]:
-            found = _by_division(tokens, rows, token_of_row)
+            found = _by_division(_narrow(tokens, rows), rows, token_of_row)
         case aten.index_put.default, zeros, [row_of_slot], by_slot, True if _is_zero(zeros):
-            found = _by_inverse(_repeated(by_slot), rows, row_of_slot)
+            found = _by_inverse(_repeated(by_slot, rows), rows, row_of_slot)
     return _complete(found, column, mask, product)
 
 
@@ -191,14 +198,16 @@ def _summed(product: Grouped) -> _Found:
     if masked and _unmasked(masked)[0] is rows:
         rows, mask = masked, _unmasked(masked)[1]
     added = next((user for user in rows.users if _unweighted(user)[0] is rows), rows)
-    reader = _only_user(added)
+    cast = _only_user(added)
+    terms = cast if cast and _below_cast(cast) is added else added
+    reader = _only_user(terms)
     found: _Found = None
     match call(reader):
-        case aten.index_put.default, zeros, [token_of_row], by_row, True if by_row is added:
+        case aten.index_put.default, zeros, [token_of_row], by_row, True if by_row is terms:
             if reader and _is_zero(zeros):
-                found = _by_division(reader, rows, token_of_row)
-        case aten.index.Tensor, by_row, [row_of_slot] if by_row is added:
-            found = _by_inverse(_total(reader), rows, row_of_slot)
+                found = _by_division(_rounded(reader, rows), rows, token_of_row)
+        case aten.index.Tensor, by_row, [row_of_slot] if by_row is terms:
+            found = _by_inverse(_total(reader, rows), rows, row_of_slot)
     return _complete(found, _unweighted(added)[1], mask, product)
 
 
@@ -261,25 +270,40 @@ def _slots(tokens: fx.Node, rows: fx.Node, order: fx.Node, top_k: object) -> _Fo
     return Slots(tokens, rows, order, top_k)
 
 
-def _repeated(by_slot: object) -> tuple[fx.Node, object] | None:
+def _repeated(by_slot: object, rows: fx.Node) -> tuple[fx.Node, object] | None:
     """Return `(tokens, top_k)` if `by_slot` is `tokens` repeated top_k times."""
-    expanded = _peel(by_slot, *_VIEWS, aten.clone.default)
+    cast = _peel(by_slot, *_VIEWS, aten.clone.default)
+    expanded = _peel(_below_cast(cast), *_VIEWS, aten.clone.default)
     match call(expanded):
         case aten.expand.default, source, _ if _is_flat(by_slot, _shape(expanded)):
             match call(source):
                 case aten.unsqueeze.default, fx.Node() as tokens, 1:
-                    return tokens, _shape(expanded)[1]
+                    return _narrow(tokens, rows), _shape(expanded)[1]
     return None
 
 
-def _total(by_slot: fx.Node | None) -> tuple[fx.Node, object] | None:
+def _total(by_slot: fx.Node | None, rows: fx.Node) -> tuple[fx.Node, object] | None:
     """Return `(sums over the slots of each token, top_k)` if nothing else reads `by_slot`."""
     view = _only_user(by_slot)
     total = _only_user(view)
     match call(total):
-        case aten.sum.dim_IntList, fx.Node(target=target), [1] if target in _VIEWS and total:
-            return (total, _shape(view)[1]) if _is_flat(by_slot, _shape(view)) else None
+        case aten.sum.dim_IntList, fx.Node(target=target), [1], *_ if target in _VIEWS and total:
+            found = _rounded(total, rows), _shape(view)[1]
+            return found if _is_flat(by_slot, _shape(view)) and len(_shape(total)) == 2 else None
     return None
+
+
+def _narrow(tokens: fx.Node, rows: fx.Node) -> fx.Node:
+    """Return what was cast to `tokens`, if it has the dtype of their copies and is no wider."""
+    source = _below_cast(tokens)
+    return source if _widens(source, tokens) and _dtype(source) == _dtype(rows) else tokens
+
+
+def _rounded(total: fx.Node, rows: fx.Node) -> fx.Node:
+    """Return the only reader of sums in a wider dtype than the rows', if it casts them back."""
+    cast = _only_user(total)
+    is_back = cast and _below_cast(cast) is total and _dtype(cast) == _dtype(rows)
+    return cast if cast and is_back and _widens(cast, total) else total
 
 
 # --- single nodes -------------------------------------------------------------------------------
@@ -301,6 +325,20 @@ def _unweighted(rows: fx.Node) -> tuple[fx.Node, fx.Node | None]:
                 case aten.unsqueeze.default, fx.Node(target=aten.index.Tensor), -1 | 1:
                     return (plain, column) if len(_shape(column)) == 2 else (rows, None)
     return rows, None
+
+
+def _below_cast(node: Any) -> Any:
+    """Return what a node casts from one floating-point dtype to another, or else the node."""
+    match call(node):
+        case prims.convert_element_type.default, fx.Node() as source, _:
+            both = _dtype(source), _dtype(node)
+            return source if all(dtype.is_floating_point for dtype in both) else node
+    return node
+
+
+def _widens(narrow: fx.Node, wide: fx.Node) -> bool:
+    """Whether every value of one dtype is one of the other."""
+    return torch.promote_types(_dtype(narrow), _dtype(wide)) == _dtype(wide)
 
 
 def _hides_nobodys(mask: fx.Node, order: fx.Node, offs: fx.Node) -> bool:

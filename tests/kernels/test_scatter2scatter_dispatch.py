@@ -83,6 +83,7 @@ def reported_provider(call: Scatter2Scatter, wanted: str) -> str:
     if call.rank == 0 and call.bias is None and call.gates is None:  # as of a product found
         found = example_product(
             *(args[0], args[1], call.format, call.shape),
+            dtype=call.x.dtype,
             transposed=call.transposed,
             top_k=call.top_k,
             grouped_in=call.grouped_in,
@@ -170,6 +171,7 @@ def test_an_example_has_the_rows_of_the_product(shape: tuple[int, ...], dim: int
             node.meta["val"] = torch.empty(size)
         call = example_product(
             *(nodes[0], nodes[1:], DENSE, (5, 48, 64)),
+            dtype=torch.float32,
             transposed=False,
             top_k=1,
             grouped_in=False,

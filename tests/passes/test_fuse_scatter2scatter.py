@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
+from inductor_q.integrations import prepare_checkpointing
 from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.calls import unchecked
 from inductor_q.log import warn_once
-from tests.support.compiling import Compiled, compile_step, step
+from tests.support.autocast import cuda_autocast
+from tests.support.compiling import Compiled, compile_step, no_codegen, step
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, model, tokens
 
 PASS = "fuse_scatter2scatter"
@@ -220,6 +222,22 @@ def test_under_a_checkpoint() -> None:
     assert not copies(result, 14)
 
 
+@pytest.mark.parametrize("kind", [Experts, Checkpointed], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_under_autocast_of_cuda(dtype: torch.dtype, kind: type[Experts]) -> None:
+    """It takes sums in float32; what flows from layer to layer may be float32, too."""
+    layer = kind("qwen3_moe", "grouped_mm", torch.bfloat16)
+    x, ids, gates = inputs(torch.bfloat16)
+    args = x.detach().to(dtype).requires_grad_(), ids, gates
+    with cuda_autocast():
+        eager = step(layer, *args)
+        result = compile_step(layer, *args, fullgraph=True)
+    assert result.output.dtype == eager[0].dtype == dtype
+    assert products(result) == BY_TOKEN and PASS not in result.reasons
+    assert not copies(result, 14)
+    check_errors(result, eager, in_float64(layer, args))
+
+
 @SLOW
 def test_gathered_dense_experts_are_not_copied() -> None:
     layer = half_dense("batched_mm")
@@ -366,9 +384,12 @@ def masked(keys: Tensor, first: int) -> Tensor:
     return (keys >= first).unsqueeze(-1)
 
 
-def check_first(layer: First, *, found: list[Any], reasons: dict[str, int]) -> None:
+def check_first(
+    layer: First, *, found: list[Any], reasons: dict[str, int], numerics: str = "default"
+) -> None:
     args = inputs(torch.bfloat16)
-    result = compile_step(layer, *args, fullgraph=True)
+    options = {"qfuse.numerics": numerics}
+    result = compile_step(layer, *args, fullgraph=True, options=options)
     check_errors(result, step(layer, *args), in_float64(layer, args))
     assert result.applied[PASS] == 2 and products(result) == found
     told = {f"rows stay sorted: {reason}": count for reason, count in reasons.items()}
@@ -385,6 +406,8 @@ NOT_NOBODYS = "some are masked that may be an expert's"
     [
         (lambda x, order: x[order[1] // 2], ""),
         (lambda x, order: x[order[1] // 2].masked_fill(masked(order[0], 4), 0), ""),
+        (lambda x, order: x.float()[order[1] // 2].to(x.dtype), ""),
+        (lambda x, order: x.float().exp()[order[1] // 2].to(x.dtype), ""),
         (lambda x, order: x[order[1] % 7], NOT_DIVIDED),
         (lambda x, order: x[order[1].flip(0) // 2], NOT_SORTED),
         (lambda x, order: x[order[1] // 3], "they are not 3 a token"),
@@ -462,6 +485,31 @@ def test_rows_are_added_only_where_that_is_shown(
     check_first(layer, found=[forward, backward], reasons=reasons)
 
 
+def in_float32(y: Tensor, gates: Tensor, order: Order) -> Tensor:
+    """What `added` and `weighted` give under autocast of CUDA, which a model need not round."""
+    by_slot = weighted(y, gates, order[1])[inverse(order[1])].view(-1, 2, y.shape[1])
+    return by_slot.sum(1, dtype=torch.promote_types(y.dtype, torch.float32))
+
+
+@pytest.mark.parametrize("numerics", ["default", "strict"])
+@pytest.mark.parametrize("rounded", [True, False])
+def test_rows_are_added_in_float32(rounded: bool, numerics: str) -> None:
+    """The op does so too, and rounds: strictly where the model does."""
+
+    def result(y: Tensor, gates: Tensor, order: Order) -> Tensor:
+        total = in_float32(y, gates, order)
+        return total.to(y.dtype) if rounded else total
+
+    keeps = numerics == "strict" and not rounded
+    kept = {"qfuse.numerics='strict' keeps their sums in the model's dtype": 1} if keeps else {}
+    check_first(
+        First(lambda x, _: torch.cat([x, x]), result),
+        found=[(1, True, True) if kept else TO_TOKENS, TO_ROWS],
+        reasons=kept,
+        numerics=numerics,
+    )
+
+
 def untouched(implementation: str, **kwargs: Any) -> Any:
     """A model packed by bitsandbytes, whose embedding trains."""
     net = model("qwen3_moe", implementation).requires_grad_(False).to(**kwargs)
@@ -495,6 +543,21 @@ def test_an_untouched_model(implementation: str, any_length: bool) -> None:
     assert result.gradients.keys() == expected_grads.keys()
     for name, grad in result.gradients.items():
         torch.testing.assert_close(grad, expected_grads[name], **CLOSE)
+
+
+def test_no_expert_of_an_untouched_model_is_decoded_for_a_cache() -> None:
+    """Of the first layer, the hooks around packed experts would return decoded ones."""
+    net, ids = untouched("grouped_mm", dtype=torch.bfloat16), tokens()
+    prepare_checkpointing(net)
+
+    def logits(ids: Tensor) -> Tensor:
+        result: Tensor = net(input_ids=ids, use_cache=False).logits
+        return result
+
+    with no_codegen():
+        result = compile_step(logits, ids, module=net, fullgraph=True)
+    assert sorted(products(result)) == sorted(BY_TOKEN * 2)
+    assert not result.ops["qfuse.dequantize"]
 
 
 @pytest.mark.parametrize(
