@@ -267,8 +267,11 @@ def test_weights_and_adapters_of_one_launch(rows: int, adapter: torch.dtype) -> 
 def test_a_gpu_decodes_few_rows_in_a_graph() -> None:
     """Captured in a CUDA graph, with other weights of the same shape, through compiled code."""
     module = linear("cuda")
+    exact = testing.reference_model(module)
     run: Any = torch.compile(module, backend="qfuse", options={"triton.cudagraphs": True})
     with torch.no_grad():
         for seed in range(4):
+            torch.manual_seed(seed)
             x = torch.randn(1, module.in_features, device="cuda").bfloat16() + seed
-            torch.testing.assert_close(run(x).clone(), module(x), rtol=2e-2, atol=2e-2)
+            result = exact(x.double())
+            assert error(run(x), result) <= max(1.25 * error(module(x), result), 4e-3), seed
