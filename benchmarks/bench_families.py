@@ -162,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         case = CASES[name]
         length = case.tokens if on_gpu else TOY_TOKENS
         _measure(suite, name, case, length, peers, rounds, arguments)
+        harness.keep(suite, arguments)
     harness.finish(suite, arguments, extras=("layers", "loss_deviation", "breaks", "graphs"))
     return suite
 

@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     )
     for adapted in adapt:
         _run_case(suite, arguments, config, adapted, ids.to(suite.device))
+        harness.keep(suite, arguments)
     shown = ("peak_bytes", "static_bytes", "loss_deviation", "breaks", "first_step_s")
     harness.finish(suite, arguments, extras=shown)
     return suite

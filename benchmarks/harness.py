@@ -102,6 +102,13 @@ def save_path(name: str, arguments: argparse.Namespace, device: torch.device) ->
     return out if out.suffix == ".json" else out / file
 
 
+def keep(suite: Suite, arguments: argparse.Namespace) -> None:
+    """Save the cases that are done, so that a long run which is cut off leaves them."""
+    path = save_path(suite.name, arguments, suite.device)
+    if path is not None:
+        suite.save(path)
+
+
 def finish(suite: Suite, arguments: argparse.Namespace, *, extras: Sequence[str] = ()) -> None:
     """Print the table, save the JSON and, if requested, the plot."""
     console.print(suite.table(extras=extras))
@@ -136,6 +143,7 @@ __all__ = [
     "first_call",
     "held_bytes",
     "in_sequence",
+    "keep",
     "load",
     "machine",
     "measure_ceilings",

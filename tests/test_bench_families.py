@@ -13,6 +13,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
 from benchmarks import bench_families as families  # noqa: E402
+from benchmarks import harness  # noqa: E402
 from inductor_q import last_report, testing  # noqa: E402
 from inductor_q.backend import qfuse  # noqa: E402
 from tests.support.compiling import no_codegen  # noqa: E402
@@ -69,3 +70,19 @@ def test_the_benchmark_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (eager["peer"], ours["peer"], ours["extra"]["breaks"]) == ("eager", "qfuse", 0)
     assert ours["extra"]["layers"] == "14 of 14" and ours["extra"]["attention"] == "0 of 2"
     assert ours["extra"]["loss_deviation"] < 0.1
+
+
+def test_a_run_that_is_cut_off_leaves_the_cases_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(suite: harness.Suite, name: str, *_: object) -> None:
+        if name == "Llama":
+            raise KeyboardInterrupt
+        suite.add({"case": name}, {"qfuse": harness.Timing(4e-3, 3e-3, 5e-3, 2e-3, 9)}, roof=1e-3)
+
+    monkeypatch.setenv("BENCHMARK_COMMIT", "0" * 40)
+    monkeypatch.setattr(families, "_measure", measure)
+    out = tmp_path / "families.json"
+    with pytest.raises(KeyboardInterrupt):
+        families.main(["--device", "cpu", "--out", str(out), "--only", "Qwen3", "Llama"])
+    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == [{"case": "Qwen3"}]
