@@ -1,10 +1,12 @@
 """Keep of a checkpointed segment what is small beside the input that it is computed from again.
 
 Checkpointing computes a segment again in backward, and all of it, in a graph: torch marks every
-node of a segment. Three values are cheap to keep, and save more than their share:
+node of a segment. Some values are cheap to keep, and save more than their share:
 
 - an adapter's projection `x A'` that extend_k has not taken: r columns beside the input's
   thousands, where computing it again reads the whole input;
+- which experts each token of a mixture chooses, by which gates, and the order of its rows: a few
+  numbers a token, for which many small kernels would choose and sort again;
 - what the rest of the model reads of the last segment, as eager mode keeps it: else the segment's
   last product, which no gradient needs, is computed again;
 - the result of attention and its logsumexp, which are as large as the segment's input: from so many
@@ -25,11 +27,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
+from inductor_q.kernels.calls import ARGUMENTS
 from inductor_q.passes.extend_k import WIDE
 from inductor_q.passes.fuse_dropout import PROJECT
+from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import VIEWS, arg, backward_nodes, tensor
 from inductor_q.passes.products import as_product, is_projection
 from inductor_q.passes.runner import Site
+
+aten = torch.ops.aten
 
 RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _ATTENTION = "_scaled_dot_product_"
@@ -46,16 +52,21 @@ class KeepCheckpointed:
         outside = _outside(graph, set(inside), backward)
         for node in inside:
             if not outside.isdisjoint(node.users):
-                yield Site(node, plan=_below_views(node))
+                yield Site(node, plan=(_below_views(node),))
+            elif (routing := _routing(node)) and (largest := max(routing, key=_size)):
+                reason = _too_wide(largest, arg(node, 0), context)
+                yield Site(node, reason, plan=routing, by_choice=True)
             elif (source := _projected(node)) is not None:
-                yield Site(node, _too_wide(node, source, context), plan=node, by_choice=True)
+                yield Site(node, _too_wide(node, source, context), plan=(node,), by_choice=True)
             elif _is_attention(node):
-                yield Site(node, _too_short(node, context), plan=node, by_choice=True)
+                yield Site(node, _too_short(node, context), plan=(node,), by_choice=True)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        parts = [n for n in site.plan.users if n.target is operator.getitem]
-        for node in (site.plan, *parts):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for kept in site.plan:
+            whole = arg(kept, 0) if kept.target is operator.getitem else kept
+            parts = [n for n in whole.users if n.target is operator.getitem]
+            for node in (whole, *parts):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def is_checkpointed(node: fx.Node) -> bool:
@@ -94,6 +105,19 @@ def _projected(node: fx.Node) -> fx.Node | None:
     if product is None or product.x.target in WIDE or not is_projection(product):
         return None
     return product.x
+
+
+def _routing(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the routing of a product of tokens with experts, and the choices it is made from."""
+    if node.target is not SCATTER2SCATTER or node.args[ARGUMENTS.index("grouped_in")]:
+        return ()
+    parts = [arg(node, ARGUMENTS.index(name)) for name in ("order", "inverse", "offsets", "tiles")]
+    source: object = parts[0]
+    while isinstance(source, fx.Node) and source.target is not aten.topk.default:
+        source = next(iter(source.args), None)
+    if isinstance(source, fx.Node):
+        parts += [part for part in source.users if part.target is operator.getitem]
+    return tuple(part for part in parts if is_checkpointed(part))
 
 
 def _too_wide(node: fx.Node, source: fx.Node, context: Context) -> str:
