@@ -165,7 +165,7 @@ def _called(node: fx.Node) -> list[str]:
     for entry in stack.values():
         path = entry[0]
     names = (bracket or dotted for bracket, dotted in _STEP.findall(path.removeprefix("L['self']")))
-    return [n for n in names if n not in ("__dict__", "_modules", "base_layer")]
+    return [n for n in names if n not in ("__dict__", "_modules", "base_layer", "parametrizations")]
 
 
 def _number(size: Any) -> int:

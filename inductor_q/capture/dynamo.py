@@ -173,9 +173,10 @@ def parameter_name(source: str) -> str:
 
 
 def module_path(source: str) -> str:
-    """Return the dotted path of the module that owns what a source names.
+    """Return the dotted path of the module that owns what a source names, as `live` spells it.
 
     Where the compiled module is the layer itself there is no path: then it is the parameter's name.
     """
-    path = ".".join(n for n in module_names(source) if n != "base_layer")
+    names = (n for n in module_names(source) if n not in ("base_layer", "parametrizations"))
+    path = ".".join(names)
     return path or parameter_name(source)

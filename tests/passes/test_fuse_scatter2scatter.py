@@ -15,6 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import checkpoint
 
+import inductor_q
 from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
 from inductor_q.integrations import prepare_checkpointing
@@ -558,6 +559,8 @@ def test_no_expert_of_an_untouched_model_is_decoded_for_a_cache() -> None:
         result = compile_step(logits, ids, module=net, fullgraph=True)
     assert sorted(products(result)) == sorted(BY_TOKEN * 2)
     assert not result.ops["qfuse.dequantize"]
+    told = inductor_q.report(net)  # under the names that the model has for them
+    assert (told.fused, len(told.layers)) == (4, 4)
 
 
 @pytest.mark.parametrize(
