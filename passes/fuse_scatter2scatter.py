@@ -72,7 +72,8 @@ class FuseScatter2Scatter:
 
 def _as_exact(projection: Projection) -> Projection:
     """Keep the sums that the model takes in a wider dtype than that of the rows."""
-    if projection.sums is None or not projection.sums.is_cast:
+    sums, product = projection.sums, projection.product
+    if sums is None or tensor(sums.tokens).dtype == tensor(product.result).dtype:
         return projection
     reason = "rows stay sorted: qfuse.numerics='strict' keeps their sums in the model's dtype"
     return replace_fields(projection, sums=None, reason=reason)
@@ -111,9 +112,9 @@ def _emit_layer(graph: fx.Graph, layer: ExpertLayer) -> None:
                     replace(gradient.sums, dots)
             if gathers and gathers.column:
                 value = emit(graph, MUL, (value, gathers.column), node)
-            if sums and sums.is_cast:
-                value = emit(graph, CAST, (value, tensor(sums.tokens).dtype), node)
-        replace(sums.tokens if sums else projection.product.result, value)
+            result = sums.tokens if sums else projection.product.result
+            value = _emit_cast(graph, value, tensor(result).dtype, node)
+        replace(result, value)
 
 
 def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing) -> fx.Node:
@@ -121,8 +122,7 @@ def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing)
     product, gathers, sums = projection.product, projection.gathers, projection.sums
     node, stack, batched = product.node, product.stack, isinstance(product, Batched)
     x, gates = gathers.tokens if gathers else product.x, None
-    if gathers and gathers.is_cast:
-        x = emit(graph, CAST, (x, tensor(product.x).dtype), node)
+    x = _emit_cast(graph, x, tensor(product.x).dtype, node)
     if isinstance(product, Batched):
         x = emit(graph, aten.squeeze.dim, (x, product.dim), node)
     if sums and sums.gates:
@@ -148,6 +148,10 @@ def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing)
     if isinstance(product, Batched):
         value = emit(graph, aten.unsqueeze.default, (value, product.dim), node)
     return value
+
+
+def _emit_cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    return x if tensor(x).dtype == dtype else emit(graph, CAST, (x, dtype), like)
 
 
 def _emit_routings(

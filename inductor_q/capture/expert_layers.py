@@ -65,10 +65,6 @@ class Slots:
     gates: fx.Node | None = None
     column: fx.Node | None = None
 
-    @property
-    def is_cast(self) -> bool:
-        return _dtype(self.tokens) != _dtype(self.rows)
-
 
 #: Slots, the reason why the graph does not show which they are, or None where it has no such rows.
 _Found = Slots | str | None
@@ -180,34 +176,33 @@ def _gates_gradient(
 
 def _gathered(product: Grouped) -> _Found:
     """Find the tokens whose copies are the rows of a product, as before (1) and (3)."""
-    rows, mask = _unmasked(product.x)
+    rows, mask = _unmasked(_below_cast(product.x))
     rows, column = _unweighted(rows)
     found: _Found = None
     match call(_below_cast(rows)):
         case aten.index.Tensor, fx.Node() as tokens, [token_of_row]:
-            found = _by_division(_narrow(tokens, rows), rows, token_of_row)
+            found = _by_division(_narrow(tokens, product.x), rows, token_of_row)
         case aten.index_put.default, zeros, [row_of_slot], by_slot, True if _is_zero(zeros):
-            found = _by_inverse(_repeated(by_slot, rows), rows, row_of_slot)
+            found = _by_inverse(_repeated(by_slot, product.x), rows, row_of_slot)
     return _complete(found, column, mask, product)
 
 
 def _summed(product: Grouped) -> _Found:
     """Find the sums per token of the rows of a product, as behind (2) and (4)."""
-    rows, mask = product.result, None
+    rows, mask = _cast_of(product.result), None
     masked = _only_user(rows)
     if masked and _unmasked(masked)[0] is rows:
         rows, mask = masked, _unmasked(masked)[1]
     added = next((user for user in rows.users if _unweighted(user)[0] is rows), rows)
-    cast = _only_user(added)
-    terms = cast if cast and _below_cast(cast) is added else added
+    terms = _cast_of(added)
     reader = _only_user(terms)
     found: _Found = None
     match call(reader):
         case aten.index_put.default, zeros, [token_of_row], by_row, True if by_row is terms:
             if reader and _is_zero(zeros):
-                found = _by_division(_rounded(reader, rows), rows, token_of_row)
+                found = _by_division(_rounded(reader, product.result), rows, token_of_row)
         case aten.index.Tensor, by_row, [row_of_slot] if by_row is terms:
-            found = _by_inverse(_total(reader, rows), rows, row_of_slot)
+            found = _by_inverse(_total(reader, product.result), rows, row_of_slot)
     return _complete(found, _unweighted(added)[1], mask, product)
 
 
@@ -270,7 +265,7 @@ def _slots(tokens: fx.Node, rows: fx.Node, order: fx.Node, top_k: object) -> _Fo
     return Slots(tokens, rows, order, top_k)
 
 
-def _repeated(by_slot: object, rows: fx.Node) -> tuple[fx.Node, object] | None:
+def _repeated(by_slot: object, x: fx.Node) -> tuple[fx.Node, object] | None:
     """Return `(tokens, top_k)` if `by_slot` is `tokens` repeated top_k times."""
     cast = _peel(by_slot, *_VIEWS, aten.clone.default)
     expanded = _peel(_below_cast(cast), *_VIEWS, aten.clone.default)
@@ -278,32 +273,31 @@ def _repeated(by_slot: object, rows: fx.Node) -> tuple[fx.Node, object] | None:
         case aten.expand.default, source, _ if _is_flat(by_slot, _shape(expanded)):
             match call(source):
                 case aten.unsqueeze.default, fx.Node() as tokens, 1:
-                    return _narrow(tokens, rows), _shape(expanded)[1]
+                    return _narrow(tokens, x), _shape(expanded)[1]
     return None
 
 
-def _total(by_slot: fx.Node | None, rows: fx.Node) -> tuple[fx.Node, object] | None:
+def _total(by_slot: fx.Node | None, y: fx.Node) -> tuple[fx.Node, object] | None:
     """Return `(sums over the slots of each token, top_k)` if nothing else reads `by_slot`."""
     view = _only_user(by_slot)
     total = _only_user(view)
     match call(total):
         case aten.sum.dim_IntList, fx.Node(target=target), [1], *_ if target in _VIEWS and total:
-            found = _rounded(total, rows), _shape(view)[1]
+            found = _rounded(total, y), _shape(view)[1]
             return found if _is_flat(by_slot, _shape(view)) and len(_shape(total)) == 2 else None
     return None
 
 
-def _narrow(tokens: fx.Node, rows: fx.Node) -> fx.Node:
-    """Return what was cast to `tokens`, if it has the dtype of their copies and is no wider."""
+def _narrow(tokens: fx.Node, x: fx.Node) -> fx.Node:
+    """Return what was cast to `tokens`, if the rows `x` of the product are cast back to it."""
     source = _below_cast(tokens)
-    return source if _widens(source, tokens) and _dtype(source) == _dtype(rows) else tokens
+    return source if _widens(source, tokens) and _dtype(source) == _dtype(x) else tokens
 
 
-def _rounded(total: fx.Node, rows: fx.Node) -> fx.Node:
-    """Return the only reader of sums in a wider dtype than the rows', if it casts them back."""
-    cast = _only_user(total)
-    is_back = cast and _below_cast(cast) is total and _dtype(cast) == _dtype(rows)
-    return cast if cast and is_back and _widens(cast, total) else total
+def _rounded(total: fx.Node, y: fx.Node) -> fx.Node:
+    """Return the only reader of sums in a wider dtype than the product's, if it casts them back."""
+    cast = _cast_of(total)
+    return cast if _widens(cast, total) and _dtype(cast) == _dtype(y) else total
 
 
 # --- single nodes -------------------------------------------------------------------------------
@@ -334,6 +328,12 @@ def _below_cast(node: Any) -> Any:
             both = _dtype(source), _dtype(node)
             return source if all(dtype.is_floating_point for dtype in both) else node
     return node
+
+
+def _cast_of(node: fx.Node) -> fx.Node:
+    """Return the only reader of a node, if it is a cast, or else the node."""
+    reader = _only_user(node)
+    return reader if reader and _below_cast(reader) is node else node
 
 
 def _widens(narrow: fx.Node, wide: fx.Node) -> bool:

@@ -124,8 +124,9 @@ def test_choices_of_experts_are_kept() -> None:
     for op in ("topk", "sort", "qfuse.tile_map"):
         assert count_ops(forward)[op] == LAYERS
         assert not count_ops(backward)[op]
-    slots = 2 * 32 * 2
-    assert [[*v.shape] for v in saved(forward)].count([slots]) == 2 * LAYERS  # order and inverse
+    # Order and inverse, and the keys where transformers (5.17) masks rows that are nobody's.
+    slots = [v for v in saved(forward) if [*v.shape] == [2 * 32 * 2]]
+    assert len(slots) in (2 * LAYERS, 3 * LAYERS)
 
 
 def test_gradients_are_those_of_eager_mode() -> None:
