@@ -21,7 +21,7 @@ BUDGET = {
     "docs": 1195,
     "examples": 1020,
     "inductor_q": 4910,
-    "inductor_q/capture": 2110,
+    "inductor_q/capture": 2130,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 480,
     "inductor_q/diagnostics": 5490,

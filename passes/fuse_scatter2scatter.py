@@ -115,6 +115,11 @@ def _emit_layer(graph: fx.Graph, layer: ExpertLayer) -> None:
             result = sums.tokens if sums else projection.product.result
             value = _emit_cast(graph, value, tensor(result).dtype, node)
         replace(result, value)
+    for found in layer.unsorted:
+        _, inverse, _, _ = routings[found.order]
+        with graph.inserting_before(found.node):
+            args = (found.values, [inverse])
+            replace(found.node, emit(graph, aten.index.Tensor, args, found.node))
 
 
 def _emit_projection(graph: fx.Graph, projection: Projection, routing: _Routing) -> fx.Node:

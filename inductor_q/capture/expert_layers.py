@@ -106,11 +106,24 @@ class GatesGradient:
 
 
 @dataclass(frozen=True)
+class Unsorted:
+    """A call that adds the value of each row to a zero at slot order[i]: the gradient of gates.
+
+    No two rows have one slot, but torch does not know that, and sorts them to add them up.
+    """
+
+    node: fx.Node
+    order: fx.Node
+    values: fx.Node
+
+
+@dataclass(frozen=True)
 class ExpertLayer:
     """The products of a graph that share one routing, in the order of the graph."""
 
     projections: tuple[Projection, ...]
     gates_gradients: tuple[GatesGradient, ...]
+    unsorted: tuple[Unsorted, ...]
 
 
 def find_layers(graph: fx.Graph) -> tuple[list[ExpertLayer], dict[fx.Node, str]]:
@@ -153,7 +166,9 @@ def _layer(projections: Sequence[Projection]) -> ExpertLayer:
                 reason = "rows stay sorted: they are read again"
                 projection = Projection(projection.product, reason=reason)
         kept.append(projection)
-    return ExpertLayer(tuple(kept), tuple(gradients))
+    orders = dict.fromkeys(p.order for p in kept if p.order)
+    unsorted = [_unsorted(user, order) for order in orders for user in order.users]
+    return ExpertLayer(tuple(kept), tuple(gradients), tuple(filter(None, unsorted)))
 
 
 def _gates_gradient(
@@ -168,6 +183,14 @@ def _gates_gradient(
                 case (aten.sum.dim_IntList, _, [1], True, *_), [(aten.mul.Tensor, d.rows, y.rows)]:
                     if sums and _dtype(d.rows) == _dtype(y.rows):
                         return GatesGradient(sums, product.x, back.product.node)
+    return None
+
+
+def _unsorted(node: fx.Node, order: fx.Node) -> Unsorted | None:
+    match call(node):
+        case aten.index_put.default, zeros, [by], fx.Node() as values, *_ if by is order:
+            if _is_zero(zeros) and _same(_shape(node), _shape(values)):
+                return Unsorted(node, order, values)
     return None
 
 

@@ -129,6 +129,12 @@ def test_choices_of_experts_are_kept() -> None:
     assert len(slots) in (2 * LAYERS, 3 * LAYERS)
 
 
+def test_gradients_of_gates_are_not_sorted_to_be_added() -> None:
+    """No two rows of a layer have the same slot: a slot reads its row."""
+    _, backward, _, _ = compiled("checkpointed", False)
+    assert not count_ops(backward)["index_put"]
+
+
 def test_gradients_are_those_of_eager_mode() -> None:
     """Without dropout, of which the two draw other masks."""
     net = model("checkpointed", False)
