@@ -16,7 +16,8 @@ from inductor_q.frames import library_of
 OWN_CODE = "your code"
 
 _BLOCK = re.compile(
-    r"^(?P<title>\S.*)\n(?P<body>(?:[ ]{2}(?:Explanation|Hint): .*\n(?:[ ]{4,}.*\n)*)+)",
+    r"^(?P<title>\S.*)\n(?:[ ]{2}Higher Order Operator: .*\n)?"
+    r"(?P<body>(?:[ ]{2}(?:Explanation|Hint): .*\n(?:[ ]{4,}.*\n)*)+)",
     re.MULTILINE,
 )
 _FIELD = re.compile(r"^  (Explanation|Hint): (.*(?:\n    +.*)*)", re.MULTILINE)

@@ -51,6 +51,14 @@ FIXES: tuple[Fix, ...] = (
         frame=r"(transformers|peft)/.*: make_inputs_require_grad",
     ),
     Fix(
+        "the hooks around experts packed by replace_parameter_4bit fill a cache, which cannot be "
+        "compiled in a checkpointed layer: give a Trainer inductor_q.integrations.QfuseCallback() "
+        "as a callback instead of compiling the model, or call prepare_checkpointing(model) of the "
+        "same package once, before training",
+        frame=r": \w+_experts_forward$|nn/(utils/)?parametrize\.py",
+        said=r"unsafe side effect",
+    ),
+    Fix(
         "TRL computes the loss in a function that cannot be compiled: give the trainer "
         "callbacks=[inductor_q.integrations.QfuseCallback()] instead of compiling the model; it "
         "compiles the decoder inside",
