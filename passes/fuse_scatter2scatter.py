@@ -13,6 +13,9 @@ round them, `qfuse.numerics="strict"` keeps its sums.
 The pass refuses weights that are dense and grouped (torch's product is the thing to run), and those
 that train. Products that a model calls itself are reported with the kernel that serves them. The
 first site of a layer carries the plan of all its sites.
+
+Ids of experts are int64 as top-k returns them, and a radix sort takes a pass for each byte of a
+key: where they are the places of so few numbers, 16 bits are sorted, stably.
 """
 
 from __future__ import annotations
@@ -26,12 +29,23 @@ import torch
 from torch import fx
 
 from inductor_q import capture
+from inductor_q.capture.calls import call
 from inductor_q.capture.example import example, example_product
 from inductor_q.capture.expert_layers import ExpertLayer, Projection
 from inductor_q.capture.experts_graph import Batched
 from inductor_q.context import Context
 from inductor_q.kernels.calls import ARGUMENTS, Scatter2Scatter, arguments, unchecked
-from inductor_q.passes.graph import CAST, MUL, RESHAPE, emit, positions, replace, tensor
+from inductor_q.passes.graph import (
+    CAST,
+    MUL,
+    RESHAPE,
+    VIEWS,
+    arg,
+    emit,
+    positions,
+    replace,
+    tensor,
+)
 from inductor_q.passes.runner import Site
 
 SCATTER2SCATTER = torch.ops.qfuse.scatter2scatter.default
@@ -98,6 +112,8 @@ def _example(projection: Projection) -> Scatter2Scatter:
 def _emit_layer(graph: fx.Graph, layer: ExpertLayer) -> None:
     """Emit one op per product of a layer; all of them share its routing."""
     first = layer.projections[0].product.node
+    for order in dict.fromkeys(p.order for p in layer.projections if p.order):
+        _sort_narrow_keys(graph, order)
     with graph.inserting_before(first):
         routings = _emit_routings(graph, layer, first)
     for projection in layer.projections:
@@ -183,6 +199,34 @@ def _emit_routings(
             inverse = emit(graph, aten.scatter.src, (order, 0, order, places), like)
         routings[key] = order or places, inverse, offsets, tiles
     return routings
+
+
+def _sort_narrow_keys(graph: fx.Graph, order: fx.Node) -> None:
+    """Sort the keys that `order` is of in int16, if they are the places that a top-k chose."""
+    both = arg(order, 0)
+    match call(both):
+        case aten.sort.default, fx.Node() as keys if _is_narrow(keys):
+            with graph.inserting_before(both):
+                narrow = emit(graph, CAST, (keys, torch.int16), both)
+                found = emit(graph, aten.sort.stable, (narrow,), both, stable=True)
+                grouped, places = (emit(graph, operator.getitem, (found, i), both) for i in (0, 1))
+                wide = emit(graph, CAST, (grouped, tensor(keys).dtype), both)
+            for part in list(both.users):
+                replace(part, places if part.args[1] else wide)
+
+
+def _is_narrow(keys: fx.Node) -> bool:
+    """Whether keys are places among fewer numbers than int16 has, in the last dimension."""
+    while keys.target in VIEWS:
+        keys = arg(keys, 0)
+    match call(keys):
+        case operator.getitem, fx.Node() as chosen, 1:
+            match call(chosen):
+                case aten.topk.default, fx.Node() as scores, _, *rest:
+                    count, last = tensor(scores).shape[-1], tensor(scores).dim() - 1
+                    is_last = not rest or rest[0] in (-1, last)
+                    return is_last and isinstance(count, int) and count <= 1 << 15
+    return False
 
 
 def _emit_sort(graph: fx.Graph, product: Batched, like: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -23,7 +23,7 @@ from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.calls import unchecked
 from inductor_q.log import warn_once
 from tests.support.autocast import cuda_autocast
-from tests.support.compiling import Compiled, compile_step, no_codegen, step
+from tests.support.compiling import Compiled, compile_step, no_codegen, op_name, step
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, model, tokens
 
 PASS = "fuse_scatter2scatter"
@@ -517,6 +517,30 @@ def test_rows_are_added_in_float32(rounded: bool, numerics: str) -> None:
         reasons=kept,
         numerics=numerics,
     )
+
+
+class Routed(Experts):
+    """Choices of a top-k among so many scores."""
+
+    def __init__(self, scores: int) -> None:
+        super().__init__("qwen3_moe", "grouped_mm", torch.bfloat16)
+        self.scores = scores
+
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        scores = x.detach()[:, :1] * torch.linspace(-1, 1, self.scores, dtype=x.dtype)
+        ids = scores.topk(2).indices
+        return super().forward(x, ids if self.scores == EXPERTS else ids % EXPERTS, gates)
+
+
+@pytest.mark.parametrize(("scores", "dtype"), [(EXPERTS, torch.int16), (7, torch.int64)])
+def test_keys_are_narrow_where_a_top_k_shows_it(scores: int, dtype: torch.dtype) -> None:
+    layer, args = Routed(scores), inputs(torch.bfloat16)
+    result = compile_step(layer, *args, fullgraph=True)
+    check_errors(result, step(layer, *args), in_float64(layer, args))
+    assert products(result) == BY_TOKEN
+    nodes = [n for graph in result.joint for n in graph.nodes]
+    (keys,) = [n.args[0] for n in nodes if op_name(n) == "sort"]
+    assert keys.meta["val"].dtype == dtype
 
 
 def untouched(implementation: str, **kwargs: Any) -> Any:

@@ -129,6 +129,15 @@ def test_choices_of_experts_are_kept() -> None:
     assert len(slots) in (2 * LAYERS, 3 * LAYERS)
 
 
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_keys_of_16_bits_are_sorted(packed: bool) -> None:
+    """Among as many experts as there are: what is not chosen from so few keeps its dtype."""
+    forward, _, _, _ = compiled("checkpointed", packed)
+    sort = torch.ops.aten.sort.stable
+    keys = [n.args[0] for n in forward.find_nodes(op="call_function", target=sort)]
+    assert [key.meta["val"].dtype for key in keys] == [torch.int16] * LAYERS
+
+
 def test_gradients_of_gates_are_not_sorted_to_be_added() -> None:
     """No two rows of a layer have the same slot: a slot reads its row."""
     _, backward, _, _ = compiled("checkpointed", False)
