@@ -288,6 +288,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.runner": lambda: us(seconds("launch-h200", "runner")),
     "launch.jit": lambda: us(seconds("launch-h200", "jit")),
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
+    "memory.over": step_figures.memory_over_plan,
     "moe.merged": moe_figures.merged_is_slowest,
     "accumulate.without": lambda: ms(seconds("step-repeat-cpu", "qfuse[qfuse.passes=-accumulate]")),
     "accumulate.with": lambda: ms(seconds("step-repeat-cpu", "qfuse")),

@@ -177,6 +177,13 @@ def memory() -> str:
     return f"{table(header, body)}\n\n{source(name)}"
 
 
+def memory_over_plan() -> str:
+    """Say by how much measured peaks exceed the planned ones at most."""
+    found = [each["extra"] for each in result("memory-h200")["rows"]]
+    planned = [each for each in found if "planned_bytes" in each]
+    return percent(max(e["peak_bytes"] / e["planned_bytes"] for e in planned) - 1)
+
+
 def _steps(files: dict[str, str]) -> str:
     body: list[Sequence[str]] = []
     for name, what in files.items():
