@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 3270,
     "docs": 1195,
     "examples": 1020,
-    "inductor_q": 4910,
+    "inductor_q": 4980,
     "inductor_q/capture": 2130,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 480,

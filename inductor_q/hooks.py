@@ -18,11 +18,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from inductor_q.cache import source_digest
 from inductor_q.context import Context
 from inductor_q.log import log, warn_once
-from inductor_q.memory import plan
+from inductor_q.memory import Pair, plan
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.graph import is_nested
 from inductor_q.passes.runner import run
 from inductor_q.resolved import Resolved
+from inductor_q.seedless import partition_seedless
 
 
 def run_stage(stage: str, graph: fx.Graph, context: Context, *, edit: bool = True) -> None:
@@ -133,11 +134,15 @@ class Partitioner(_Passes, CustomPartitionerFn):
             users = users.previous
         if self.context.budget is not None and users is not None:
             warn_once("qfuse.memory has no effect: custom_partitioner_fn is the user's own")
-        if self.context.budget is None or users is not None or is_nested(gm.graph):
+        if users is not None:
             return self.partition(gm, joint_inputs, **kwargs)
-        pair, report.memory = plan(
-            lambda copied: self.partition(copied, joint_inputs, **kwargs), gm, self.context
-        )
+
+        def partition(joint: fx.GraphModule) -> Pair:
+            return partition_seedless(lambda it: self.partition(it, joint_inputs, **kwargs), joint)
+
+        if self.context.budget is None or is_nested(gm.graph):
+            return partition(gm)
+        pair, report.memory = plan(partition, gm, self.context)
         if not report.memory.fits:
             log.warning("qfuse.memory: %s", report.memory)
         return pair

@@ -25,6 +25,7 @@ ROOMS = (
     ("hooks",),
     ("cache", "options"),
     ("own_options", "inductor_config"),
+    ("seedless",),
     ("memory",),
     ("liveness",),
     ("passes", "lowerings"),
