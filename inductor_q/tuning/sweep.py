@@ -75,15 +75,16 @@ class Sweep:
     @property
     def best(self) -> Judged | None:
         """The fastest of the winners with changes that a preset may make."""
-        return min(self._won(), key=lambda j: j.step_s, default=None)
+        return min(_won(self.judged), key=lambda j: j.step_s, default=None)
 
     def _winners(self) -> list[Condition]:
         """List the winners whose changes a preset may make, the slowest first: where two set the
-        same, the faster one's value holds."""
-        return [j.condition for j in sorted(self._won(), key=lambda j: -j.step_s)]
+        same, the faster one's value holds.
 
-    def _won(self) -> list[Judged]:
-        return [j for j in self.judged if j.wins and plan.may_last(j.condition)]
+        The first two rounds say it. Those after them measure the base again, which would change who
+        won when a sweep is resumed."""
+        won = _won(judge(self.conditions, [run for run in self.known if run.round <= 2]))
+        return [j.condition for j in sorted(won, key=lambda j: -j.step_s)]
 
     def _failed(self, condition: Condition) -> bool:
         return any(run.error for run in self.known if run.condition == condition.name)
@@ -111,6 +112,10 @@ class Sweep:
         self.known.append(run)
         self.end(run)
         return run
+
+
+def _won(judged: Sequence[Judged]) -> list[Judged]:
+    return [j for j in judged if j.wins and plan.may_last(j.condition)]
 
 
 __all__ = ["EAGER", "Launch", "OutOfBudget", "Sweep"]

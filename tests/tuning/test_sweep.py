@@ -94,6 +94,22 @@ def test_a_killed_sweep_goes_on_where_it_was(killed_after: int, tmp_path: Path) 
     assert done.best and done.best.condition.name == "together"
 
 
+def test_a_slow_last_round_does_not_change_what_is_run(tmp_path: Path) -> None:
+    """It widens the noise of the base: then nothing wins, but the winners of two rounds did run."""
+
+    class Busy(Machine):
+        def __call__(self, condition: Condition, number: int, left: float) -> Run:
+            self.seconds["base"] = 9.0 if number == 4 else 1.0
+            return super().__call__(condition, number, left)
+
+    done = sweep(tmp_path, Busy(**BOTH_WIN, together=0.7))
+    done.run()
+    again = sweep(tmp_path, Machine(most=0))
+    again.run()
+    assert done.best is None and again.complete
+    assert again.conditions == done.conditions and len(done.conditions) == 5
+
+
 def test_a_whole_sweep_is_not_run_again(tmp_path: Path) -> None:
     sweep(tmp_path, Machine(**BOTH_WIN)).run()
     again = Machine()
