@@ -25,6 +25,14 @@ def device(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(autouse=True)
+def choose_again() -> None:
+    """No provider is remembered from a test that changed what providers answer."""
+    from inductor_q.kernels.dispatch import forget
+
+    forget()
+
+
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["graph", "code"])
 def graph_or_code(request: pytest.FixtureRequest) -> Iterator[None]:
     """For a test of what passes make of a graph: the default group runs that graph op by op, the

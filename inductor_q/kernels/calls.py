@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -34,6 +34,23 @@ class Call:
     def empty(self) -> Any:
         """Return the result where there is nothing to compute, and None elsewhere."""
         return None
+
+    def kind(self) -> Hashable:
+        """Return what its provider is chosen and its launches are planned by (`Provider` says what
+        that is), or None where each call is asked about anew. Fake tensors have none."""
+        return None
+
+
+def _alike(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return what a kernel goes by in tensors of shapes that it knows, besides their values."""
+    return tuple(
+        [t if t is None else (t.dtype, t.is_contiguous(), t.data_ptr() % 16) for t in tensors]
+    )
+
+
+def _laid_out(*tensors: Tensor) -> tuple[Any, ...]:
+    """Return what a kernel goes by in any tensors, besides their values."""
+    return tuple([(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors])
 
 
 class Stack:
@@ -93,6 +110,15 @@ class Scatter2Scatter(Call, Stack):
 
     def empty(self) -> tuple[Tensor, Tensor] | None:
         return self.results() if self.rows == 0 else None
+
+    def kind(self) -> Hashable:
+        routing = (self.order, self.inverse, self.offsets, self.tiles)
+        return (
+            *(self.x.device, self.format, self.shape, self.transposed, self.rows, self.rank),
+            *(self.top_k, self.grouped_in, self.grouped_out),
+            _alike(self.x, *routing, self.lora_a, self.lora_b, self.bias, self.gates),
+            _alike(*self.operands),
+        )
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Allocate the op's results."""
@@ -171,8 +197,10 @@ def arguments(**named: Any) -> tuple[Any, ...]:
 
 def unchecked(args: Sequence[Any]) -> Scatter2Scatter:
     """Make a call of the op's arguments, without checks."""
-    named = dict(zip(ARGUMENTS, args, strict=True))
-    return Scatter2Scatter(**{**named, "shape": tuple(named["shape"])})
+    call = object.__new__(Scatter2Scatter)  # `__init__` sets 18 fields of a frozen class one by one
+    vars(call).update(zip(ARGUMENTS, args, strict=True))
+    vars(call)["shape"] = tuple(call.shape)
+    return call
 
 
 #: The names that a schema has for the types of arguments.
@@ -230,6 +258,9 @@ class TileMap(Call):
     def device(self) -> torch.device:
         return self.offsets.device
 
+    def kind(self) -> Hashable:
+        return self.offsets.device, self.rows, _laid_out(self.offsets)
+
     @property
     def num_experts(self) -> int:
         return self.offsets.shape[0] - 1
@@ -258,6 +289,12 @@ class GroupedGram(Call):
 
     def empty(self) -> Tensor | None:
         return None if self.rows else self.left.new_zeros(self.shape, dtype=self.dtype)
+
+    def kind(self) -> Hashable:
+        return (
+            *(self.left.device, self.top_k, self.grouped_left, self.grouped_right, self.dtype),
+            _laid_out(self.left, self.right, self.order, self.offsets),
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -328,6 +365,14 @@ class LinearRows(Call):
     def empty(self) -> list[Tensor] | None:
         return None if self.x.shape[0] and sum(self.features) else self.outputs()
 
+    def kind(self) -> Hashable:
+        low = [a and (a.scaling, _laid_out(a.a, a.b)) for a in self.adapters]
+        return (
+            *(self.x.device, self.fmt, tuple(self.features), self.gated, _laid_out(self.x), *low),
+            *[bias if bias is None else _laid_out(bias) for bias in self.biases],
+            *[_alike(*operands) for operands in self.weights],
+        )
+
 
 @dataclass(frozen=True)
 class Requantize(Call):
@@ -345,6 +390,10 @@ class Requantize(Call):
     @property
     def device(self) -> torch.device:
         return self.out.device
+
+    def kind(self) -> Hashable:
+        alike = _alike(self.scale, *self.operands)
+        return self.out.device, self.fmt, self.transposed, _laid_out(self.out), alike
 
 
 @dataclass(frozen=True)
@@ -369,6 +418,10 @@ class DropoutProject(Call):
 
     def empty(self) -> Tensor | None:
         return None if self.out.numel() else self.out
+
+    def kind(self) -> Hashable:
+        layout = _laid_out(self.x, self.seeds, self.a, self.out)
+        return self.x.device, self.index, self.count, self.p, layout
 
     def check(self) -> None:
         x, a, count = self.x, self.a, self.count
@@ -403,6 +456,10 @@ class DropoutGradA(Call):
     def empty(self) -> Tensor | None:
         return None if self.x.numel() else self.new().zero_()
 
+    def kind(self) -> Hashable:
+        layout = _laid_out(self.x, self.seeds, self.grad)
+        return self.x.device, self.index, self.count, self.p, layout
+
     def new(self) -> Tensor:
         """Allocate the gradient of the adapters' A, [count * r, K]."""
         return self.x.new_empty((self.grad.shape[1], self.x.shape[1]))
@@ -433,6 +490,10 @@ class DropoutGradX(Call):
 
     def empty(self) -> Tensor | None:
         return None if self.grad.numel() and self.a.numel() else self.new().zero_()
+
+    def kind(self) -> Hashable:
+        layout = _laid_out(self.a, self.seeds, self.grad)
+        return self.a.device, self.index, self.count, self.p, layout
 
     def new(self) -> Tensor:
         """Allocate the gradient of the input, [M, K]."""

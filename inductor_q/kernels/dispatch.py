@@ -1,8 +1,12 @@
-"""Serve a checked call with the first provider of the device's list that does not refuse it."""
+"""Serve a checked call with the first provider of the device's list that does not refuse it.
+
+What that provider plans is kept for all calls of the kind, so that choosing costs the host one
+look into a dictionary from the second on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -11,6 +15,9 @@ from typing import Any
 from inductor_q.kernels import LATE, PROVIDERS
 from inductor_q.kernels.calls import Call
 from inductor_q.kernels.provider import against, in_order, on_device, select
+
+#: How many kinds of calls are remembered. Beyond that all are forgotten, and come back.
+KEPT = 4096
 
 _PREFERRED: ContextVar[Mapping[str, str]] = ContextVar("preferred", default=MappingProxyType({}))
 
@@ -37,7 +44,22 @@ def serve(op: str, call: Call, wanted: str = "") -> Any:
     empty = call.empty()
     if empty is not None:
         return empty
-    return select(op, PROVIDERS[op], call, wanted or preferred(op), LATE.get(op)).run(call)
+    wanted = wanted or preferred(op)
+    key = (op, wanted, call.kind())
+    planned = _PLANS.get(key)
+    if planned is None:
+        planned = select(op, PROVIDERS[op], call, wanted, LATE.get(op)).plan(call)
+        if key[-1] is not None:
+            if len(_PLANS) >= KEPT:
+                _PLANS.clear()
+            _PLANS[key] = planned
+    return planned(call)
+
+
+_PLANS: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
+
+#: Ask providers anew about calls of every kind, as tests do that change what they answer.
+forget = _PLANS.clear
 
 
 def served_by(op: str, call: Call, wanted: str = "auto") -> str:

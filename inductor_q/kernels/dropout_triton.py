@@ -7,6 +7,7 @@ a fixed order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,80 +27,90 @@ PROJECT_PART = 512
 GRAD_PART = 512
 WARPS = 4
 STAGES = 2
-#: How many launches are remembered; beyond that all are forgotten, and come back.
-KEPT = 4096
 
 
 class Project(TritonProvider[DropoutProject]):
     def refuses(self, call: DropoutProject) -> str:
         return _refuses(call.x, call.a.shape[0] // call.count) or unfit(call.out)
 
-    def run(self, call: DropoutProject) -> Tensor:
+    def plan(self, call: DropoutProject) -> Callable[[DropoutProject], Tensor]:
         rows, columns = call.x.shape
         total = call.a.shape[0]
-        parts = _blocks(columns, PROJECT_PART)
-        partial = call.x.new_empty((parts, rows, total), dtype=torch.float32)
-        _launch(
+        shape = (_blocks(columns, PROJECT_PART), rows, total)
+        project = _launch(
             "project",
-            (call.x, call.a.contiguous(), call.seeds, partial),
-            (_blocks(rows, CALL_ROWS), parts, call.count),
+            (_blocks(rows, CALL_ROWS), shape[0], call.count),
             (rows, columns, call.x.stride(0), call.index, *threshold(call.p)),
             {**_ranks(total, call.count), "PART": PROJECT_PART, **_columns(columns, PROJECT_PART)},
         )
-        _finish(partial, call.out, 1 / (1 - call.p))
-        return call.out
+        finish = _finish(shape, call.out.shape[1], call.out.stride(0), 1 / (1 - call.p))
+
+        def serve(call: DropoutProject) -> Tensor:
+            partial = call.x.new_empty(shape, dtype=torch.float32)
+            project((call.x, call.a.contiguous(), call.seeds, partial))
+            finish((partial, call.out))
+            return call.out
+
+        return serve
 
 
 class GradA(TritonProvider[DropoutGradA]):
     def refuses(self, call: DropoutGradA) -> str:
         return _refuses(call.x, call.grad.shape[1] // call.count) or _refuses_grad(call.grad)
 
-    def run(self, call: DropoutGradA) -> Tensor:
+    def plan(self, call: DropoutGradA) -> Callable[[DropoutGradA], Tensor]:
         rows, columns = call.x.shape
-        of_a = call.new()
-        parts = _blocks(rows, GRAD_PART)
-        partial = call.x.new_empty((parts, *of_a.shape), dtype=torch.float32)
-        _launch(
+        total = call.grad.shape[1]
+        shape = (_blocks(rows, GRAD_PART), total, columns)
+        grad_a = _launch(
             "grad_a",
-            (call.x, call.seeds, call.grad, partial),
-            (_blocks(columns, COLUMNS), parts, call.count),
+            (_blocks(columns, COLUMNS), shape[0], call.count),
             (rows, columns, call.x.stride(0), call.grad.stride(0), call.index, *threshold(call.p)),
-            {**_ranks(len(of_a), call.count), "PART": GRAD_PART, **_columns(columns)},
+            {**_ranks(total, call.count), "PART": GRAD_PART, **_columns(columns)},
         )
-        _finish(partial, of_a, 1 / (1 - call.p))
-        return of_a
+        finish = _finish(shape, columns, columns, 1 / (1 - call.p))
+
+        def serve(call: DropoutGradA) -> Tensor:
+            of_a = call.new()
+            partial = call.x.new_empty(shape, dtype=torch.float32)
+            grad_a((call.x, call.seeds, call.grad, partial))
+            finish((partial, of_a))
+            return of_a
+
+        return serve
 
 
 class GradX(TritonProvider[DropoutGradX]):
     def refuses(self, call: DropoutGradX) -> str:
         return _refuses(call.a, call.a.shape[0] // call.count) or _refuses_grad(call.grad)
 
-    def run(self, call: DropoutGradX) -> Tensor:
-        of_x, a = call.new(), call.a.contiguous()
-        rows, columns = of_x.shape
-        constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **_ranks(len(a), call.count)}
+    def plan(self, call: DropoutGradX) -> Callable[[DropoutGradX], Tensor]:
+        rows, (total, columns) = call.grad.shape[0], call.a.shape
+        constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **_ranks(total, call.count)}
         del constants["TOTAL"]
-        _launch(
+        grad_x = _launch(
             "grad_x",
-            (a, call.seeds, call.grad, of_x),
             (_blocks(columns, COLUMNS), _blocks(rows, CALL_ROWS), 1),
             (rows, columns, call.grad.stride(0), call.index, *threshold(call.p)),
             {**constants, **_columns(columns)},
         )
-        return of_x
+
+        def serve(call: DropoutGradX) -> Tensor:
+            of_x = call.new()
+            grad_x((call.a.contiguous(), call.seeds, call.grad, of_x))
+            return of_x
+
+        return serve
 
 
-def _finish(partial: Tensor, out: Tensor, scale: float) -> None:
-    """Add up the parts, scale the sum, and write it to the first columns of `out`."""
-    parts, rows, columns = partial.shape
-    width = out.shape[1]
+def _finish(shape: tuple[int, int, int], width: int, stride: int, scale: float) -> Repeated:
+    """Add up parts of a shape, scale the sum, and write it to the first columns of a matrix."""
     block = min(1024, 1 << (width - 1).bit_length())
     height = 1024 // block
-    _launch(
+    return _launch(
         "finish",
-        (partial, out),
-        (_blocks(rows, height), _blocks(width, block), 1),
-        (parts, rows, columns, width, out.stride(0)),
+        (_blocks(shape[1], height), _blocks(width, block), 1),
+        (*shape, width, stride),
         {"SCALE": scale, "HEIGHT": height, "BLOCK": block},
     )
 
@@ -121,28 +132,14 @@ def _blocks(size: int, block: int) -> int:
 
 def _launch(
     kernel: str,
-    tensors: tuple[Tensor, ...],
     grid: tuple[int, int, int],
     numbers: tuple[int, ...],
     constants: dict[str, Any],
-) -> None:
-    """Launch a kernel as before, where a launch of it differed in nothing but its pointers."""
-    like = tuple([(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors])
-    key = (kernel, tensors[0].device, grid, numbers, tuple(constants.values()), like, WARPS, STAGES)
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        from inductor_q.kernels import dropout_kernels_triton
+) -> Repeated:
+    from inductor_q.kernels import dropout_kernels_triton
 
-        if len(_LAUNCHES) >= KEPT:
-            _LAUNCHES.clear()
-        function = getattr(dropout_kernels_triton, kernel)
-        launch = _LAUNCHES[key] = Repeated(
-            function, grid, numbers, constants, num_warps=WARPS, num_stages=STAGES
-        )
-    launch(tensors)
-
-
-_LAUNCHES: dict[tuple[Any, ...], Repeated] = {}
+    function = getattr(dropout_kernels_triton, kernel)
+    return Repeated(function, grid, numbers, constants, num_warps=WARPS, num_stages=STAGES)
 
 
 def _refuses(factor: Tensor, rank: int) -> str:

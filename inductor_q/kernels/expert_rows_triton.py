@@ -9,11 +9,15 @@ are the same every time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.gpu import on
+from inductor_q.kernels.triton_launch import Repeated
 
 
 def source_slots(call: Scatter2Scatter) -> int:
@@ -46,36 +50,38 @@ def rows_in(call: Scatter2Scatter, out: Tensor) -> Tensor:
 
 def rows_out(call: Scatter2Scatter, y: Tensor) -> Tensor:
     """Make the op's first result of the grouped rows, some of which no kernel has written."""
-    gates = y if call.gates is None else call.gates.contiguous()
-    features = y.shape[1]
+    return plan_rows_out(call)(call, y)
+
+
+def plan_rows_out(call: Scatter2Scatter) -> Callable[[Scatter2Scatter, Tensor], Tensor]:
+    """Return `rows_out` for all calls of a kind, and for grouped rows in memory of their own."""
+    rows, tokens, features = call.rows, call.tokens, call.out_features
+    gated = call.gates is not None
     if call.grouped_out:
-        finish[(triton.cdiv(call.rows, 32), triton.cdiv(features, 256))](
-            y,
-            gates,
-            call.order.contiguous(),
-            call.offsets,
-            features,
-            call.rows,
-            call.num_experts,
-            ROWS=32,
-            WIDTH=256,
-            GATED=call.gates is not None,
+        launch = Repeated(
+            finish,
+            (triton.cdiv(rows, 32), triton.cdiv(features, 256), 1),
+            (features, rows, call.num_experts),
+            {"ROWS": 32, "WIDTH": 256, "GATED": gated},
         )
-        return y
-    out = y.new_empty(call.tokens, features)
-    combine[(call.tokens, triton.cdiv(features, 1024))](
-        y,
-        gates,
-        call.inverse.contiguous(),
-        call.offsets,
-        out,
-        features,
-        call.num_experts,
-        TOP_K=call.top_k,
-        WIDTH=1024,
-        GATED=call.gates is not None,
-    )
-    return out
+    else:
+        launch = Repeated(
+            combine,
+            (tokens, triton.cdiv(features, 1024), 1),
+            (features, call.num_experts),
+            {"TOP_K": call.top_k, "WIDTH": 1024, "GATED": gated},
+        )
+
+    def serve(call: Scatter2Scatter, y: Tensor) -> Tensor:
+        gates = y if call.gates is None else call.gates.contiguous()
+        if call.grouped_out:
+            launch((y, gates, call.order.contiguous(), call.offsets))
+            return y
+        out = y.new_empty((tokens, features))
+        launch((y, gates, call.inverse.contiguous(), call.offsets, out))
+        return out
+
+    return serve
 
 
 @triton.jit
@@ -155,27 +161,28 @@ def project_rows(
     scaled = x.new_empty(call.rows, padded)
     rows = min(64, call.tile_rows)
     parts = call.tile_rows // rows
-    project[(most_parts(call) * parts,)](
-        x,
-        call.lora_a,  # in any float dtype: the kernel casts
-        call.order.contiguous(),
-        call.tiles,
-        rank,
-        scaled,
-        call.scaling,
-        call.in_features,
-        r,
-        padded,
-        x.stride(0),
-        *call.lora_a.stride(),
-        PARTS=parts,
-        ROWS=rows,
-        RANK=triton.next_power_of_2(padded),
-        DEPTH=depth,
-        TOP_K=source_slots(call),
-        num_warps=4,
-        num_stages=stages,
-    )
+    with on(x.device):
+        project[(most_parts(call) * parts,)](
+            x,
+            call.lora_a,  # in any float dtype: the kernel casts
+            call.order.contiguous(),
+            call.tiles,
+            rank,
+            scaled,
+            call.scaling,
+            call.in_features,
+            r,
+            padded,
+            x.stride(0),
+            *call.lora_a.stride(),
+            PARTS=parts,
+            ROWS=rows,
+            RANK=triton.next_power_of_2(padded),
+            DEPTH=depth,
+            TOP_K=source_slots(call),
+            num_warps=4,
+            num_stages=stages,
+        )
     return rank, scaled
 
 

@@ -34,8 +34,6 @@ from inductor_q.kernels.triton_launch import Repeated
 INT32_LIMIT = 2**31
 MOST_ROWS = 64
 MOST_RANK = 256  # of an adapter
-#: How many kinds of calls are remembered; beyond that all are forgotten, and come back.
-KEPT = 4096
 #: Rows of x that a program projects together, and columns of a step of it.
 TOKENS, PROJECTED_DEPTH, PROJECTED_WARPS = 8, 1024, 8
 #: What the interpreter has of multiprocessors, and for a major compute capability.
@@ -60,14 +58,8 @@ class Triton(TritonProvider[LinearRows]):
             return f"compute capability {major}.{minor} does not multiply {x.dtype} matrices"
         return unfit(call)
 
-    def run(self, call: LinearRows) -> list[Tensor]:
-        key = _kind(call)
-        plan = _plans.get(key)
-        if plan is None:
-            if len(_plans) >= KEPT:
-                _plans.clear()
-            plan = _plans[key] = Plan(call)
-        return plan(call)
+    def plan(self, call: LinearRows) -> Plan:
+        return Plan(call)
 
 
 def unfit(call: LinearRows) -> str:
@@ -101,19 +93,6 @@ def unfit(call: LinearRows) -> str:
 
 def _present(call: LinearRows) -> list[Adapter]:
     return [adapter for adapter in call.adapters if adapter is not None]
-
-
-def _kind(call: LinearRows) -> tuple[Any, ...]:
-    """Return what makes calls alike: the same launches serve them."""
-    tensors: list[Tensor | None] = [call.x, *call.biases]
-    for operands, adapter in zip(call.weights, call.adapters, strict=True):
-        tensors += [*operands, *((None, None) if adapter is None else (adapter.a, adapter.b))]
-    low = [None if a is None else (a.a.shape[0], a.scaling) for a in call.adapters]
-    return (
-        *(call.fmt, call.x.shape, call.x.device, call.x.is_contiguous()),
-        *(tuple(call.features), call.gated, *low),
-        *[None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors],
-    )
 
 
 class Plan:
@@ -217,10 +196,6 @@ class Plan:
             found.append(call.x if bias is None else bias)
             found.append(adapter.b if adapter else present[0].b if present else call.x)
         return found
-
-
-#: The launches, by what makes calls alike.
-_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def codes_of_a_lane(call: LinearRows) -> int:

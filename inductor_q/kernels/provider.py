@@ -25,7 +25,14 @@ DENSE_WEIGHT = "the weight is dense"
 
 
 class Provider(Protocol[C]):
-    """One way to compute an op for calls of type C, as the op's reference does."""
+    """One way to compute an op for calls of type C, as the op's reference does.
+
+    The answers of `missing`, `refuses` and `plan` hold for every call of the same `Call.kind`: of
+    the same sizes, format, flags and numbers (but the scaling of experts' adapters), whose tensors
+    lie on the same device, have the same dtypes and strides (packed weights and experts' tensors:
+    are as contiguous), and lie as far from a multiple of 16 bytes. So they depend on nothing else,
+    least of all on values.
+    """
 
     name: str
 
@@ -41,9 +48,17 @@ class Provider(Protocol[C]):
         """Return why it does not serve the call, the format included; empty where it does."""
         return ""
 
+    def plan(self, call: C) -> Callable[[C], Any]:
+        """Return what serves the call, which it does not refuse, and all of the same kind.
+
+        This finds what it can, so that serving costs the host little. It launches nothing. A
+        provider that plans nothing defines `run` instead.
+        """
+        return self.run
+
     def run(self, call: C) -> Any:
         """Serve a call that it does not refuse, on a machine that misses nothing."""
-        ...
+        return self.plan(call)(call)
 
 
 class TritonProvider(Provider[C], Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels.calls import Requantize
@@ -23,8 +22,6 @@ from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
 INT32_LIMIT = 2**31
-#: How many kinds of calls are remembered; beyond that all are forgotten, and come back.
-KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -79,18 +76,8 @@ class Triton(TritonProvider[Requantize]):
             return "a tensor is not contiguous"
         return ""
 
-    def run(self, call: Requantize) -> None:
-        tensors = (call.out, call.scale, *call.operands)
-        key = (
-            *(call.fmt, call.transposed, call.out.dtype, call.out.shape, call.out.device),
-            *[(t.dtype, t.data_ptr() % 16) for t in tensors],
-        )
-        plan = _plans.get(key)
-        if plan is None:
-            if len(_plans) >= KEPT:
-                _plans.clear()
-            plan = _plans[key] = Plan(call)
-        plan(call)
+    def plan(self, call: Requantize) -> Plan:
+        return Plan(call)
 
 
 class Plan:
@@ -122,10 +109,6 @@ class Plan:
     def __call__(self, call: Requantize) -> None:
         first, *others = [(*call.operands, self._codebook)[i] for i in self._order]
         self._launch([call.out, first, others[0], call.scale, *others[1:]])
-
-
-#: The launches, by what makes calls alike.
-_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 @functools.cache

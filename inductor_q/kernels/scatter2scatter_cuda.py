@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles
 from inductor_q.kernels.calls import Scatter2Scatter
-from inductor_q.kernels.gpu import on
 from inductor_q.kernels.provider import Provider
 
 SOURCE = "scatter2scatter.cu"
@@ -76,9 +75,8 @@ class Cuda(Provider[Scatter2Scatter]):
         handle = _function(kernel_name(call.transposed, _config(call)), device.index)
         return handle if isinstance(handle, str) else ""
 
-    def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
-        with on(call.x.device):
-            return _launch(call)
+    def plan(self, call: Scatter2Scatter) -> Callable[[Scatter2Scatter], tuple[Tensor, Tensor]]:
+        return _Plan(call)
 
 
 @functools.cache
@@ -158,7 +156,7 @@ def _function(kernel: str, device: int | None) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _prepared(
     kernel: str,
-    device: int,
+    device: int | None,
     grid: tuple[int, int, int],
     threads: int,
     pointers: int,
@@ -166,7 +164,7 @@ def _prepared(
     shared: int,
 ) -> driver.Launch:
     handle = _function(kernel, device)
-    assert not isinstance(handle, str), handle
+    assert device is not None and not isinstance(handle, str), handle
     return driver.Launch(
         handle,
         device,
@@ -178,52 +176,53 @@ def _prepared(
     )
 
 
-def _run(
-    kernel: str,
-    grid: tuple[int, int, int],
-    threads: int,
-    tensors: Sequence[Tensor | None],
-    numbers: tuple[int, ...],
-    shared: int = 0,
-) -> None:
-    """Launch `kernel` of csrc/scatter2scatter.cu on the tensors' device."""
-    device = next(t.device.index for t in tensors if t is not None)
-    launch = _prepared(kernel, device, grid, threads, len(tensors), numbers, shared)
-    launch(*(0 if t is None else t.data_ptr() for t in tensors))
+class _Plan:
+    """The launches of all calls of a kind."""
 
+    def __init__(self, call: Scatter2Scatter) -> None:
+        from inductor_q.kernels.expert_rows_triton import plan_rows_out, project_rows, source_slots
 
-def _launch(call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
-    from inductor_q.kernels.expert_rows_triton import project_rows, rows_out, source_slots
+        device, config, fmt = call.x.device, _config(call), call.fmt
+        assert fmt is not None
+        _, n, k = call.shape
+        properties = torch.cuda.get_device_properties(device)
+        self._result = (call.rows, call.out_features)
+        self._qweight = fmt.operands.index("qweight")
+        self._planes, _ = _codebook(fmt, device)
+        self._scales = _Scales(call)
+        self._project, self._rows_out = project_rows, plan_rows_out(call)
+        self._launch = _prepared(
+            kernel_name(call.transposed, config),
+            device.index,
+            grid=(properties.multi_processor_count * config.programs, 1, 1),
+            threads=THREADS,
+            pointers=10,
+            numbers=(n, k, -(-call.rank // 16) * 16, source_slots(call)),
+            shared=_shared_bytes(call.transposed, config),
+        )
 
-    device, config = call.x.device, _config(call)
-    _, n, k = call.shape
-    x = call.x.contiguous()
-    rank, projected = project_rows(call, x, depth=128, stages=4)
-    out = torch.empty((call.rows, call.out_features), dtype=x.dtype, device=device)
-    programs = torch.cuda.get_device_properties(device).multi_processor_count * config.programs
-    operands = dict(zip(call.fmt.operands, call.operands, strict=True)) if call.fmt else {}
-    bias = None if call.bias is None else call.bias.to(x.dtype).contiguous()
-    planes, _ = _codebook(call.fmt, device)
-    _run(
-        kernel_name(call.transposed, config),
-        (programs, 1, 1),
-        THREADS,
-        [
+    def __call__(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+        x = call.x.contiguous()
+        rank, projected = self._project(call, x, depth=128, stages=4)
+        out = x.new_empty(self._result)
+        tensors = (
             x,
-            operands["qweight"],
-            _scales(call, operands),
+            call.operands[self._qweight],
+            self._scales(call),
             projected,
             _factor(call, x.dtype),
-            bias,
+            None if call.bias is None else call.bias.to(x.dtype).contiguous(),
             out,
             call.order.contiguous(),
             call.tiles,
-            planes,
-        ],
-        (n, k, 0 if projected is None else projected.shape[1], source_slots(call)),
-        shared=_shared_bytes(call.transposed, config),
-    )
-    return rows_out(call, out), rank
+            self._planes,
+        )
+        self._launch(*_pointers(tensors))
+        return self._rows_out(call, out), rank
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
@@ -237,28 +236,38 @@ def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
     return (b.transpose(1, 2) if call.transposed else b).contiguous()
 
 
-def _scales(call: Scatter2Scatter, operands: dict[str, Tensor]) -> Tensor:
+class _Scales:
     """Expand the scales: [E, K / 64, N] int32, each of them one as the sum of two bfloat16.
 
     Experts without rows have anything: a few rows have few experts.
     """
-    assert call.fmt is not None
-    e, n, k = call.shape
-    device, scale = call.x.device, call.fmt.blockwise
-    assert scale is not None, f"{call.fmt.name=}"
-    blocks = k // BLOCK
-    _, factor = _codebook(call.fmt, device)
-    out = torch.empty((e, blocks, n), dtype=torch.int32, device=device)
-    sources: list[Tensor | None] = [operands[name] for name in scale.operands]
-    sources += [None] * (4 - len(sources))
-    _run(
-        f"expand_scales<{'true' if scale.outer else 'false'}>",
-        (-(-n // 128), -(-blocks // 32), e),
-        256,
-        [*sources, factor, call.offsets.contiguous(), out],
-        (n, blocks),
-    )
-    return out
+
+    def __init__(self, call: Scatter2Scatter) -> None:
+        assert call.fmt is not None
+        e, n, k = call.shape
+        device, scale = call.x.device, call.fmt.blockwise
+        assert scale is not None, f"{call.fmt.name=}"
+        blocks = k // BLOCK
+        self._shape = (e, blocks, n)
+        _, self._factor = _codebook(call.fmt, device)
+        self._sources = [call.fmt.operands.index(name) for name in scale.operands]
+        self._absent = [None] * (4 - len(self._sources))
+        self._launch = _prepared(
+            f"expand_scales<{'true' if scale.outer else 'false'}>",
+            device.index,
+            grid=(-(-n // 128), -(-blocks // 32), e),
+            threads=256,
+            pointers=7,
+            numbers=(n, blocks),
+            shared=0,
+        )
+
+    def __call__(self, call: Scatter2Scatter) -> Tensor:
+        out = call.x.new_empty(self._shape, dtype=torch.int32)
+        sources = [call.operands[i] for i in self._sources]
+        tensors = (*sources, *self._absent, self._factor, call.offsets.contiguous(), out)
+        self._launch(*_pointers(tensors))
+        return out
 
 
 # --- the codebook -------------------------------------------------------------------------------

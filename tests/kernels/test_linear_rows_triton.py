@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import testing
 from inductor_q.formats import FORMATS
-from inductor_q.kernels import PROVIDERS, linear_rows_reference, linear_rows_triton
+from inductor_q.kernels import PROVIDERS, dispatch, linear_rows_reference, linear_rows_triton
 from inductor_q.kernels.calls import Adapter, LinearRows
 from inductor_q.kernels.dequantize_triton import codebook_on
 from inductor_q.kernels.linear_rows_tiles import LEAST_STEPS, TILES, Tile, tile_of
@@ -142,8 +142,8 @@ def test_what_the_kernel_refuses() -> None:
 
 def test_calls_that_differ_in_what_a_launch_holds_are_of_another_kind() -> None:
     call, _ = made(FORMATS[NESTED], (40, 320), 2, torch.bfloat16, ranks=(8, 8))
-    kind = linear_rows_triton._kind(call)
-    assert kind == linear_rows_triton._kind(replace(call, x=call.x + 1))
+    kind = call.kind()
+    assert kind == replace(call, x=call.x + 1).kind()
     first, second = call.adapters
     assert first is not None
     for changed in (
@@ -154,7 +154,7 @@ def test_calls_that_differ_in_what_a_launch_holds_are_of_another_kind() -> None:
         replace(call, biases=[torch.zeros(40).bfloat16(), None]),
         replace(call, x=torch.cat([call.x[:, :1], call.x], 1)[:, 1:]),
     ):
-        assert linear_rows_triton._kind(changed) != kind
+        assert changed.kind() != kind
 
 
 def test_a_codebook_is_no_tensor_of_the_graph_that_first_needs_it() -> None:
@@ -175,7 +175,8 @@ ROWS = (1, 2, 7, 16, 17, 33, 64)
 
 def served(call: LinearRows) -> list[Tensor]:
     assert not KERNEL.refuses(call)
-    return KERNEL.run(call)
+    result: list[Tensor] = KERNEL.run(call)
+    return result
 
 
 def check(call: LinearRows, exact: list[Tensor]) -> None:
@@ -244,7 +245,6 @@ def test_compiled_code_calls_it_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch)
     """Of Inductor, which warms it up where nothing may stay; with the codebook not made before."""
     only = (KERNEL, linear_rows_reference.KERNEL)
     monkeypatch.setitem(PROVIDERS, "linear_rows", {**PROVIDERS["linear_rows"], "cuda": only})
-    monkeypatch.setattr(linear_rows_triton, "_plans", {})
     codebook_on.cache_clear()
     weight = torch.randn(128, 256, device="cuda").bfloat16() * 0.1
     module = testing.quantized_linear(weight).requires_grad_(False).eval()
@@ -253,4 +253,4 @@ def test_compiled_code_calls_it_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch)
         for seed in range(4):
             x = torch.randn(5, 256, device="cuda").bfloat16() + seed
             torch.testing.assert_close(run(x).clone(), module(x), rtol=2e-2, atol=2e-2)
-    assert linear_rows_triton._plans
+    assert any(isinstance(plan, linear_rows_triton.Plan) for plan in dispatch._PLANS.values())

@@ -71,28 +71,30 @@ def test_stretched_codebooks_are_close() -> None:
 def test_scales_are_expanded_by_the_offsets_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     case = layer(replace(FIT, experts=40, tokens=3), dtype=BF16)
     call = case.call()
-    given: list[Any] = []
-    monkeypatch.setattr(
-        scatter2scatter_cuda, "_run", lambda *arguments, **_: given.append(arguments)
-    )
-    assert call.fmt is not None
-    operands = dict(zip(call.fmt.operands, call.operands, strict=True))
-    out = scatter2scatter_cuda._scales(call, operands)
-    [(kernel, (_, _, experts), _, tensors, _)] = given
-    assert kernel.startswith("expand_scales") and experts == call.num_experts == 40
-    assert torch.equal(tensors[-2], call.offsets) and tensors[-2].dtype is torch.int32
-    assert tensors[-1] is out
+    planned: list[Any] = []
+    launched: list[tuple[int, ...]] = []
+
+    def prepare(kernel: str, _: int, **options: Any) -> Any:
+        planned.append((kernel, options))
+        return lambda *pointers: launched.append(pointers)
+
+    monkeypatch.setattr(scatter2scatter_cuda, "_prepared", prepare)
+    out = scatter2scatter_cuda._Scales(call)(call)
+    [(kernel, options)], [pointers] = planned, launched
+    assert kernel.startswith("expand_scales") and len(pointers) == options["pointers"]
+    assert options["grid"][2] == call.num_experts == 40
+    assert call.offsets.dtype is torch.int32
+    assert pointers[-2:] == (call.offsets.data_ptr(), out.data_ptr())
 
 
 @pytest.mark.gpu
 def test_scales_of_experts_without_rows_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     case = on_gpu(replace(FIT, experts=40, tokens=3))
     call = case.call()
-    assert call.fmt is not None and not KERNEL.refuses(call)
-    operands = dict(zip(call.fmt.operands, call.operands, strict=True))
-    full = torch.full
-    monkeypatch.setattr(torch, "empty", lambda shape, **options: full(shape, 7, **options))
-    written = (scatter2scatter_cuda._scales(call, operands) != 7).flatten(1).any(1)
+    assert not KERNEL.refuses(call)
+    scales, new_full = scatter2scatter_cuda._Scales(call), Tensor.new_full
+    monkeypatch.setattr(Tensor, "new_empty", lambda x, shape, **to: new_full(x, shape, 7, **to))
+    written = (scales(call) != 7).flatten(1).any(1)
     assert torch.equal(written, call.offsets.diff() > 0)
 
 
