@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 6050,
     "csrc": 3270,
-    "docs": 1195,
+    "docs": 1200,
     "examples": 1020,
     "inductor_q": 4980,
     "inductor_q/capture": 2130,

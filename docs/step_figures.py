@@ -39,6 +39,9 @@ RECIPES = {
 MORE_RECIPES = {
     "step_trl-h200": "TRL's defaults (float32 norms, bf16 adapters, checkpointing), 4 layers",
     "step_surogate-h200": "Surogate's step: packed, accumulated over 4 batches, 4 layers",
+    "step_trainer-cpu": "CPU, a trainer's defaults, a small model, 2 x 256 tokens",
+    "step_checkpointed-cpu": "CPU, the same with gradient checkpointing",
+    "step_packed-cpu": "CPU, packed documents, checkpointing, 1 x 256 tokens",
 }
 #: The option of the products in eight bits, and the steps that have it, shown once measured.
 FP8 = "qfuse[qfuse.compute=fp8]"
