@@ -21,6 +21,7 @@ from torch._inductor import config
 from torch._ops import OpOverload
 
 from inductor_q.memory import Pair
+from inductor_q.passes.keep_checkpointed import RECOMPUTED
 
 _ATTENTION = "aten::_scaled_dot_product_"
 
@@ -40,7 +41,9 @@ def partition_seedless(partition: Callable[[fx.GraphModule], Pair], gm: fx.Graph
 
 
 def _marked(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return [n for n in nodes if "recompute" in n.meta and _is_attention_without_dropout(n)]
+    """Find what is computed again. (Where torch decides, attention has to be known as such.)"""
+    again = [node for node in nodes if node.meta.get("recompute") in RECOMPUTED]
+    return [node for node in again if _is_attention_without_dropout(node)]
 
 
 def _is_attention_without_dropout(node: fx.Node) -> bool:
