@@ -3,7 +3,7 @@
 Torch tags every kernel of scaled_dot_product_attention as random, since each can drop weights of
 attention. The partitioner goes by the tag: where a checkpointed segment computes attention again,
 it has forward hand the generator's state to backward, and puts each call into a higher-order op
-that sets and restores the state, which costs the host more than the call itself. With dropout_p=0
+that sets the state and restores it, which the host waits for. With dropout_p=0
 no kernel reads the state. While the partitioner runs, such calls have a function without tags as
 their target.
 
