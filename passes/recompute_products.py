@@ -6,8 +6,10 @@ under stock Inductor as well. Together they are several times the segment's inpu
 them, and all are computed again.)
 
 Products cost the same time for a byte of their results where their inputs are equally wide. So the
-narrow ones stay, up to `recompute_products.max_kept` times the segment's input, and the rest is
-computed again, with what else in the segment has no mark.
+narrow ones stay, up to `recompute_products.max_kept` times the largest tensor that the segment
+reads, and the rest is computed again, with what else in the segment has no mark. That tensor is the
+segment's input or, where tokens are fewer than a weight has rows or so, a decoded weight: beside
+the memory that decoding takes anyway, products of few tokens are not worth computing again.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class RecomputeProducts:
                 if rest < 0:
                     again.append(node)
                 else:
-                    reason = f"kept: recompute_products.max_kept={most} inputs of the segment"
+                    reason = f"kept: recompute_products.max_kept={most} times what is read"
                     yield Site(node, rejected=reason, by_choice=True)
             kept = set(products).difference(again)
             plan = (segment, tuple(n for n in unmarked if n not in kept))

@@ -59,9 +59,9 @@ SM_90 = replace(
         ),
         "recompute_products.max_kept": Entry(
             value=6,
-            evidence="all products of a decoder layer of Qwen3-8B but one of gate_proj's and "
-            "up_proj's are kept: the whole step takes less time and memory than stock Inductor's, "
-            "which keeps them all (one H200, torch 2.11.0+cu130, 2026-11-22, "
+            evidence="with 8192 tokens all products of a decoder layer of Qwen3-8B but one of "
+            "gate_proj's and up_proj's are kept: the whole step takes less time and memory than "
+            "stock Inductor's, which keeps them all (one H200, torch 2.11.0+cu130, 2026-11-22, "
             "benchmarks/results/step_packed-h200.json)",
         ),
     },

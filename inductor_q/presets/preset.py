@@ -149,8 +149,8 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             "input, so keeping it doubles what checkpointing keeps, which was asked for to save "
             "memory",
         ),
-        # How many times a checkpointed segment's input its products may take, where torch keeps
-        # them, before the widest are computed again.
+        # How many times the largest tensor that a checkpointed segment reads its products may take,
+        # where torch keeps them, before the widest are computed again.
         "recompute_products.max_kept": Entry(
             value=1 << 20,
             evidence="a start value, which is never: as torch 2.11 leaves them",

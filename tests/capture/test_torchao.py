@@ -344,6 +344,7 @@ class Regions(nn.Module):
         return out
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 fails before any backend runs")
 def test_a_nested_compile_region() -> None:
     """Torch itself fails there. When this test does, `unwrap_weights` can look inside."""
     module = Regions(linear(CONFIGS["float8 row"][0]))

@@ -25,8 +25,10 @@ for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
 LAYERS = 2
-PLAIN = {"extend_k.min_rows": 1 << 20, "keep_checkpointed.min_ratio": 3}
-WIDE = {"extend_k.min_rows": 1, "keep_checkpointed.min_ratio": 1}
+#: torch 2.11 leaves products of packed weights to be kept, as no later version does.
+AGAIN = {"recompute_products.max_kept": 0}
+PLAIN = {**AGAIN, "extend_k.min_rows": 1 << 20, "keep_checkpointed.min_ratio": 3}
+WIDE = {**AGAIN, "extend_k.min_rows": 1, "keep_checkpointed.min_ratio": 1}
 ATTENTION = {**WIDE, "keep_checkpointed.min_positions": 32}
 SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 

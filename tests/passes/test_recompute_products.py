@@ -21,7 +21,9 @@ for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
 LAYERS = 2
-ROWS, HIDDEN, INNER = 64, 64, 96
+# Rows are whole blocks: bitsandbytes misreads others on a CPU. A segment's input is larger than a
+# decoded weight.
+ROWS, HIDDEN, INNER = 256, 128, 192
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def kept(forward: fx.Graph) -> Counter[int]:
 
 @pytest.mark.parametrize(
     ("extended", "inputs", "products"),
-    [(False, 7, 8), pytest.param(True, 3, 3, marks=pytest.mark.slow)],
+    [(False, 4, 6), pytest.param(True, 3, 3, marks=pytest.mark.slow)],
     ids=["plain", "extended"],
 )
 def test_the_widest_products_are_computed_again(extended: bool, inputs: int, products: int) -> None:

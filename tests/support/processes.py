@@ -56,6 +56,8 @@ def interpreted(module: str, *arguments: str) -> list[int]:
     )
     if "interpreter cannot loop" in run.stderr:
         pytest.skip(run.stderr.splitlines()[-1])
+    if "only 0-dimensional arrays can be converted" in run.stderr:  # Triton 3.6 with NumPy 2.4
+        pytest.skip("this Triton's interpreter cannot loop with this NumPy")
     assert run.returncode == 0, run.stderr[-3000:]
     return [int(count) for count in run.stdout.split()]
 
