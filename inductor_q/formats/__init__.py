@@ -2,6 +2,7 @@
 
 from inductor_q.formats.bnb import BNB_FORMATS, INT8
 from inductor_q.formats.fp8 import FP8_FORMATS
+from inductor_q.formats.hqq import HQQ_FORMATS
 from inductor_q.formats.intx import INTX_FORMATS
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.formats.mx import MX_FORMATS
@@ -12,7 +13,7 @@ FORMATS: dict[str, QuantFormat] = {
     fmt.name: fmt
     for formats in (
         *(BNB_FORMATS, (INT8,), KBIT_FORMATS, INTX_FORMATS, FP8_FORMATS, MX_FORMATS),
-        NF4_TENSOR_FORMATS,
+        *(NF4_TENSOR_FORMATS, HQQ_FORMATS),
     )
     for fmt in formats
 }

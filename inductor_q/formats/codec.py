@@ -108,6 +108,24 @@ class Number:
         return scaled(o, value if self.factor == 1 else o.times(value, self.factor), shared)
 
 
+#: How many bits of a float32 number's mantissa a 16-bit dtype does without.
+_DROPPED = {"bfloat16": 16, "float16": 13}
+
+
+def rounded(o: Ops[I, V], a: V, dtype: str) -> V:
+    """Round a float32 number to the nearest of a 16-bit dtype, and to the even one of two.
+
+    float16 has fewer exponents, so there the number has to lie in its range, and one that is below
+    its smallest normal number has to be one of its numbers already.
+    """
+    dropped = _DROPPED[dtype]
+    bits = o.as_int(a)
+    odd = o.and_int(o.shift_right(bits, dropped), 1)
+    near = o.and_int(o.add_int(o.add(bits, odd), (1 << dropped - 1) - 1), -1 << dropped)
+    is_finite = o.less(o.and_int(bits, 0x7FFFFFFF), 0x7F800000)
+    return o.as_float(o.where(is_finite, near, bits))  # a GPU's NaN has all bits set
+
+
 def sign_extend(o: Ops[I, V], code: V, bits: int) -> V:
     """Read a code of so many bits as a number in two's complement."""
     half = 1 << bits - 1
@@ -153,6 +171,28 @@ class Affine:
         scale, zero_point = shared
         code = sign_extend(o, code, self.signed_bits) if self.signed_bits else code
         return o.mul(o.sub(o.to_float(code), zero_point), scale)
+
+
+@dataclass(frozen=True)
+class RoundedAffine:
+    """The value is `(code - zero_point) * scale`, its difference rounded to `dtype` as HQQ does.
+
+    The scale comes first in `shared`; it and the zero point have that dtype, and the zero point is
+    no integer.
+    """
+
+    dtype: str
+    dtypes = ("uint8",)
+    values = None
+    table = None
+    line = None
+
+    def operands(self) -> tuple[Operand, ...]:
+        return ()
+
+    def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
+        scale, zero_point = shared
+        return o.mul(rounded(o, o.sub(o.to_float(code), zero_point), self.dtype), scale)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from inductor_q.formats.codec import Codec, Number
+from inductor_q.formats.codec import Codec, Number, rounded
 from inductor_q.formats.layout import ROW_MAJOR, Grid
 from inductor_q.formats.operand import FLOATS, Operand
 from inductor_q.formats.ops import I, Ops, V
@@ -310,13 +310,6 @@ class CenteredScale(Scale):
     def decode(self, o: Ops[I, V], i: I) -> V:
         b = o.idiv(i, self.block)
         code = o.to_float(o.load(self.operand, b))
-        quotient = to_bfloat16(o, o.div(code, self.factor.decode(o, b)))
+        quotient = rounded(o, o.div(code, self.factor.decode(o, b)), "bfloat16")
         mean = o.to_float(o.load(self.mean, o.zero(b)))
-        return to_bfloat16(o, o.add(quotient, mean))
-
-
-def to_bfloat16(o: Ops[I, V], a: V) -> V:
-    """Round a float32 number that is one to the nearest of bfloat16, and to the even one of two."""
-    bits = o.as_int(a)
-    odd = o.and_int(o.shift_right(bits, 16), 1)
-    return o.as_float(o.and_int(o.add_int(o.add(bits, odd), 0x7FFF), -0x10000))
+        return rounded(o, o.add(quotient, mean), "bfloat16")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -22,7 +22,8 @@ Read: TypeAlias = Callable[[str], Tensor]
 class Found:
     """A packed weight that a checkpoint holds.
 
-    shape: is [rows, columns], or [experts, rows, columns] of a stack.
+    shape: is [rows, columns], or [experts, rows, columns] of a stack; [elements] where the headers
+        do not say how they are cut into rows.
     read: returns the operands of the format by name; codes and scales that are bytes as uint8.
     columns: returns the weight's column of each stored one, where they are in another order.
     """
@@ -31,6 +32,12 @@ class Found:
     shape: tuple[int, ...]
     read: Callable[[Read], dict[str, Tensor]]
     columns: Callable[[Read], Tensor] | None = None
+
+    def in_rows(self, columns: int) -> Found:
+        """Cut elements into rows of `columns`, where that is not known yet and they fill some."""
+        if len(self.shape) > 1 or self.shape[0] % columns:
+            return self
+        return replace(self, shape=(self.shape[0] // columns, columns))
 
 
 #: Finds the packed weight that stands for a parameter of the model, by the parameter's name. It

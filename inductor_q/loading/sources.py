@@ -239,36 +239,41 @@ class _Search:
         """Return where a tensor lies, or why it cannot be read."""
         stack = name if name in self._experts else name.removesuffix(".weight")
         is_stack = stack in self._experts
+        swapped = is_stack and self._experts[stack].is_transposed
+        columns = tensor.shape[-2 if swapped else -1] if tensor.ndim else 1
         for held in _names([stack] if is_stack else aliases):
-            part = self._part(held)
+            part = self._part(held, columns)
             if isinstance(part, _Unread):
                 return part
             if part is not None:
                 return self._checked(name, _Place([[part]], is_whole=True), tensor)
         if not is_stack:
             return f"{name} is not in it"
-        for parts in self._by_expert(stack, tensor.shape[0]):
+        for parts in self._by_expert(stack, tensor.shape[0], columns):
             unread = [part for part in parts[0] if isinstance(part, _Unread)]
             return unread[0] if unread else self._checked(name, _Place(parts), tensor)
         return f"{name} is not in it, neither fused nor expert by expert"
 
-    def _by_expert(self, name: str, num_experts: int) -> Iterator[Any]:
+    def _by_expert(self, name: str, num_experts: int, columns: int) -> Iterator[Any]:
         """Yield a projection's parts, one list per expert, for each layout in the file."""
         layer, _, short = name.rpartition(".")
         for prefix in _names([layer]):
             for parts in _PARTS[short]:
                 found = [
-                    [self._part(f"{prefix}.{e}.{part}.weight") for part in parts]
+                    [self._part(f"{prefix}.{e}.{part}.weight", columns) for part in parts]
                     for e in range(num_experts)
                 ]
                 if all(part is not None for expert in found for part in expert):
                     yield found
 
-    def _part(self, name: str) -> str | Found | None:
-        """Return the name of a tensor in the file, or a packed weight; None where it is neither."""
+    def _part(self, name: str, columns: int) -> str | Found | None:
+        """Return the name of a tensor in the file, or a packed weight of so many columns, which its
+        headers may not say; None where it is neither."""
         found = self._find(self._shapes, name)
         if isinstance(found, str):
             return _Unread(found)
+        if found is not None and len((found := found.in_rows(columns)).shape) == 1:
+            return _Unread(f"{name} has {found.shape[0]} elements in it, no rows of {columns}")
         return found or (name if name in self._shapes else None)
 
     def _checked(self, name: str, place: _Place, tensor: Tensor) -> _Place | str:

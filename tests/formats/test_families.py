@@ -15,7 +15,7 @@ from inductor_q.backend import qfuse
 from inductor_q.decode.eager import Eager
 from inductor_q.experts.packing import pack
 from inductor_q.formats import FORMATS, QuantFormat
-from inductor_q.formats.codec import Table
+from inductor_q.formats.codec import Table, rounded
 from inductor_q.formats.layout import HIGH_FIRST, LOW_FIRST, Interleaved, Tiles128x4
 from inductor_q.formats.minifloat import E2M1, E4M3, E4M4, E5M2, E8M0, Minifloat
 from inductor_q.formats.mx import E2M1_VALUES
@@ -311,6 +311,20 @@ def test_order_of_codes_in_a_word(order: Any, bits: int, word: int) -> None:
     assert torch.equal(found.reshape(5, per_word).long(), codes)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_zero_point_of_hqq(dtype: torch.dtype) -> None:
+    """Codes of 4 bits minus each finite zero point: rounded as torch rounds in that dtype."""
+    zeros = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    zeros = zeros[zeros.isfinite()]
+    codes = torch.arange(16)[:, None]
+    found = rounded(Eager({}), codes.float() - zeros.float(), str(dtype).removeprefix("torch."))
+    expected = codes.to(dtype) - zeros
+    fits = expected.isfinite()
+    assert fits.float().mean() > 0.99
+    assert_same_bits(found[fits].to(dtype), expected[fits])
+    assert torch.equal(found[fits], found[fits].to(dtype).float())  # nothing is left to round
+
+
 def test_the_order_of_awq() -> None:
     assert Interleaved(2).places(8) == (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -334,6 +348,7 @@ def test_what_formats_answer() -> None:
         "nvfp4_divided_rows": ((0, 4), 0, True, 16, True),
         "int4_g128": ((0, 4), 0, False, 32, True),
         "int4_plain_g32": ((0, 4), 0, False, 32, True),
+        "hqq4_g64_bf16": ((0, 4), 0, False, 32, False),
         "int8_g32": (None, 0, False, 32, True),
         "int8_absmax": (None, 0, False, 96, True),
         "mxfp8_e4m3": (None, 0, False, 32, True),

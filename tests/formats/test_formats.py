@@ -249,6 +249,8 @@ def test_registry() -> None:
         f"int{of}_g{group}" for of in ("4_plain", "4_tiles", "8") for group in (32, 64, 128, 256)
     }
     expected |= {"int8_row", "int8_tensor", "int8_absmax", "nf4_tensor_b64"}
+    hqq = ("hqq2_g16", "hqq2_g64", "hqq3_g64", "hqq4_g64", "hqq8_g64")
+    expected |= {f"{of}_{dtype}" for of in hqq for dtype in ("bf16", "fp16")}
     expected |= {f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")}
     assert set(FORMATS) == expected
     assert all(fmt.name == name for name, fmt in FORMATS.items())

@@ -14,12 +14,14 @@ NIBBLES = {
     for blocksize in (32, 64, 128, 256, 512, 1024, 2048, 4096)
     for nested in ("", "_nested")
 }
+HQQ_DTYPES = ("bf16", "fp16")
 PLANES = {f"kbit{k}_{scale}" for k in (2, 3, 4, 5) for scale in ("e4m4", "fp16")}
 OTHERS = {
     *("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "nvfp4_rows", "nvfp4_divided_rows"),
     *("nvfp4_tiles", "int4_g32", "int4_g64", "int4_g128", "fp8_e4m3_128x128"),
     *("int8_row", "int8_tensor", "int8_absmax", "nf4_tensor_b64"),
     *(f"int{of}_g{group}" for of in ("4_plain", "4_tiles", "8") for group in (32, 64, 128, 256)),
+    *(f"hqq{of}_{d}" for of in ("2_g16", "2_g64", "3_g64", "4_g64", "8_g64") for d in HQQ_DTYPES),
     *(f"fp8_{number}_{of}" for number in ("e4m3", "e5m2") for of in ("row", "tensor")),
 }
 E2M1 = {"mxfp4", "nvfp4", "nvfp4_rows", "nvfp4_divided_rows", "nvfp4_tiles"}

@@ -76,6 +76,8 @@ PRINTED = {
     "nvfp4": (8,),
     "int4_g128": (8, 1),
     "int4_plain_g32": (8,),
+    "hqq4_g64_bf16": (8, 1),
+    "hqq3_g64_fp16": (8,),
     "int8_g32": (4, 1),
     "nf4_tensor_b64": (8, 1),
     "fp8_e4m3_row": (4, 1),
@@ -96,6 +98,7 @@ def test_dequantize_families(name: str, codes: int) -> None:
         "uint8": "*u8",
         "int8": "*i8",
         "bfloat16": "*bf16",
+        "float16": "*fp16",
         "float32": "*fp32",
         "int32": "*i32",
     }

@@ -204,6 +204,34 @@ def integers_of_compressed_tensors(
     return config, state, values, "int4_g32"
 
 
+def hqq(
+    nbits: int = 4,
+    group: int = 64,
+    dtype: torch.dtype = BF16,
+    rows: int = ROWS,
+    columns: int = COLUMNS,
+) -> Case:
+    """HQQ's `Quantizer.dequantize`: `(W_q - zero) * scale` in its dtype, unpacked as it unpacks."""
+    groups = rows * columns // group
+    codes = torch.randint(2**nbits, (groups, group), generator=GENERATOR)
+    lanes = {2: 4, 3: 10, 4: 2, 8: 1}[nbits]
+    padded = torch.cat([codes, codes.new_zeros(-groups % lanes, group)])
+    words = sum(part << nbits * (lanes - 1 - i) for i, part in enumerate(padded.chunk(lanes)))
+    zero = torch.rand(groups, 1, generator=GENERATOR).to(dtype) * 2**nbits
+    scale = random(groups, 1, dtype=dtype)
+    state = {
+        "W_q": torch.as_tensor(words).to(torch.int32 if nbits == 3 else torch.uint8),
+        **{"scale": scale, "zero": zero, "shape": torch.tensor([rows, columns])},
+        "compute_dtype": torch.tensor([ord(c) for c in str(dtype)], dtype=torch.uint8),
+    }
+    difference = codes.to(dtype) - zero  # rounded to the dtype; the product is rounded last
+    values = (difference.float() * scale.float()).reshape(rows, columns)
+    params = {"nbits": nbits, "group_size": group, "axis": 1, "view_as_float": False}
+    config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": params}}
+    unit, short = min(group, 64), "bf16" if dtype is BF16 else "fp16"
+    return config, state, values, f"hqq{nbits}_g{unit}_{short}"
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "fp8 tiles": fp8_tiles,
     "fp8 whole": fp8_whole,
@@ -217,6 +245,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "nvfp4 of compressed-tensors": nvfp4_of_compressed_tensors,
     "integers of compressed-tensors": integers_of_compressed_tensors,
     "zero points of compressed-tensors": lambda: integers_of_compressed_tensors(zeros=True),
+    "hqq": hqq,
+    "hqq in 2 bits": lambda: hqq(2, 16),
+    "hqq in 3 bits, float16": lambda: hqq(3, 64, torch.float16),
+    "hqq in 8 bits, long groups": lambda: hqq(8, 128, torch.float16),
 }
 
 
@@ -248,7 +280,7 @@ def test_a_linear_layer(case: str, tmp_path: Path) -> None:
     assert relative_error(x.grad, exact.grad) < 1e-6
 
 
-@pytest.mark.parametrize("case", ["fp8 tiles", "gptq act-order", "nvfp4 of modelopt", "awq"])
+@pytest.mark.parametrize("case", ["fp8 tiles", "gptq act-order", "nvfp4 of modelopt", "awq", "hqq"])
 def test_a_step_of_lora_is_fused(case: str, tmp_path: Path) -> None:
     """PEFT takes the layer for the linear layer that it is, and passes read its weight."""
     peft: Any = pytest.importorskip("peft")
@@ -268,6 +300,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quark": ({"quant_method": "quark"}, "quant_method 'quark' has no reader; those that have are"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "from_pretrained loads bitsandbytes packed"),
     "gptq bits": ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
+    "hqq along columns": (
+        {
+            **{"quant_method": "hqq"},
+            "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 0}},
+        },
+        "HQQ along axis 0; what is read is axis 1",
+    ),
+    "hqq bits": (
+        {"quant_method": "hqq", "quant_config": {"q": {"weight_quant_params": {"nbits": 1}}}},
+        "HQQ in 1 bits",
+    ),
+    "hqq as numbers": (
+        {
+            **{"quant_method": "hqq"},
+            "quant_config": {"weight_quant_params": {"nbits": 4, "axis": 1, "view_as_float": True}},
+        },
+        "view_as_float",
+    ),
     "awq gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "layout 'gemv'"),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [1, 32]}, "block_size is .1, 32."),
     "rotated": (
@@ -335,6 +385,47 @@ def test_a_file_that_is_something_else_is_named(
     write(tmp_path, config, state)
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(exc.WrongCheckpoint, match=problem):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(("nbits", "dtype"), [(4, BF16), (3, torch.float16)], ids=str)
+def test_hqq_of_the_library(nbits: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A layer that hqq 0.2.8 has quantized and saved, and what it dequantizes to."""
+    state = load_file(Path(__file__).parent / f"hqq{nbits}.safetensors")
+    expected = state.pop("dequantized")
+    params = {"nbits": nbits, "group_size": 64, "axis": 1, "view_as_float": False}
+    config = {"quant_config": {"packed": {"weight_quant_params": params}}, "quant_method": "hqq"}
+    save_file({f"packed.{n}": t for n, t in state.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    net: Any = nn.Sequential()
+    rows, columns = expected.shape
+    net.packed = nn.Linear(columns, rows, bias=False, dtype=dtype)
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert expected.dtype == dtype
+    assert torch.equal(net.packed.dequantize(dtype), expected)
+
+
+def test_hqq_that_does_not_fit(tmp_path: Path) -> None:
+    config, state, _, _ = hqq()
+
+    def load(**changed: Tensor) -> None:
+        write(tmp_path, config, {**state, **changed})
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+    with pytest.raises(exc.WrongCheckpoint, match=r"packed.zero is \(3, 1\); what is read"):
+        load(zero=state["zero"][:3])
+    with pytest.raises(exc.WrongCheckpoint, match="weight is computed in another dtype"):
+        load(compute_dtype=torch.zeros(5, dtype=torch.uint8))
+    with pytest.raises(exc.CorruptQuantState, match=r"should be torch.bfloat16, is torch.float32"):
+        load(scale=state["scale"].float())
+    with pytest.raises(exc.WrongCheckpoint, match="groups of 24 of packed"):
+        load(W_q=state["W_q"][:, :24])
+    few = {"W_q": state["W_q"][:3], "scale": state["scale"][:6], "zero": state["zero"][:6]}
+    with pytest.raises(exc.WrongCheckpoint, match="has 384 elements in it, no rows of 256"):
+        load(**few)
+    by_tag = {"other": config["quant_config"]}
+    write(tmp_path, {"quant_method": "hqq", "quant_config": by_tag}, state)
+    with pytest.raises(exc.WrongCheckpoint, match="has nothing on 'packed'"):
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
 
 
@@ -439,15 +530,21 @@ def fp8_of_experts(state: State) -> tuple[State, State]:
     return packed, values
 
 
-def gptq_of_experts(state: State) -> tuple[State, State]:
-    """Each matrix has the tensors of a linear layer in GPTQ."""
-    packed, values = dict(state), {}
-    for name in [n for n in state if ".experts." in n]:
-        rows, columns = packed.pop(name).shape
-        _, tensors, value, _ = gptq(group=32, rows=rows, columns=columns)
-        packed |= {name.removesuffix("weight") + n: t for n, t in tensors.items()}
-        values[name] = value
-    return packed, values
+def linear_layers_of_experts(
+    case: Callable[..., Case], group: int
+) -> Callable[[State], tuple[State, State]]:
+    """Give each matrix the tensors of a linear layer."""
+
+    def pack(state: State) -> tuple[State, State]:
+        packed, values = dict(state), {}
+        for name in [n for n in state if ".experts." in n]:
+            rows, columns = packed.pop(name).shape
+            _, tensors, value, _ = case(group=group, rows=rows, columns=columns)
+            packed |= {name.removesuffix("weight") + n: t for n, t in tensors.items()}
+            values[name] = value.float()
+        return packed, values
+
+    return pack
 
 
 def nvfp4_of_experts(state: State) -> tuple[State, State]:
@@ -464,7 +561,17 @@ def nvfp4_of_experts(state: State) -> tuple[State, State]:
 
 EXPERTS: dict[str, tuple[Callable[[State], tuple[State, State]], dict[str, Any]]] = {
     "fp8_e4m3_128x128": (fp8_of_experts, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "int4_g32": (gptq_of_experts, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "int4_g32": (
+        linear_layers_of_experts(gptq, 32),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    ),
+    "hqq4_g64_bf16": (
+        linear_layers_of_experts(hqq, 64),
+        {
+            "quant_method": "hqq",
+            "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}},
+        },
+    ),
     "nvfp4_rows": (nvfp4_of_experts, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 }
 

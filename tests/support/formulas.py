@@ -97,6 +97,14 @@ def int4_plain_g32(operands: Sequence[Tensor], rows: int, columns: int) -> Tenso
     return scaled + _by_group(zero_point.double(), columns, 32)
 
 
+def hqq4_g64_bf16(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    qweight, scale, zero_point = operands
+    codes = _nibbles(qweight, rows, columns).double().reshape(-1)
+    scales, zeros = (t.double().repeat_interleave(64)[: codes.numel()] for t in (scale, zero_point))
+    difference = (codes - zeros).float().to(torch.bfloat16)  # is rounded as HQQ rounds it
+    return (difference.double() * scales).reshape(rows, columns)
+
+
 def int8_g32(operands: Sequence[Tensor], rows: int, columns: int) -> Tensor:
     qweight, scale, zero_point = operands
     codes = qweight.view(torch.int8).double().reshape(rows, columns)
@@ -126,7 +134,7 @@ FORMULAS: dict[str, Callable[[Sequence[Tensor], int, int], Tensor]] = {
     f.__name__: f
     for f in (
         *(mxfp4, mxfp8_e4m3, nvfp4, nvfp4_rows, nvfp4_divided_rows),
-        *(int4_g128, int4_plain_g32, int8_g32, int8_absmax),
+        *(int4_g128, int4_plain_g32, hqq4_g64_bf16, int8_g32, int8_absmax),
         *(fp8_e4m3_row, fp8_e5m2_tensor, fp8_e4m3_128x128),
     )
 }
@@ -170,6 +178,10 @@ def exhaustive(name: str) -> tuple[list[Tensor], tuple[int, int]]:
     if name == "int4_plain_g32":
         zeros = special.repeat_interleave(n)
         return [_ALL.repeat(n * n * 2), special.repeat(n), zeros], (n, n * 32)
+    if name == "hqq4_g64_bf16":  # beside the special ones, zero points that leave bits to round
+        zeros = torch.cat([special, torch.linspace(-16, 32, 246)]).to(torch.bfloat16)
+        scales = special.to(torch.bfloat16).repeat(256)
+        return [_ALL.repeat(256 * n * 4), scales, zeros.repeat_interleave(n)], (256, n * 64)
     if name == "int8_g32":  # eight groups have all codes
         groups = special.repeat_interleave(8)
         zeros = torch.arange(-128, 128).to(torch.int8).repeat_interleave(8 * n)

@@ -25,7 +25,14 @@ FAMILIES = (
     *("nf4_b64_nested", "fp4_b32", "kbit2_fp16", "kbit3_e4m4", "kbit4_e4m4", "kbit5_e4m4"),
     *("int4_g128", "int4_plain_g32", "int4_tiles_g32", "int8_g32", "int8_row", "int8_tensor"),
     *("int8_absmax", "fp8_e4m3_row", "fp8_e5m2_tensor", "fp8_e4m3_128x128", "mxfp4", "mxfp8_e4m3"),
-    *("nvfp4", "nvfp4_divided_rows", "nvfp4_tiles", "nf4_tensor_b64"),
+    *(
+        "nvfp4",
+        "nvfp4_divided_rows",
+        "nvfp4_tiles",
+        "nf4_tensor_b64",
+        "hqq4_g64_bf16",
+        "hqq3_g64_fp16",
+    ),
 )
 ROWS = (1, 3, 16, 17, 64)
 #: The ends of tiles; whole tiles; rows that are no whole units; more columns than a scale has.

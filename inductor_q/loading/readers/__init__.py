@@ -9,7 +9,7 @@ from typing import Any
 from inductor_q.exc import UnreadCheckpoint
 from inductor_q.loading.files import quantization
 from inductor_q.loading.found import Find, finds_nothing
-from inductor_q.loading.readers import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from inductor_q.loading.readers import awq, compressed_tensors, fp8, gptq, hqq, modelopt, mxfp4
 
 #: Makes a `Find` of a checkpoint's quantization_config, or says why such are not read.
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Find | str]] = {
@@ -17,6 +17,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Find | str]] = {
     "compressed-tensors": compressed_tensors.reader,
     "fp8": fp8.reader,
     "gptq": gptq.reader,
+    "hqq": hqq.reader,
     "modelopt": modelopt.reader,
     "mxfp4": mxfp4.reader,
 }
