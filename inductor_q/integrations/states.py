@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from inductor_q.backend import qfuse_backend
 from inductor_q.integrations.dora import prepare_dora
+from inductor_q.integrations.lengths import mark_lengths
 
 #: Names of the adapters, the active ones, whether they are off, the merged ones, whether PEFT calls
 #: the model without them, training, gradients.
@@ -38,6 +39,7 @@ class States:
         self.settings = settings
         self.functions: dict[tuple[Any, State], Callable[..., Any]] = {}
         self.latest: State | None = None
+        self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
     def function(self, part: nn.Module) -> Callable[..., Any]:
@@ -121,6 +123,8 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
             return self.module._call_impl(*args, **kwargs)
+        if self.states.lengths_vary:
+            mark_lengths(kwargs)
         call = self.states.function(self.module)
         if DistributedDataParallel._get_active_ddp_module() is None:
             return call(*args, **kwargs)
@@ -128,14 +132,20 @@ class Region:
             return call(*args, **kwargs)
 
 
+def states_of(model: nn.Module) -> Iterator[States]:
+    """Yield what holds the functions of `model` and of its parts, once for each part."""
+    for part in model.modules():
+        region = part._compiled_call_impl
+        if isinstance(region, Region):
+            yield region.states
+
+
 def state_codes(model: nn.Module) -> Iterator[CodeType]:
     """Yield the code by which Dynamo keeps the graphs of each state, in `model` and its parts."""
     from torch._dynamo.eval_frame import innermost_fn
 
-    for part in model.modules():
-        region = part._compiled_call_impl
-        if isinstance(region, Region):
-            yield from (innermost_fn(call).__code__ for call in region.states.functions.values())
+    for states in states_of(model):
+        yield from (innermost_fn(call).__code__ for call in states.functions.values())
 
 
 def _function(name: str) -> Callable[..., Any]:

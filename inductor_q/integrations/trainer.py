@@ -16,8 +16,10 @@ from torch import nn
 
 from inductor_q.exc import MissingExtra, OptionsWithoutCompile
 from inductor_q.integrations.cpu_packing import keep_unpacked
+from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import Regions, compile
+from inductor_q.integrations.states import states_of
 from inductor_q.log import log
 from inductor_q.options import check_options
 from inductor_q.process import report
@@ -41,7 +43,9 @@ class QfuseCallback(TrainerCallback):
     end another one does where that has changed.
 
     Args:
-        options, mode, dynamic: as of `torch.compile(backend="qfuse")`.
+        options, mode, dynamic: as of `torch.compile(backend="qfuse")`. Where the rows of the
+            training data have different lengths, a first graph is compiled for every length,
+            unless `dynamic` is given.
         regions: as of `inductor_q.compile`.
         enabled: "auto" compiles where there is a GPU, and otherwise warns and ignores the options.
         profile: a folder for a Chrome trace, and on a GPU a memory snapshot, of `profile_steps`.
@@ -82,7 +86,11 @@ class QfuseCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.enabled:
-            compile(kwargs["model"], **self.settings)
+            model = compile(kwargs["model"], **self.settings)
+            if self.settings["dynamic"] is None:
+                data = getattr(kwargs.get("train_dataloader"), "dataset", None)
+                for states in states_of(model):
+                    states.lengths_vary = lengths_vary(data)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profile:

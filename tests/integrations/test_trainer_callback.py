@@ -15,6 +15,7 @@ import inductor_q
 from examples.common import byte_tokenizer
 from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
 from inductor_q.integrations import QfuseCallback
+from inductor_q.integrations.lengths import lengths_vary, mark_lengths
 from inductor_q.integrations.regions import base_model, compiled_regions
 from tests.support.trainers import COMMON, model, rows, train
 
@@ -49,10 +50,67 @@ def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> N
     compiled = train(lambda: trainer(tmp_path, **settings), compiled=True)
     settings["torch_compile"] = False
     eager = train(lambda: trainer(tmp_path, **settings), compiled=False)
-    assert (compiled.graphs, compiled.breaks) == (3, [])
+    assert (compiled.graphs, compiled.breaks) == (2, [])
     for key in ("loss", "eval_loss"):
         assert len(compiled.logged(key)) == len(eager.logged(key)) > 1
         assert compiled.logged(key) == pytest.approx(eager.logged(key), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_hundred_batches(tmp_path: Path) -> None:
+    """Of as many rows each; where `dynamic` is given, it is torch's."""
+
+    def graphs(**given: Any) -> int:
+        run = train(lambda: trainer(tmp_path, max_steps=100), compiled=True, **given)
+        assert run.breaks == []
+        return run.graphs
+
+    assert (graphs(), graphs(dynamic=True)) == (1, 1)
+
+
+def test_which_data_has_rows_of_different_lengths() -> None:
+    """Nothing is read of data whose rows are made when they are read."""
+    datasets = pytest.importorskip("datasets")
+
+    def drawn(batch: Any) -> Any:
+        raise AssertionError("a row was read")
+
+    ids = [[1, 2], [1, 2, 3], [4]]
+    data = datasets.Dataset.from_dict({"input_ids": ids, "text": ["a", "bb", "c"]})
+    assert lengths_vary(data) and lengths_vary(data.to_list())
+    for same in (
+        data.select([0, 0]),
+        data.remove_columns("input_ids"),
+        [{"input_ids": None}, {"input_ids": [1]}],
+        data.with_transform(drawn),
+        iter(data),
+        None,
+    ):
+        assert not lengths_vary(same)
+
+
+def test_what_is_marked_as_a_length() -> None:
+    """Ids, masks of two and four dimensions, and positions of three kinds; of numbers, the second
+    dimension alone; nothing where no length is known."""
+    inputs = {
+        **{"input_ids": torch.ones(2, 7, dtype=torch.long), "attention_mask": torch.ones(2, 7)},
+        **{"mask": torch.ones(2, 1, 7, 7, dtype=torch.bool), "inputs_embeds": torch.ones(2, 7, 7)},
+        **{"position_ids": torch.ones(3, 2, 7, dtype=torch.long), "labels": None},
+    }
+    mark_lengths(inputs)
+    found = {name: weak(tensor) for name, tensor in inputs.items()}
+    assert found == {
+        **{"input_ids": {1}, "attention_mask": {1}, "mask": {2, 3}, "inputs_embeds": {1}},
+        **{"position_ids": {2}, "labels": set()},
+    }
+    alone = torch.ones(2, 7)
+    mark_lengths({"x": alone})
+    assert not weak(alone)
+
+
+def weak(tensor: Any) -> set[int]:
+    """The dimensions that have a mark which Dynamo may leave."""
+    return set(getattr(tensor, "_dynamo_weak_dynamic_indices", ()))
 
 
 def test_options_reach_the_backend_and_are_checked_at_once(tmp_path: Path) -> None:
