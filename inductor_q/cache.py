@@ -37,21 +37,24 @@ def source_digest() -> str:
 
 def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
     """Return whether the bodies of the graph's autograd.Functions are as cacheable as its top
-    level.
+    level, those inside of checkpointed segments too.
 
     torch checks only the top level and refuses autograd.Functions as a whole by default; their
     bodies are part of the cache key, so with the same check on them they may be cached.
     """
+    from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 
-    bodies = [m for name, m in gm.named_children() if isinstance(m, fx.GraphModule)]
+    bodies = [m for m in gm.modules() if m is not gm and isinstance(m, fx.GraphModule)]
     if not bodies:
         return False
     try:
-        for body in bodies:
-            for node in body.graph.nodes:
-                if node.op == "call_function" and not _is_grad_mode(node):
-                    check_node_safe(node)
+        # A body may have one in it, as a checkpointed segment has.
+        with functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True):
+            for body in bodies:
+                for node in body.graph.nodes:
+                    if node.op == "call_function" and not _is_grad_mode(node):
+                        check_node_safe(node)
     except Exception as error:
         from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 

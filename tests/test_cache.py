@@ -272,6 +272,35 @@ def test_caches_of_another_machine_are_refused(
         assert capsys.readouterr().err.count("caches in") == 1
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+def test_an_autograd_function_in_a_checkpointed_segment_is_cacheable() -> None:
+    """As bitsandbytes' layers are there: torch's cache passed over every checkpointed model."""
+    from torch.utils.checkpoint import checkpoint
+
+    from inductor_q.cache import bodies_are_cacheable
+
+    captured: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> Any:
+        captured.append(gm)
+        return gm.forward
+
+    def segment(x: torch.Tensor) -> Any:
+        return checkpoint(Twice.apply, x, use_reentrant=False)
+
+    torch.compile(segment, backend=backend, fullgraph=True)(torch.ones(2, requires_grad=True))
+    assert bodies_are_cacheable(captured[0])
+
+
 def test_reports_are_kept_by_all_that_a_compile_depends_on() -> None:
     from inductor_q.cache import report_key
     from inductor_q.context import Context, new_report
