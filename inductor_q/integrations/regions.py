@@ -73,7 +73,7 @@ def compile(
         if is_sharded:
             note_states(module)
         if not isinstance(module._compiled_call_impl, Region):
-            module._compiled_call_impl = Region(module, states)
+            module._compiled_call_impl = Region(module, states, shares=len(found) > 1)
     return model
 
 

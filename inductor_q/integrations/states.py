@@ -119,12 +119,15 @@ class Region:
 
     module: Any
     states: States
+    shares: bool = False  # with others like it, one after the other: the layers of a model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
             return self.module._call_impl(*args, **kwargs)
         if self.states.lengths_vary:
             mark_lengths(kwargs)
+        if args and self.shares and torch.is_grad_enabled():
+            args = (_like_the_others(args[0], self.module), *args[1:])
         call = self.states.function(self.module)
         if DistributedDataParallel._get_active_ddp_module() is None:
             return call(*args, **kwargs)
@@ -138,6 +141,21 @@ def states_of(model: nn.Module) -> Iterator[States]:
         region = part._compiled_call_impl
         if isinstance(region, Region):
             yield region.states
+
+
+def _like_the_others(x: Any, layer: nn.Module) -> Any:
+    """Return what the first layer that trains is given as the layers behind it get it: requiring a
+    gradient.
+
+    So they share a graph, where the first one would have another. In return, backward computes one
+    gradient that nobody reads. A layer in which nothing trains stays as it is, so that no backward
+    runs there.
+    """
+    if not isinstance(x, torch.Tensor) or x.requires_grad or not x.is_floating_point():
+        return x
+    if not any(parameter.requires_grad for parameter in layer.parameters()):
+        return x
+    return x.detach().requires_grad_()
 
 
 def state_codes(model: nn.Module) -> Iterator[CodeType]:

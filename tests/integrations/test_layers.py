@@ -1,0 +1,125 @@
+"""Layers compiled one by one: one graph serves all of them, and each is what it is in eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import inductor_q
+from inductor_q import testing
+from inductor_q.integrations import prepare_checkpointing
+from inductor_q.integrations.regions import base_model
+from tests.support.compiling import SMALL, gradients, no_codegen
+
+for extra in ("bitsandbytes", "transformers"):
+    pytest.importorskip(extra)
+pytest.importorskip("peft")
+
+IDS = torch.arange(32).reshape(2, 16)
+MASK = torch.ones_like(IDS)
+MASK[1, -4:] = 0
+
+#: Nothing is rounded to 16 bits, so that the products' order is all that differs from eager.
+CLOSE = 1e-5
+
+
+def qwen3(layers: int, **settings: Any) -> Any:
+    config = testing.tiny_qwen3_config(num_hidden_layers=layers)
+    given = {"compute_dtype": torch.float32, "randomize_adapters": True}
+    return testing.qlora_model(config, **{**given, **settings})
+
+
+def layered(model: nn.Module) -> None:
+    torch.compiler.reset()
+    inductor_q.compile(model, options=SMALL, regions="layers")
+
+
+def step(model: nn.Module) -> dict[str, Tensor]:
+    labels = IDS.masked_fill(MASK == 0, -100)
+    model(input_ids=IDS, attention_mask=MASK, labels=labels).loss.backward()
+    return gradients({}, model)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_gradients_of_layers_that_share_a_graph_are_eagers(checkpointed: bool) -> None:
+    """The first layer too: what it is given requires a gradient there, as in the others."""
+    model = qwen3(3)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+        prepare_checkpointing(model)
+    expected = step(model)
+    assert len(expected) == 3 * 7 * 2
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = step(model)
+    assert (trace.graphs, trace.breaks, trace.recompiles) == (1, [], [])
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
+    report = inductor_q.report(model)
+    assert (report.fused, len(report.layers)) == (3 * 7, 3 * 7)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.proj: Any = testing.lora_linear(
+            32, 32, r=4, dropout=dropout, compute_dtype=torch.float32
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(x)
+        return y
+
+
+class Blocks(nn.Module):
+    """Two equal layers beside each other, so that only their masks differ."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dropout), Block(dropout)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [block(x) for block in self.blocks]
+
+
+def test_a_layer_in_which_nothing_trains_runs_no_backward() -> None:
+    """Nor do the layers before the first one that trains."""
+    model, x = Blocks(0.0), torch.randn(2, 16, 32)
+    model.blocks[0].requires_grad_(False)
+    layered(model)
+    with no_codegen():
+        first, second = model(x)
+    assert (first.requires_grad, second.requires_grad) == (False, True)
+    assert not x.requires_grad
+
+
+def test_layers_that_share_a_graph_have_masks_of_their_own(graph_or_code: None) -> None:
+    """What an adapter adds is linear in A and in B: the gradients say whether backward has the mask
+    of forward, in each layer and each step. What is added beside it is the same everywhere."""
+    model, x = Blocks(0.5), torch.randn(2, 16, 32)
+    layered(model)
+    seen: list[tuple[Tensor, Tensor]] = []
+    with testing.CompileTrace() as trace:
+        for _ in range(2):
+            outputs = model(x)
+            torch.stack(outputs).sum().backward()
+            for block, output in zip(model.blocks, outputs, strict=True):
+                told = []
+                for parameter in testing.adapter_parameters(block):
+                    assert parameter.grad is not None
+                    told.append((parameter.detach() * parameter.grad).sum())
+                    parameter.grad = None
+                assert torch.allclose(*told, rtol=1e-4)
+                seen.append((output.detach(), told[0]))
+    assert trace.graphs == 1
+    for at, (one, added) in enumerate(seen):
+        for other, also_added in seen[:at]:
+            assert testing.relative_error(other, one) > 1e-2
+            difference = (one - other).sum()
+            assert torch.allclose(difference, added - also_added, rtol=1e-3, atol=1e-2)
