@@ -30,7 +30,7 @@ class DecodeAgain:
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
             wide = [user for user in node.users if user.target is CAT]
-            of_gradients = [u for u in wide if u.meta.get("recompute") not in RECOMPUTED]
+            of_gradients = [u for u in wide if any(map(_is_of_gradient, u.users))]
             if of_gradients and len(of_gradients) < len(wide):
                 yield Site(node, weight=packed_weight(node), plan=tuple(of_gradients))
 
@@ -38,3 +38,8 @@ class DecodeAgain:
         for user in site.plan:
             with graph.inserting_before(user):
                 user.replace_input_with(site.node, graph.node_copy(site.node))
+
+
+def _is_of_gradient(reader: fx.Node) -> bool:
+    """Whether what reads an operand is not computed again, as an operand without adapters is."""
+    return reader.meta.get("recompute") not in RECOMPUTED

@@ -155,6 +155,10 @@ def test_projections_under_dropout(extended: bool) -> None:
     projections = LAYERS if extended else 2 * LAYERS
     assert run.report.applied()["keep_checkpointed"] == projections + 1
     assert run.kept[64, 16] == projections
+    if extended:
+        assert run.report.applied()["decode_again"]
+    for node in backward.find_nodes(op="call_function", target=DEQUANTIZE):
+        assert [user.target for user in node.users].count(CAT) <= 1
 
 
 def save_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
