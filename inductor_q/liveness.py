@@ -6,9 +6,13 @@ names, so three rules stand for what it fuses:
 
 - An element-wise result that only element-wise operations and reductions read is never written:
   its readers read its inputs.
-- What only a concatenation reads, or an operand that is widened, is written in its place there.
-- An element-wise result takes the place of an input that ends with it.
+- What only a concatenation reads, or an operand that is widened, is written in its place there; so
+  is a decoded weight in each of several (`decode_again`).
+- An element-wise result takes the place of an operand that ends with it, where that is the graph's
+  to write to: not a gradient that autograd hands over, nor a result of forward, which its caller
+  may hold.
 
+Before torch had boxed gradients (`boxed_grads_call`), autograd held those until backward was over.
 Of what operations allocate inside only the chunk of logits of `qfuse::linear_cross_entropy` is
 simulated; what the allocator loses is not.
 """
@@ -30,15 +34,18 @@ from torch.utils._pytree import tree_leaves
 from inductor_q.capture.example import hint
 from inductor_q.ops.linear_cross_entropy import rows_of_chunk, slice_of
 from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
-from inductor_q.passes.graph import CAT, VIEWS
+from inductor_q.passes.graph import CAT, VIEWS, is_tangent
+from inductor_q.passes.products import DEQUANTIZE
 
 _JOINTS = (CAT, EXTEND)
 _RANDOM = (torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_lookup_seed.default)
+_HOLDS_GRADIENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """The most bytes that a graph holds at a time, those at its start, and the node of the peak.
+    """The most bytes that a graph holds at a time, those at its start and at each of its nodes, and
+    the node of the peak.
 
     What its caller owns (`owned` of `simulate`) is in none of them.
     """
@@ -46,6 +53,7 @@ class Liveness:
     peak: int
     start: int
     at: fx.Node | None
+    held: tuple[int, ...]
 
 
 def storages(node: fx.Node) -> dict[int, int]:
@@ -62,8 +70,11 @@ def tensor_bytes(values: Iterable[object]) -> dict[int, int]:
     return found
 
 
-def simulate(graph: fx.Graph, owned: Collection[str]) -> Liveness:
-    """Run through `graph`, whose inputs of these names are not counted: they live anyway."""
+def simulate(graph: fx.Graph, owned: Collection[str], lent: Collection[int] = ()) -> Liveness:
+    """Run through `graph`, whose inputs of these names are not counted: they live anyway.
+
+    Storages that are `lent` are not written to (gradients of results are not, either).
+    """
     nodes = list(graph.nodes)
     holds = {node: storages(node) for node in nodes}
     kinds = _Kinds()
@@ -80,25 +91,32 @@ def simulate(graph: fx.Graph, owned: Collection[str]) -> Liveness:
     for node in nodes:
         for storage in holds[node]:
             ends[storage] = max(ends.get(storage, 0), last[node])
+    gradients = {s for node in filter(is_tangent, nodes) for s in holds[node]}
+    if _HOLDS_GRADIENTS:
+        ends |= dict.fromkeys(gradients, len(nodes) - 1)
     sizes = {s: size for new in written.values() for s, size in new.items()}
     dying = defaultdict(list)
     for storage in sizes:
         dying[ends[storage]].append(storage)
 
-    live = sum(size for n in nodes if n.op == "placeholder" for size in written[n].values())
-    result = Liveness(live, live, None)
+    live = start = sum(size for n in nodes if n.op == "placeholder" for size in written[n].values())
+    readable = gradients | set(lent)
+    held = []
     for i, node in enumerate(nodes):
         new = written.get(node, {}) if node.op != "placeholder" else {}
         freed = sum(sizes[s] for s in dying[i])
         live += sum(new.values())
         reused = kinds.is_elementwise(node) and any(
-            sizes[s] == size for s in dying[i] if s not in new for size in new.values()
+            sizes[s] == size
+            for s in dying[i]
+            if s not in new and s not in readable
+            for size in new.values()
         )
-        now = live - (sum(new.values()) if reused else 0) + workspace(node)
-        if now > result.peak:
-            result = Liveness(now, result.start, node)
+        held.append(live - (sum(new.values()) if reused else 0) + workspace(node))
         live -= freed
-    return result
+    peak = max(held, default=0)
+    at = nodes[held.index(peak)] if peak > start else None
+    return Liveness(max(peak, start), start, at, tuple(held))
 
 
 def workspace(node: fx.Node) -> int:
@@ -159,7 +177,9 @@ class _Kinds:
         if self.is_view(node):
             return True
         readers = list(self.readers(node))
-        if len(readers) == 1 and _is_part(node, readers[0]):
+        if (len(readers) == 1 or node.target is DEQUANTIZE) and all(
+            _is_part(node, reader) for reader in readers
+        ):
             return node.op == "call_function"
         return (
             self.is_elementwise(node)

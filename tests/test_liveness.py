@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_q.liveness import Liveness, simulate
+from inductor_q import liveness
+from inductor_q.liveness import Liveness, simulate, storages
 
 #: A float32 matrix of the tests.
 SIDE = 16
@@ -61,6 +62,35 @@ def test_elementwise_operations_are_fused() -> None:
     assert lived(fused, owned=["0"]).peak == 2 * SIZE
 
 
+def test_what_others_may_read_is_not_written_to() -> None:
+    """A gradient that autograd hands over, and what forward returned to its caller as well."""
+
+    def given(x: Tensor) -> Tensor:
+        return x.sin()
+
+    def gradient(tangents: Tensor) -> Tensor:
+        return tangents.sin()
+
+    assert lived(given).peak == SIZE
+    assert lived(gradient).peak == 2 * SIZE
+    graph = make_fx(given, tracing_mode="fake")(torch.empty(SIDE, SIDE)).graph
+    [x] = graph.find_nodes(op="placeholder")
+    assert simulate(graph, (), storages(x)).peak == 2 * SIZE
+
+
+def test_gradients_of_results_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By autograd of old versions of torch until backward is over."""
+
+    def chain(tangents: Tensor) -> Tensor:
+        first = tangents @ tangents
+        return first @ first @ first
+
+    monkeypatch.setattr(liveness, "_HOLDS_GRADIENTS", False)
+    assert lived(chain).peak == 3 * SIZE
+    monkeypatch.setattr(liveness, "_HOLDS_GRADIENTS", True)
+    assert lived(chain).peak == 4 * SIZE
+
+
 def test_a_reduction_reads_what_is_not_written() -> None:
     def norm(x: Tensor) -> Tensor:
         wide = x.double()
@@ -84,6 +114,19 @@ def test_parts_are_written_into_a_concatenation() -> None:
         return torch.cat([x @ x, x.t() @ x])
 
     assert lived(joined, owned=["0"]).peak == 2 * SIZE
+
+
+def test_a_weight_is_decoded_into_each_concatenation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another product would be one for both, held from the first to the second."""
+
+    def widened(x: Tensor) -> list[Tensor]:
+        weight = x @ x
+        first = torch.cat([weight, x]).sum()
+        return [first, torch.cat([weight, x]).sum()]
+
+    assert lived(widened, owned=["0"]).peak == pytest.approx(3 * SIZE, abs=8)
+    monkeypatch.setattr(liveness, "DEQUANTIZE", torch.ops.aten.mm.default)
+    assert lived(widened, owned=["0"]).peak == pytest.approx(2 * SIZE, abs=8)
 
 
 def test_what_dropout_reads_beside_its_input_is_written() -> None:
