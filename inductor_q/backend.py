@@ -163,6 +163,7 @@ def qfuse(
     provider = context.dequantizer(device)
     patches = {
         **(FUSION_LIMITS if quantized and provider == POINTWISE else {}),
+        **(memory.PATCHES if context.budget is not None else {}),
         **resolved.inductor,
     }
     for name, hook in (

@@ -5,8 +5,9 @@ all that can be computed again, the cheapest first:
 
 0. functorch's own partition;
 1. element-wise results are computed again from what they come from;
-2. products, attention and other expensive operations as well, in the order of their cost by byte:
-   a growing share of the bytes that such operations hold.
+2. what only products, attention and other expensive operations can compute again: a growing share
+   of those bytes. The next is what costs the least time for a byte, with all that has to be
+   computed for it, among what backward reads after the peak that is left by then.
 
 Each step is partitioned by functorch's min-cut and simulated (`inductor_q.liveness`). The first
 step of the ladder that fits is taken, then the first that fits of those between it and the step
@@ -21,6 +22,9 @@ has no formula for as free, may draw a seed again, and knows bytes that are kept
 from __future__ import annotations
 
 import copy
+import functools
+import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +32,7 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import OpTypes, get_default_op_list
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture.example import example, hint
@@ -36,7 +41,7 @@ from inductor_q.liveness import Liveness, simulate, storages, tensor_bytes
 from inductor_q.passes.extend_k import EXTEND_DROPPED, WIDE
 from inductor_q.passes.fuse_dropout import PROJECT
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
-from inductor_q.passes.graph import ADD, VIEWS, is_tangent
+from inductor_q.passes.graph import ADD, VIEWS, argument, backward_nodes, is_tangent
 from inductor_q.passes.keep_packed import computed_from_inputs, static_inputs
 from inductor_q.records import MemoryRecord
 from inductor_q.resolved import Budget
@@ -70,6 +75,12 @@ _FREED = {
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
 }
+
+#: What a graph with a budget is compiled with: its nodes in their order, and each buffer freed
+#: where it ends, as simulated. Inductor's own estimate of the peak counts twice what is written
+#: into a concatenation. By it, Inductor decodes the weights of all layers before the first one, and
+#: keeps buffers that have ended for later ones of their size.
+PATCHES = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
 
 
 @dataclass(frozen=True)
@@ -141,9 +152,12 @@ class _Ladder:
         }
         self.made: dict[int, Plan] = {}
         self.ops = get_default_op_list()
-        self.candidates = self._candidates(self.at(0).pair[1].graph)
-        self.names = {node.name for node in self.candidates}
-        self.total = sum(map(_bytes, self.candidates))
+        backward = backward_nodes(gm.graph)
+        self.expensive = {
+            node.name
+            for node in gm.graph.nodes
+            if node not in backward and node.name not in self.weights and self._is_decided(node)
+        }
 
     def choose(self, limit: int) -> Plan:
         """Return the first coarse step that fits, or one between it and the coarse one before.
@@ -172,7 +186,7 @@ class _Ladder:
         for node in gm.graph.nodes:
             if node.name in again:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-            elif step and node.name in self.names:
+            elif step and node.name in self.expensive:
                 _keep_sum(node)
         with functorch_config.patch(_FREED if step else {}):
             forward, backward = self.partition(gm)
@@ -181,42 +195,118 @@ class _Ladder:
             step,
             (forward, backward),
             simulate(forward.graph, inputs),
-            simulate(backward.graph, inputs),
+            simulate(backward.graph, inputs, _given_twice(forward.graph)),
             saved_bytes(backward.graph, inputs),
             _recomputed_bytes(forward.graph, backward.graph, self.ops),
         )
 
     def _share(self, share: float) -> set[str]:
-        """Name the cheapest candidates that hold this share of the bytes of all."""
-        taken, held = set(), 0
-        for node in self.candidates:
-            if held >= share * self.total:
+        """Name what has to be computed again for this share of the bytes that could be."""
+        again: set[str] = set()
+        held, total = 0, sum(value.bytes for value in self.order)
+        for value in self.order:
+            if held >= share * total:
                 break
-            taken.add(node.name)
-            held += _bytes(node)
-        return taken
+            again.update(node.name for node in value.needs)
+            held += value.bytes
+        return again
 
-    def _candidates(self, backward: fx.Graph) -> list[fx.Node]:
-        """Find what is kept, or what it is cheaply computed from, that could be computed again."""
+    @functools.cached_property
+    def order(self) -> list[_Kept]:
+        """Sort what is kept: the next one is what takes the least time for a byte of those that
+        lower the peak, which is then another.
+
+        A value lowers it that backward reads later. Equal ones are taken from the front: what early
+        layers compute again comes late in backward, when what the others keep is gone.
+        """
+        left, sorted_ = self._kept(), []
+        held = self.at(1).backward.held
+        again: set[fx.Node] = set()
+        while left:
+            peak = held.index(max(held))
+            useful = [value for value in left if value.read > peak] or left
+            value = min(useful, key=lambda value: value.rate(again))
+            left.remove(value)
+            sorted_.append(value)
+            again |= value.needs.keys()
+            before, behind = held[: value.read], held[value.read :]
+            held = (*(size - value.bytes for size in before), *behind)
+        return sorted_
+
+    def _kept(self) -> list[_Kept]:
+        """Find what the first step keeps and could compute again, in the order of forward."""
+        backward = self.at(1).pair[1].graph
+        places = {node: i for i, node in enumerate(backward.nodes)}
+        read: dict[str, int] = {}
         by_name = {node.name: node for node in self.gm.graph.nodes}
-        todo = [by_name[n.name] for n in backward.find_nodes(op="placeholder") if n.name in by_name]
-        seen, found = set(todo), []
+        for given in backward.find_nodes(op="placeholder"):
+            if given.name in by_name and not is_tangent(given):
+                name = self._source(by_name[given.name]).name
+                first = min((places[user] for user in given.users), default=len(places))
+                read[name] = min(first, read.get(name, first))
+        found = []
+        for node in self.gm.graph.nodes:
+            if node.name in read and node.op == "call_function" and "recompute" not in node.meta:
+                needs, instead = self._needs(node, self.weights | read.keys())
+                if needs and (freed := _bytes(node) - instead) > 0:
+                    found.append(_Kept(freed, read[node.name], needs))
+        return found
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        """Return what a view looks at, or what has several results."""
+        while self.ops.is_view(node) or node.target in (operator.getitem, *VIEWS):
+            node = node.all_input_nodes[0]
+        return node
+
+    def _needs(self, node: fx.Node, known: Collection[str]) -> tuple[dict[fx.Node, float], int]:
+        """Find the expensive operations that compute a value from what else is known, at their
+        costs, and how many bytes have to be kept for them: what cannot be computed again, as seeds.
+        """
+        needs, instead = {}, 0
+        todo, seen = [node], {node}
         while todo:
             node = todo.pop()
-            if node.op != "call_function" or "recompute" in node.meta or node.name in self.weights:
-                continue
-            if _is_expensive(node, self.ops):
-                if (cost := cost_of(node)) is not None and _bytes(node):
-                    found.append((cost / _bytes(node), node))
-                continue
-            new = [a for a in node.all_input_nodes if a not in seen]
+            if self._is_decided(node):
+                if (cost := cost_of(node)) is None:
+                    instead += _bytes(node)
+                    continue
+                needs[node] = cost
+            operands = [n for n in node.all_input_nodes if n.op == "call_function"]
+            new = [n for n in operands if n not in seen and n.name not in known]
             seen.update(new)
             todo += new
-        order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
-        # Equal ones from the front: what early layers compute again comes late in backward, when
-        # what the others keep is gone.
-        found.sort(key=lambda item: (float(f"{item[0]:.2g}"), order[item[1]]))
-        return [node for _, node in found]
+        return needs, instead
+
+    def _is_decided(self, node: fx.Node) -> bool:
+        """Whether the ladder says if an operation is computed again."""
+        return (
+            _is_expensive(node, self.ops)
+            and node.target is not operator.getitem
+            and "recompute" not in node.meta
+        )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A value that is kept: where backward first reads it, and which operations, at which costs,
+    compute it again."""
+
+    bytes: int
+    read: int
+    needs: Mapping[fx.Node, float]
+
+    def rate(self, again: Collection[fx.Node]) -> float:
+        """Return the cost of a byte, where some operations are computed again anyway."""
+        cost = sum(cost for node, cost in self.needs.items() if node not in again)
+        return float(f"{cost / self.bytes:.2g}")
+
+
+def _given_twice(forward: fx.Graph) -> set[int]:
+    """Find the storages that forward returns more than once: to its caller and to backward."""
+    count: Counter[int] = Counter()
+    for node in tree_leaves(forward.output_node().args):
+        count.update(storages(node).keys() if isinstance(node, fx.Node) else ())
+    return {storage for storage, times in count.items() if times > 1}
 
 
 def saved_bytes(backward: fx.Graph, inputs: Collection[str]) -> int:
@@ -274,7 +364,8 @@ def cost_of(node: fx.Node) -> float | None:
         moved = 2 * _bytes(node)
     if name.startswith("_scaled_dot_product_") or node.target is FLEX:
         query, key = (example(node.args[i]) for i in (0, 1))
-        operations = 4 * query.numel() * key.shape[-2] * _ATTENTION
+        seen = key.shape[-2] / (2 if argument(node, "is_causal") else 1)
+        operations = 4 * query.numel() * seen * _ATTENTION
     elif node.target is SCATTER2SCATTER:
         result, _ = node.meta["val"]
         operations = 2 * hint(result.numel()) * hint(example(node.args[0]).shape[-1])

@@ -21,6 +21,7 @@ from torch._inductor import config
 from torch._ops import OpOverload
 
 from inductor_q.memory import Pair
+from inductor_q.passes.graph import argument
 from inductor_q.passes.keep_checkpointed import RECOMPUTED
 
 _ATTENTION = "aten::_scaled_dot_product_"
@@ -49,11 +50,7 @@ def _marked(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def _is_attention_without_dropout(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or not node.target.name().startswith(_ATTENTION):
         return False
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return bool(given == 0)
-    return False
+    return bool(argument(node, "dropout_p") == 0)
 
 
 @functools.cache

@@ -69,6 +69,16 @@ def arg(node: fx.Node, index: int) -> fx.Node:
     return value
 
 
+def argument(node: fx.Node, name: str) -> Any:
+    """Return an operator's argument by its name, or its default; None where it has no such one."""
+    schema = getattr(node.target, "_schema", None)
+    for i, known in enumerate(schema.arguments if schema else ()):
+        if known.name == name:
+            given: Any = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            return known.default_value if given is None else given
+    return None
+
+
 def emit(
     graph: fx.Graph, target: Any, args: Sequence[Any], like: fx.Node, **kwargs: Any
 ) -> fx.Node:
