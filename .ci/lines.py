@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 6050,
+    "benchmarks": 6300,
     "csrc": 3270,
     "docs": 1200,
     "examples": 1020,

@@ -31,6 +31,7 @@ NAMES = (
     "bench_moe_model",
     "bench_recipe",
     "bench_rows",
+    "bench_start",
     "bench_step",
     "bench_thresholds",
 )
