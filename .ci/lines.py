@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 6300,
     "csrc": 3270,
-    "docs": 1200,
+    "docs": 1240,
     "examples": 1020,
     "inductor_q": 5100,
     "inductor_q/capture": 2130,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1000,
     "lowerings": 700,
     "passes": 5930,
-    "tests": 35410,
+    "tests": 35470,
 }
 
 

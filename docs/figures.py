@@ -184,6 +184,40 @@ def explain() -> str:
     return f"{table(header, body)}\n\n{source(name)}"
 
 
+def start() -> str:
+    """Show first steps, and the time of processors beside the clock's, on each measured device."""
+    found = [name for name in ("start-h200", "start-cpu") if exists(name)]
+    return "\n\n".join(_start(name) for name in found)
+
+
+def _start(name: str) -> str:
+    body = []
+    for case in cases(name):
+        stock, ours = (row(name, peer, **case)["extra"] for peer in ("inductor", "qfuse"))
+        warm = [each["warm"] for each in (stock, ours)]
+        clock = [seconds(name, peer, **case) for peer in ("inductor", "qfuse")]
+        times = (*clock, stock["cpu_s"], ours["cpu_s"], warm[0]["cpu_s"], warm[1]["cpu_s"])
+        ratio = percent(warm[1]["cpu_s"] / ours["cpu_s"])
+        graphs = f"{stock['graphs']}, {ours['graphs']}"
+        steps = [ms(each["step_s"]) for each in warm]
+        shown = (case["regions"], str(case["layers"]), *map(number, times), ratio, graphs, *steps)
+        body.append(shown)
+    both = ("stock", "qfuse")
+    header = ["regions", "layers"]
+    for what in ("cold, s", "cold, processor s", "warm, processor s"):
+        header += [f"{what}, {peer}" for peer in both]
+    header += ["warm / cold, qfuse", "graphs, stock and qfuse", *(f"a step, {p}" for p in both)]
+    return f"{table(header, body)}\n\n{source(name)}"
+
+
+def start_over_depth(regions: str, few: int, many: int) -> str:
+    """Divide the processor time of the first step of a deep model by that of a shallow one."""
+    times = [
+        extra("start-cpu", "qfuse", "cpu_s", regions=regions, layers=depth) for depth in (few, many)
+    ]
+    return f"{times[1] / times[0]:.2f} times"
+
+
 # --- k-bit quality ------------------------------------------------------------------------
 
 FORMATS = {
@@ -269,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "launch": launch,
     "explain": explain,
+    "start": start,
     "quality-cpu": lambda: quality("cpu"),
     "quality-h200": lambda: quality("h200"),
     "moe-recipes": moe_figures.recipes,
@@ -288,6 +323,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.runner": lambda: us(seconds("launch-h200", "runner")),
     "launch.jit": lambda: us(seconds("launch-h200", "jit")),
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
+    "start.layers": lambda: start_over_depth("layers", 4, 36),
+    "start.model": lambda: start_over_depth("model", 4, 12),
     "memory.over": step_figures.memory_over_plan,
     "moe.merged": moe_figures.merged_is_slowest,
     "accumulate.without": lambda: ms(seconds("step-repeat-cpu", "qfuse[qfuse.passes=-accumulate]")),
