@@ -239,8 +239,8 @@ def _measure(
         torch.manual_seed(arguments.seed)
         optimizer = adamw(model)
         losses[peer] = [float(full_step(optimizer, step, ids)()) for ids in data]
-    for peer, values in losses.items():
-        pairs = list(zip(values, losses.get("eager", values), strict=True))
+    for peer, values in losses.items() if "eager" in losses else ():
+        pairs = list(zip(values, losses["eager"], strict=True))
         extra[peer]["loss_deviation"] = max(abs(one - other) / abs(other) for one, other in pairs)
     optimizer = adamw(model)
     timings = harness.time_steps(

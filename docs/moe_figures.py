@@ -173,7 +173,7 @@ def recipes() -> str:
     if not files:
         command = "python -m benchmarks.bench_moe_model --recipe checkpointed --adapt attention"
         return f"Not measured yet (`{command}`)."
-    peers = ("eager", "inductor", "qfuse", "packed")
+    peers = ("eager", "inductor", "qfuse")
     body = []
     for name in files:
         found = [row(name, peer) for peer in peers]
@@ -188,6 +188,5 @@ def recipes() -> str:
             ("", "graph breaks", "", *(str(r["extra"]["breaks"]) for r in found[1:]), ""),
             ("", "share of the roof", *(percent(r["roof_fraction"]) for r in found), ""),
         ]
-    header = ("", "", "eager", "stock Inductor", "qfuse, model untouched")
-    more = ("qfuse, `experts.quantize`", "qfuse / stock")
-    return f"{table((*header, *more), body)}\n\n{source(*files)}"
+    header = ("", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
+    return f"{table(header, body)}\n\n{source(*files)}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import inductor_q
 from inductor_q import ops, testing
 from inductor_q.exc import WrongShape
 from inductor_q.formats import FORMATS, QuantFormat
@@ -175,6 +176,12 @@ def linear(device: str = "cpu", *, bias: bool = False) -> Any:
     return testing.quantized_linear(weight, added).requires_grad_(False).eval()
 
 
+def values(layer: Any) -> Tensor:
+    """The values of a 4-bit layer's weight in float64, which nothing has rounded to 16 bits."""
+    found = inductor_q.dequantize(layer.weight, layer.weight.quant_state, dtype=torch.float32)
+    return found.double()
+
+
 def test_a_codebook_lies_on_the_cpu_whatever_device_is_the_default() -> None:
     """Inductor warms CUDA graphs up in their own memory, where nothing may stay."""
     nibbles.fit.cache_clear()
@@ -267,11 +274,11 @@ def test_weights_and_adapters_of_one_launch(rows: int, adapter: torch.dtype) -> 
 def test_a_gpu_decodes_few_rows_in_a_graph() -> None:
     """Captured in a CUDA graph, with other weights of the same shape, through compiled code."""
     module = linear("cuda")
-    exact = testing.reference_model(module)
+    exact = values(module)
     run: Any = torch.compile(module, backend="qfuse", options={"triton.cudagraphs": True})
     with torch.no_grad():
         for seed in range(4):
             torch.manual_seed(seed)
             x = torch.randn(1, module.in_features, device="cuda").bfloat16() + seed
-            result = exact(x.double())
-            assert error(run(x), result) <= max(1.25 * error(module(x), result), 4e-3), seed
+            result = x.double() @ exact.t()
+            assert error(run(x), result) <= 1.25 * error(module(x), result), seed
