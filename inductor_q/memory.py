@@ -9,9 +9,9 @@ all that can be computed again, the cheapest first:
    of those bytes. The next is what costs the least time for a byte, with all that has to be
    computed for it, among what backward reads after the peak that is left by then.
 
-Each step is partitioned by functorch's min-cut and simulated (`inductor_q.liveness`). The first
-step of the ladder that fits is taken, then the first that fits of those between it and the step
-before; where none fits, the one with the lowest peak. Which steps there are does not depend on the
+Each step is partitioned by functorch's min-cut and simulated (`inductor_q.liveness`). Of every
+fourth step the first that fits is found, and a step before it taken that fits too and has a higher
+peak; where none fits, the one with the lowest peak. Which steps there are does not depend on the
 budget, so a lower budget never plans a higher peak.
 
 functorch's own knapsack (`activation_memory_budget`) is not used: it counts an operation that it

@@ -7,8 +7,8 @@ whose sequences have different lengths is compiled once where the first batch is
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def lengths_vary(data: Any) -> bool:
     """
     if isinstance(data, list):
         rows = [row for row in data[:_ROWS] if isinstance(row, Mapping)]
-        names = {name for row in rows for name in row if name.endswith("_ids")}
+        names = {name for row in rows for name in row if str(name).endswith("_ids")}
         columns = [[row.get(name) for row in rows] for name in names]
     elif "datasets" in sys.modules and isinstance(data, sys.modules["datasets"].Dataset):
         if data.format["type"] == "custom":
@@ -33,14 +33,20 @@ def lengths_vary(data: Any) -> bool:
         columns = [data.select_columns([name])[:_ROWS][name] for name in names]
     else:
         return False
-    return any(len({len(row) for row in rows if row is not None}) > 1 for rows in columns)
+    return any(len({len(row) for row in rows if _is_sequence(row)}) > 1 for rows in columns)
+
+
+def _is_sequence(row: Any) -> TypeGuard[Sized]:
+    """Whether it is numbers in a row, not one of them as `label_ids` may be."""
+    return isinstance(row, (list, tuple)) or getattr(row, "ndim", 0) > 0
 
 
 def mark_lengths(inputs: Mapping[str, Any]) -> None:
     """Mark the length of a model's inputs as one that may change.
 
-    A mark is weak: where the model has only one length, Dynamo compiles for that one. Those of
-    batches are left alone, since a batch of one row takes a graph of its own in any case.
+    A mark is weak: where the model's code allows only one length, Dynamo compiles for that one.
+    Sizes of batches have none, since a batch of one row takes a graph of its own in any case; nor
+    have the inputs of a layer that is compiled by itself.
     """
     ids, embedded = inputs.get("input_ids"), inputs.get("inputs_embeds")
     known = ids if isinstance(ids, Tensor) else embedded

@@ -153,6 +153,8 @@ def _like_the_others(x: Any, layer: nn.Module) -> Any:
     """
     if not isinstance(x, torch.Tensor) or x.requires_grad or not x.is_floating_point():
         return x
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return x  # torch.func allows no change of what requires a gradient
     if not any(parameter.requires_grad for parameter in layer.parameters()):
         return x
     return x.detach().requires_grad_()

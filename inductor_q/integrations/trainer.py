@@ -44,8 +44,9 @@ class QfuseCallback(TrainerCallback):
 
     Args:
         options, mode, dynamic: as of `torch.compile(backend="qfuse")`. Where the rows of the
-            training data have different lengths, a first graph is compiled for every length,
-            unless `dynamic` is given.
+            training data have different lengths, the first graph of a model that is compiled as a
+            whole is for every length, unless `dynamic` is given: False where a collator pads all
+            batches to one length.
         regions: as of `inductor_q.compile`.
         enabled: "auto" compiles where there is a GPU, and otherwise warns and ignores the options.
         profile: a folder for a Chrome trace, and on a GPU a memory snapshot, of `profile_steps`.

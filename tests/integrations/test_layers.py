@@ -122,3 +122,19 @@ def test_layers_that_share_a_graph_have_masks_of_their_own(graph_or_code: None) 
             assert testing.relative_error(other, one) > 1e-2
             difference = (one - other).sum()
             assert torch.allclose(difference, added - also_added, rtol=1e-3, atol=1e-2)
+
+
+def test_gradients_by_torch_func() -> None:
+    """torch.func lets nobody say what requires a gradient."""
+    model, x = Blocks(0.0), torch.randn(2, 16, 32)
+    weights = {name: w.detach() for name, w in model.named_parameters() if w.requires_grad}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.stack(torch.func.functional_call(model, weights, (x,))).square().sum()
+
+    expected = torch.func.grad(loss)(weights)
+    layered(model)
+    with no_codegen():
+        found = torch.func.grad(loss)(weights)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)

@@ -82,6 +82,7 @@ def test_which_data_has_rows_of_different_lengths() -> None:
         data.select([0, 0]),
         data.remove_columns("input_ids"),
         [{"input_ids": None}, {"input_ids": [1]}],
+        [{"label_ids": 1, "doc_ids": "a", 0: 2}, {"label_ids": 2, "doc_ids": "bc", 0: [3]}],
         data.with_transform(drawn),
         iter(data),
         None,

@@ -41,7 +41,7 @@ TYPES = {
 def test_in_the_interpreter(few: tuple[str, ...]) -> None:
     """Families of formats at several numbers of rows; every format; several weights of a call."""
     families, formats, several = interpreted("interpret_linear_rows", *few)
-    assert families == 5 * (len(few) or 22)
+    assert families == 5 * (len(few) or 24)
     assert formats == len(few or FORMATS)
     assert several == 40
 

@@ -22,7 +22,8 @@ from inductor_q.loading.found import Find, Found, Read, Shapes, misshapen, pack_
 
 #: How many codes lie in a byte of `W_q`, or in an int32 where codes have 3 bits.
 _PACKED = {2: 4, 3: 10, 4: 2, 8: 1}
-#: The dtypes, by the length of their names, which is what the header of a file says of them.
+#: The dtypes that are read, by the length of their names, which is all that the header of a file
+#: says. float32's is as long as float16's; what is read shows which it is.
 _DTYPES = {len(str(dtype)): dtype for dtype in (torch.float16, torch.bfloat16)}
 
 
@@ -111,5 +112,6 @@ def _check_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
             what="dtype of HQQ's scales and zero points",
             expected=str(dtype),
             got=str(tensor.dtype),
-            remedy="HQQ stores them in its compute_dtype, torch.float16 or torch.bfloat16.",
+            remedy="What is read is weights that HQQ computes in torch.float16 or torch.bfloat16. "
+            "Quantize the model anew with one of them as compute_dtype.",
         )
