@@ -11,10 +11,18 @@ def register() -> None:
 
     Only our namespace is touched: `backend="inductor"` lowers everything else as before.
     """
-    from inductor_q.lowerings import dequantize, direct_call, extend, materialize, requantize
+    from inductor_q.lowerings import (
+        copies,
+        dequantize,
+        direct_call,
+        extend,
+        materialize,
+        requantize,
+    )
     from inductor_q.ops.registry import define_ops
 
     define_ops()
+    copies.register()
     dequantize.register()
     direct_call.register()
     extend.register()

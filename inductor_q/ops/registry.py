@@ -6,6 +6,7 @@ import functools
 
 from inductor_q.ops.attention import define_attention
 from inductor_q.ops.compare import define_compare
+from inductor_q.ops.copies import define_copies
 from inductor_q.ops.dequantize import define_dequantize
 from inductor_q.ops.dropout import define_dropout
 from inductor_q.ops.eight_bits import define_eight_bits
@@ -27,6 +28,7 @@ def define_ops() -> None:
     for define in (
         define_attention,
         define_compare,
+        define_copies,
         define_dequantize,
         define_dropout,
         define_eight_bits,
