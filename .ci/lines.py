@@ -16,11 +16,11 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 6300,
+    "benchmarks": 6305,
     "csrc": 3270,
-    "docs": 1240,
+    "docs": 1255,
     "examples": 1020,
-    "inductor_q": 5100,
+    "inductor_q": 5550,
     "inductor_q/capture": 2130,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 480,
@@ -31,12 +31,12 @@ BUDGET = {
     "inductor_q/kbit": 830,
     "inductor_q/kernels": 6260,
     "inductor_q/loading": 1440,
-    "inductor_q/ops": 2260,
+    "inductor_q/ops": 2360,
     "inductor_q/presets": 575,
     "inductor_q/tuning": 1000,
-    "lowerings": 700,
+    "lowerings": 725,
     "passes": 5930,
-    "tests": 35580,
+    "tests": 35920,
 }
 
 

@@ -17,6 +17,8 @@ FOLDERS = ("inductor_q", "passes", "lowerings")
 #: The use of each name, by the start of the name; the longest that fits counts.
 PURPOSES = {
     "torch._C": "whether a call is traced or transformed; switches of gradients; logits' metadata",
+    "torch._C._autograd": "whether hooks read what is saved for backward",
+    "torch._C._dynamo": "pinned memory that is not filled",
     "torch._C._has_storage": "what a graph holds in memory",
     "torch._C._nn": "a product, as Dynamo traces `torch.nn.functional.linear`",
     "torch._dynamo": "the list of backends; Dynamo's settings, in checks and advice",
@@ -49,6 +51,7 @@ PURPOSES = {
     "torch.cuda.memory": "a snapshot of what is allocated, for `QfuseCallback(profile=...)`",
     "torch.nn.attention._sdpa_kernel": "whether the program chooses attention's kernels",
     "torch.utils._ordered_set": "sets that Inductor takes",
+    "torch.utils._python_dispatch": "measuring the link to the host while a graph is traced",
     "torch.utils._pytree": "walking outputs",
     "torch.utils._sympy": "index arithmetic",
 }

@@ -172,14 +172,23 @@ def memory() -> str:
     name = "memory-h200"
     if not exists(name):
         return "Not measured yet (`python -m benchmarks.bench_memory`)."
+    columns = {
+        "peak": "peak_bytes",
+        "planned": "planned_bytes",
+        "of it transient": "transient_bytes",
+        "computed again": "recomputed_bytes",
+        "offloaded": "offloaded_bytes",
+    }
+    rows = result(name)["rows"]
+    if not any("offloaded_bytes" in each["extra"] for each in rows):
+        del columns["offloaded"]
     body = []
-    for each in result(name)["rows"]:
-        found, peer = each["extra"], each["peer"].replace("inductor", "stock Inductor")
-        planned, again = (found.get(key) for key in ("planned_bytes", "recomputed_bytes"))
-        sizes = (found["peak_bytes"], planned, found["transient_bytes"], again)
+    for each in rows:
+        sizes = (each["extra"].get(key) for key in columns.values())
         shown = ("" if size is None else gb(size) for size in sizes)
+        peer = each["peer"].replace("inductor", "stock Inductor")
         body.append((peer, ms(seconds(name, each["peer"])), *shown))
-    header = ("", "step", "peak", "planned", "of it transient", "computed again")
+    header = ("", "step", *columns)
     return f"{table(header, body)}\n\n{source(name)}"
 
 

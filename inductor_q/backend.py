@@ -42,6 +42,7 @@ from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.log import log, warn_once
 from inductor_q.logits import with_logits
+from inductor_q.offload import find_link
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.chunk_loss import would_chunk
@@ -132,7 +133,8 @@ def qfuse(
     if resolved.memory is not None:
         unplanned = report_key(gm, example_inputs, context)
         added = corrections.difference(unplanned)
-        context.budget = memory.measure(resolved.memory, device, example_inputs, added)
+        budget = memory.measure(resolved.memory, device, example_inputs, added)
+        context.budget = replace(budget, link=find_link(resolved, device))
     ours = quantized or frozen or context.budget is not None or would_chunk(gm.graph, context)
     if not ours:  # This is Inductor, at no cost.
         _warn_of_breaks()

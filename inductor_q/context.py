@@ -138,6 +138,7 @@ def new_report(resolved: Resolved, device: torch.device) -> Report:
         "qfuse.compute": resolved.compute,
         "qfuse.compute.exclude": ",".join(resolved.exclude),
         "qfuse.memory": resolved.memory,
+        "qfuse.offload": resolved.offload,
     }
     compile_id = CompileContext.current_compile_id()
     return Report(

@@ -93,7 +93,7 @@ class _Passes(Hook):
 
     def own_key(self) -> tuple[str, ...]:
         resolved = self.context.resolved.fingerprint()
-        limit = str(self.context.budget and self.context.budget.limit)
+        limit = str(self.context.budget and self.context.budget.key)
         return "qfuse", source_digest(), resolved, limit, self.context.tag
 
 

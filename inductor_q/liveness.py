@@ -12,6 +12,9 @@ names, so three rules stand for what it fuses:
   to write to: not a gradient that autograd hands over, nor a result of forward, which its caller
   may hold.
 
+A copy between device and host (`inductor_q.offload`) has its memory from its start on, and what is
+copied has its own until the end.
+
 Before torch had boxed gradients (`boxed_grads_call`), autograd held those until backward was over.
 Of what operations allocate inside only the chunk of logits of `qfuse::linear_cross_entropy` is
 simulated; what the allocator loses is not.
@@ -38,6 +41,7 @@ from inductor_q.passes.graph import CAT, VIEWS, is_tangent
 from inductor_q.passes.products import DEQUANTIZE
 
 _JOINTS = (CAT, EXTEND)
+COPY_START = torch.ops.qfuse.copy_start.default
 _RANDOM = (torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_lookup_seed.default)
 _HOLDS_GRADIENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 
@@ -61,6 +65,12 @@ def storages(node: fx.Node) -> dict[int, int]:
     return tensor_bytes(tree_leaves(node.meta.get("val")))
 
 
+def _begun(node: fx.Node) -> dict[int, int]:
+    """Return the storages that a node begins or looks at: a copy's begin where the copy does."""
+    ends = node.users if node.target is COPY_START else ()
+    return {s: size for end in (node, *ends) for s, size in storages(end).items()}
+
+
 def tensor_bytes(values: Iterable[object]) -> dict[int, int]:
     """Return the storages of those values that are tensors, and their bytes."""
     found = {}
@@ -71,15 +81,15 @@ def tensor_bytes(values: Iterable[object]) -> dict[int, int]:
 
 
 def simulate(graph: fx.Graph, owned: Collection[str], lent: Collection[int] = ()) -> Liveness:
-    """Run through `graph`, whose inputs of these names are not counted: they live anyway.
+    """Run through `graph`, whose nodes of these names are not counted: inputs that live anyway, and
+    what is in the host's memory.
 
     Storages that are `lent` are not written to (gradients of results are not, either).
     """
     nodes = list(graph.nodes)
-    holds = {node: storages(node) for node in nodes}
-    kinds = _Kinds()
-    foreign = {s for n in nodes if n.op == "placeholder" and n.name in owned for s in holds[n]}
-    foreign |= {s for n in nodes if n.op == "get_attr" for s in holds[n]}
+    holds = {node: _begun(node) for node in nodes}
+    kinds = Kinds()
+    foreign = {s for n in nodes if n.name in owned or n.op == "get_attr" for s in storages(n)}
     written, known = {}, set(foreign)
     for node in nodes:
         new = {s: size for s, size in holds[node].items() if s not in known}
@@ -148,7 +158,7 @@ def _last_uses(nodes: list[fx.Node], written: Collection[fx.Node]) -> dict[fx.No
     return last
 
 
-class _Kinds:
+class Kinds:
     """Tell what Inductor fuses, by functorch's lists of operations."""
 
     def __init__(self) -> None:

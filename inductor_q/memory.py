@@ -5,7 +5,9 @@ all that can be computed again, the cheapest first:
 
 0. functorch's own partition;
 1. element-wise results are computed again from what they come from;
-2. what only products, attention and other expensive operations can compute again: a growing share
+2. with a link to the host that hides it, some of what is kept is offloaded, in four steps
+   (`inductor_q.offload`), and in all that follow;
+3. what only products, attention and other expensive operations can compute again: a growing share
    of those bytes. The next is what costs the least time for a byte, with all that has to be
    computed for it, among what backward reads after the peak that is left by then.
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -35,39 +38,20 @@ from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_q.capture.example import example, hint
 from inductor_q.context import Context
-from inductor_q.liveness import Liveness, simulate, storages, tensor_bytes
-from inductor_q.passes.extend_k import EXTEND_DROPPED, WIDE
-from inductor_q.passes.fuse_dropout import PROJECT
-from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
-from inductor_q.passes.graph import ADD, VIEWS, argument, backward_nodes, is_tangent
+from inductor_q.cost import cost_of, node_bytes
+from inductor_q.liveness import COPY_START, Liveness, simulate, storages, tensor_bytes
+from inductor_q.offload import COPY_END, Offload, Saved
+from inductor_q.passes.graph import ADD, VIEWS, backward_nodes, is_tangent
 from inductor_q.passes.keep_packed import computed_from_inputs, static_inputs
 from inductor_q.records import MemoryRecord
-from inductor_q.resolved import Budget
-
-aten = torch.ops.aten
-FLEX = torch.ops.higher_order.flex_attention
-
-#: Products, and which argument has the summed dimension as its last.
-_PRODUCTS: Mapping[object, int] = {
-    aten.mm.default: 0,
-    aten.bmm.default: 0,
-    aten._scaled_mm.default: 0,
-    aten._grouped_mm.default: 0,
-    aten.addmm.default: 1,
-    aten.baddbmm.default: 1,
-}
+from inductor_q.resolved import Budget, Link
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
 
-#: The steps of the ladder are this many, in intervals of `_FINE`.
-_STEPS, _FINE = 16, 4
-
-#: How many operations of a product take as long as one byte of memory traffic, within a factor of
-#: two on the GPUs of the last ten years. Attention computes at half of a product's rate.
-_OPERATIONS_BY_BYTE = 200
-_ATTENTION = 2
+#: The steps of the ladder are this many behind the first two, in intervals of `_FINE`; where there
+#: is a link to the host, so many more come before.
+_STEPS, _FINE, _OFFLOADING = 16, 4, 4
 
 #: What lets functorch compute element-wise results again, if that keeps less.
 _FREED = {
@@ -93,6 +77,7 @@ class Plan:
     backward: Liveness
     saved: int
     recomputed: int
+    offloaded: tuple[Saved, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -115,7 +100,8 @@ def plan(
     """Partition `gm` so that its tensors take no more than the budget leaves."""
     budget = context.budget
     assert budget is not None
-    ladder = _Ladder(partition, gm, static_inputs(gm.graph, context))
+    link = budget.link if isinstance(budget.link, Link) else None
+    ladder = _Ladder(partition, gm, static_inputs(gm.graph, context), link)
     chosen = ladder.choose(budget.limit)
     if chosen.step != next(reversed(ladder.made)):
         chosen = ladder.make(chosen.step)  # who observes partitions takes the last for the one
@@ -129,6 +115,8 @@ def plan(
         saved=chosen.saved,
         recomputed=chosen.recomputed,
         difference=budget.difference,
+        offloaded=sum(saved.bytes for saved in chosen.offloaded),
+        link=f"nothing offloaded: {budget.link}" if link is None and budget.link else _said(link),
     )
 
 
@@ -140,9 +128,11 @@ class _Ladder:
         partition: Callable[[fx.GraphModule], Pair],
         gm: fx.GraphModule,
         static: set[fx.Node],
+        link: Link | None = None,
     ) -> None:
         self.partition = partition
         self.gm = gm
+        self.link = link
         # A product that is computed again reads its weight in the form that forward made of it: a
         # wide one with the adapter, a cast. Those are made again too.
         self.weights = {
@@ -166,14 +156,23 @@ class _Ladder:
         what a lower limit takes is lower. Where no coarse step fits, any other that does is taken,
         or else the lowest of all.
         """
-        coarse = (0, 1, *range(1 + _FINE, _STEPS + 2, _FINE))
+        coarse = (0, 1, *range(1 + _FINE, self.count, _FINE))
         for before, step in zip((0, *coarse), coarse, strict=False):
             if (found := self.at(step)).peak <= limit:
                 between = map(self.at, range(before + 1, step))
                 return next((p for p in between if found.peak < p.peak <= limit), found)
-        every = map(self.at, range(_STEPS + 2))
+        every = map(self.at, range(self.count))
         fits = next((p for p in every if p.peak <= limit), None)
         return fits or min(self.made.values(), key=lambda plan: (plan.peak, plan.step))
+
+    @property
+    def first(self) -> int:
+        """The last step that computes nothing expensive again."""
+        return 1 + (_OFFLOADING if self.link is not None else 0)
+
+    @property
+    def count(self) -> int:
+        return 1 + self.first + _STEPS
 
     def at(self, step: int) -> Plan:
         if step not in self.made:
@@ -182,34 +181,66 @@ class _Ladder:
 
     def make(self, step: int) -> Plan:
         gm = copy.deepcopy(self.gm)
-        again = set() if step < 2 else self.weights | self._share((step - 1) / _STEPS)
+        behind = step - self.first
+        again, moved = set(), []
+        if behind > 0:
+            left = self._share(behind / _STEPS)
+            again = self.weights | {node.name for value in left for node in value.needs}
+            moved = self._offloaded({value.name for value in left})
         for node in gm.graph.nodes:
             if node.name in again:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            elif node.name in moved:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             elif step and node.name in self.expensive:
                 _keep_sum(node)
         with functorch_config.patch(_FREED if step else {}):
             forward, backward = self.partition(gm)
-        inputs = {node.name for node in forward.graph.find_nodes(op="placeholder")}
+        chosen: list[Saved] = []
+        beside = {node.name for node in forward.graph.find_nodes(op="placeholder")}
+        if self.link is not None and step > 1:
+            offload = Offload(forward, backward, self.link, self._rate)
+            chosen = offload.share(min((step - 1) / _OFFLOADING, 1))
+            beside |= offload.apply(chosen)
         return Plan(
             step,
             (forward, backward),
-            simulate(forward.graph, inputs),
-            simulate(backward.graph, inputs, _given_twice(forward.graph)),
-            saved_bytes(backward.graph, inputs),
+            simulate(forward.graph, beside),
+            simulate(backward.graph, beside, _given_twice(forward.graph)),
+            saved_bytes(backward.graph, beside),
             _recomputed_bytes(forward.graph, backward.graph, self.ops),
+            tuple(chosen),
         )
 
-    def _share(self, share: float) -> set[str]:
-        """Name what has to be computed again for this share of the bytes that could be."""
-        again: set[str] = set()
+    def _rate(self, name: str) -> float:
+        """Return the cost of a byte of a value that is kept, if it were computed again."""
+        if (node := self.by_name.get(name)) is None:
+            return math.inf
+        return self.rates.get(self._source(node).name, math.inf)
+
+    @functools.cached_property
+    def rates(self) -> dict[str, float]:
+        return {value.name: value.rate(()) for value in self._kept(self.at(1))}
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.gm.graph.nodes}
+
+    def _share(self, share: float) -> list[_Kept]:
+        """Return what has to be computed again for this share of the bytes that could be."""
+        again: list[_Kept] = []
         held, total = 0, sum(value.bytes for value in self.order)
         for value in self.order:
             if held >= share * total:
                 break
-            again.update(node.name for node in value.needs)
+            again.append(value)
             held += value.bytes
         return again
+
+    def _offloaded(self, but: Collection[str] = ()) -> list[str]:
+        """Name what is offloaded before anything expensive is computed again, but for some."""
+        names = (saved.value.name for saved in self.at(self.first).offloaded)
+        return [name for name in names if self._source(self.by_name[name]).name not in but]
 
     @functools.cached_property
     def order(self) -> list[_Kept]:
@@ -217,14 +248,17 @@ class _Ladder:
         lower the peak, which is then another.
 
         A value lowers it that backward reads later. Equal ones are taken from the front: what early
-        layers compute again comes late in backward, when what the others keep is gone.
+        layers compute again comes late in backward, when what the others keep is gone. What can be
+        offloaded instead comes last.
         """
-        left, sorted_ = self._kept(), []
-        held = self.at(1).backward.held
+        first, sorted_ = self.at(self.first), []
+        left, held = self._kept(first), first.backward.held
+        moved = {self._source(self.by_name[name]).name for name in self._offloaded()}
         again: set[fx.Node] = set()
         while left:
             peak = held.index(max(held))
-            useful = [value for value in left if value.read > peak] or left
+            staying = [value for value in left if value.name not in moved] or left
+            useful = [value for value in staying if value.read > peak] or staying
             value = min(useful, key=lambda value: value.rate(again))
             left.remove(value)
             sorted_.append(value)
@@ -233,12 +267,12 @@ class _Ladder:
             held = (*(size - value.bytes for size in before), *behind)
         return sorted_
 
-    def _kept(self) -> list[_Kept]:
-        """Find what the first step keeps and could compute again, in the order of forward."""
-        backward = self.at(1).pair[1].graph
+    def _kept(self, plan: Plan) -> list[_Kept]:
+        """Find what a step keeps and could compute again, in the order of forward."""
+        backward = plan.pair[1].graph
         places = {node: i for i, node in enumerate(backward.nodes)}
         read: dict[str, int] = {}
-        by_name = {node.name: node for node in self.gm.graph.nodes}
+        by_name = self.by_name
         for given in backward.find_nodes(op="placeholder"):
             if given.name in by_name and not is_tangent(given):
                 name = self._source(by_name[given.name]).name
@@ -248,8 +282,8 @@ class _Ladder:
         for node in self.gm.graph.nodes:
             if node.name in read and node.op == "call_function" and "recompute" not in node.meta:
                 needs, instead = self._needs(node, self.weights | read.keys())
-                if needs and (freed := _bytes(node) - instead) > 0:
-                    found.append(_Kept(freed, read[node.name], needs))
+                if needs and (freed := node_bytes(node) - instead) > 0:
+                    found.append(_Kept(node.name, freed, read[node.name], needs))
         return found
 
     def _source(self, node: fx.Node) -> fx.Node:
@@ -268,7 +302,7 @@ class _Ladder:
             node = todo.pop()
             if self._is_decided(node):
                 if (cost := cost_of(node)) is None:
-                    instead += _bytes(node)
+                    instead += node_bytes(node)
                     continue
                 needs[node] = cost
             operands = [n for n in node.all_input_nodes if n.op == "call_function"]
@@ -291,6 +325,7 @@ class _Kept:
     """A value that is kept: where backward first reads it, and which operations, at which costs,
     compute it again."""
 
+    name: str
     bytes: int
     read: int
     needs: Mapping[fx.Node, float]
@@ -299,6 +334,13 @@ class _Kept:
         """Return the cost of a byte, where some operations are computed again anyway."""
         cost = sum(cost for node, cost in self.needs.items() if node not in again)
         return float(f"{cost / self.bytes:.2g}")
+
+
+def _said(link: Link | None) -> str:
+    if link is None:
+        return ""
+    rates = (f"{rate / 1e9:g}" for rate in (link.to_host, link.from_host))
+    return "link measured at {} GB/s to the host and {} GB/s back".format(*rates)
 
 
 def _given_twice(forward: fx.Graph) -> set[int]:
@@ -329,7 +371,8 @@ def _keep_sum(node: fx.Node) -> None:
     total = node
     while len(total.users) == 1 and (user := next(iter(total.users))).target in (ADD, *VIEWS):
         total = user
-    if total.target is ADD and "recompute" not in total.meta and _bytes(total) == _bytes(node):
+    same = node_bytes(total) == node_bytes(node)
+    if total.target is ADD and "recompute" not in total.meta and same:
         total.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -337,10 +380,11 @@ def _recomputed_bytes(forward: fx.Graph, backward: fx.Graph, ops: OpTypes) -> in
     """Sum up the results of expensive operations that backward computes again."""
     computed = {node.name for node in forward.nodes if node.op == "call_function"}
     return sum(
-        _bytes(node)
+        node_bytes(node)
         for node in backward.nodes
         if node.op == "call_function"
         and node.name in computed
+        and node.target not in (COPY_START, COPY_END)
         and _is_expensive(node, ops)
         and node.meta.get("recompute") is not CheckpointPolicy.MUST_RECOMPUTE
     )
@@ -349,36 +393,3 @@ def _recomputed_bytes(forward: fx.Graph, backward: fx.Graph, ops: OpTypes) -> in
 def _is_expensive(node: fx.Node, ops: OpTypes) -> bool:
     """Whether functorch would keep the result rather than compute it again."""
     return node.op == "call_function" and not ops.is_recomputable(node) and not ops.is_view(node)
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(storages(node).values())
-
-
-def cost_of(node: fx.Node) -> float | None:
-    """Return how long an operation takes, in bytes of memory traffic; None where it is unknown or
-    where computing it again would give something else."""
-    name = getattr(node.target, "__name__", "")
-    moved = _bytes(node) + sum(map(_bytes, node.all_input_nodes))
-    if node.target is aten.embedding.default:
-        moved = 2 * _bytes(node)
-    if name.startswith("_scaled_dot_product_") or node.target is FLEX:
-        query, key = (example(node.args[i]) for i in (0, 1))
-        seen = key.shape[-2] / (2 if argument(node, "is_causal") else 1)
-        operations = 4 * query.numel() * seen * _ATTENTION
-    elif node.target is SCATTER2SCATTER:
-        result, _ = node.meta["val"]
-        operations = 2 * hint(result.numel()) * hint(example(node.args[0]).shape[-1])
-    elif node.target in (PROJECT, EXTEND_DROPPED):
-        operations = 2 * example(node.args[0]).numel() * example(node.args[3]).shape[0]
-    elif (place := _PRODUCTS.get(node.target)) is not None:
-        operations = 2 * example(node).numel() * example(node.args[place]).shape[-1]
-    elif node.target is aten.convolution.default or torch.Tag.nondeterministic_seeded in getattr(
-        node.target, "tags", ()
-    ):
-        return None
-    elif getattr(node.target, "namespace", "") in ("aten", "prims") or node.target in WIDE:
-        operations = 0
-    else:
-        return None
-    return float(max(moved, operations / _OPERATIONS_BY_BYTE))

@@ -84,6 +84,7 @@ def resolve(
         compute=chosen("qfuse.compute", "bf16"),
         exclude=chosen("qfuse.compute.exclude", ()),
         memory=_memory(chosen("qfuse.memory", None), device, _variable(sources, "qfuse.memory")),
+        offload=chosen("qfuse.offload", False),
         kernels=_kernels([*_of_preset(preset), *layers["qfuse.kernels"]], sources),
         report=chosen("qfuse.report", None),
         strict=chosen("qfuse.strict", False),
@@ -325,6 +326,8 @@ def _conflicts(resolved: Resolved, device: torch.device, dynamic: bool) -> Itera
             "qfuse.compute.exclude has no effect: qfuse.compute is 'bf16', which computes no "
             "product in eight bits"
         )
+    if resolved.offload and resolved.memory is None:
+        yield "qfuse.offload has no effect without qfuse.memory: there is no budget to keep"
     if "canonicalize" in resolved.passes and "keep_packed" not in resolved.passes:
         yield (
             "qfuse.passes: canonicalize without keep_packed saves every dequantized weight for the "

@@ -28,7 +28,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 def from_text(name: str, text: str) -> Any:
     """Translate a variable's text. Only booleans need that; other parsers take text as it is."""
-    if name == "qfuse.strict" and text.lower() in _TRUE + _FALSE:
+    if name in ("qfuse.strict", "qfuse.offload") and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     return text
 
@@ -89,7 +89,7 @@ def parse_memory(name: str, value: Any, source: str) -> int | float:
     raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
 
 
-def _parse_strict(name: str, value: Any, source: str) -> bool:
+def _parse_bool(name: str, value: Any, source: str) -> bool:
     if isinstance(value, bool):
         return value
     expected = "1 or 0" if source else "True or False"
@@ -228,6 +228,12 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
             parse_memory,
             "QFUSE_MEMORY",
         ),
+        "qfuse.offload": Option(
+            "True: under qfuse.memory also keep tensors in the host's memory until backward, where "
+            "the link is measured to hide the copies",
+            _parse_bool,
+            "QFUSE_OFFLOAD",
+        ),
         "qfuse.kernels": Option(
             'the provider to prefer for an op: {"dequantize": "triton"}; "auto" by default',
             parse_kernels,
@@ -245,7 +251,7 @@ OPTIONS: Mapping[str, Option] = FrozenMap(
         ),
         "qfuse.strict": Option(
             "True: a quantized weight that is not fused is an error, whoever packed it",
-            _parse_strict,
+            _parse_bool,
             "QFUSE_STRICT",
         ),
     }

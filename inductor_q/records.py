@@ -44,10 +44,12 @@ class MemoryRecord:
     `limit` is what the budget leaves beside what was allocated before (`base`). `forward`,
     `backward` and `unplanned` are simulated peaks of the graph's own tensors: the plan's, and the
     one without recomputation. `saved` is kept for backward, `recomputed` the results of products,
-    attention and other expensive operations that backward computes again. `measured` is the most
-    that the process had allocated until its first step had ended; where that was before the step
-    (loading a model, say), it is not `exact`, and the step took at most that. `difference` is what
-    an earlier step took beyond its plan: this plan is a corrected one.
+    attention and other expensive operations that backward computes again. `offloaded` is kept in
+    the host's memory; `link` says at which rates the link to it was measured, or why nothing is
+    offloaded. `measured` is the most that the process had allocated until its first step had ended;
+    where that was before the step (loading a model, say), it is not `exact`, and the step took at
+    most that. `difference` is what an earlier step took beyond its plan: this plan is a corrected
+    one.
     """
 
     budget: int
@@ -61,6 +63,8 @@ class MemoryRecord:
     measured: int = 0
     exact: bool = False
     difference: int = 0
+    offloaded: int = 0
+    link: str = ""
 
     @property
     def transient(self) -> int:
@@ -80,6 +84,10 @@ class MemoryRecord:
             f"memory planned {_gb(self.peak)} of {_gb(self.budget)} ({_gb(self.saved)} kept for "
             f"backward, {_gb(self.recomputed)} computed again"
         ]
+        if self.offloaded:
+            parts.append(f", {_gb(self.offloaded)} offloaded to the host")
+        if self.link:
+            parts.append(f", {self.link}")
         if self.recomputed or self.unplanned != self.transient:
             whole = self.base + self.difference + self.unplanned
             parts.append(f", {_gb(whole)} without recomputation")

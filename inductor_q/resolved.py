@@ -16,19 +16,37 @@ Compute = Literal["bf16", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
+class Link:
+    """Bytes a second: of the link between a device and the host, each way, and of the device's own
+    memory; and the size from which a tensor is worth a copy."""
+
+    to_host: float
+    from_host: float
+    device: float
+    least: int = 1 << 22
+
+
+@dataclass(frozen=True)
 class Budget:
     """The budget of a graph, what of it is allocated before the graph runs, what an earlier step
-    of the graph took beyond its plan (inductor_q.corrections), and what is left."""
+    of the graph took beyond its plan (inductor_q.corrections), and what is left; and the link over
+    which tensors may be offloaded, or why none is."""
 
     total: int
     base: int
     difference: int = 0
+    link: Link | str = ""
 
     @property
     def limit(self) -> int:
         """What is left. It is part of cache keys, so it is rounded to a 256th of the budget."""
         unit = max(1, self.total >> 8)
         return (self.total - self.base - self.difference) // unit * unit
+
+    @property
+    def key(self) -> str:
+        """What of it decides on a plan."""
+        return f"{self.limit} {self.link if isinstance(self.link, Link) else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +61,7 @@ class Resolved:
     compute: Compute  # of products with frozen weights
     exclude: tuple[str, ...]  # patterns of layers that `compute` leaves as they are
     memory: int | None  # the budget in bytes
+    offload: bool  # to the host's memory, under a budget
     kernels: Mapping[str, str]  # op -> provider; "auto" where absent
     report: str | None
     strict: bool
@@ -62,6 +81,7 @@ class Resolved:
             "compute": self.compute,
             "exclude": self.exclude,
             "memory": self.memory,
+            "offload": self.offload,
             "kernels": self.kernels,
             "strict": self.strict,
         }

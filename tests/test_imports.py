@@ -27,6 +27,8 @@ ROOMS = (
     ("own_options", "inductor_config"),
     ("seedless",),
     ("memory",),
+    ("offload",),
+    ("cost",),
     ("liveness",),
     ("passes", "lowerings"),
     ("context", "exclusions"),

@@ -24,14 +24,15 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.cache import report_key
 from inductor_q.context import Context, new_report
+from inductor_q.cost import cost_of
 from inductor_q.diagnostics import observe
 from inductor_q.exc import InvalidOptionValue
 from inductor_q.graph_report import Report
 from inductor_q.hooks import Partitioner
-from inductor_q.memory import Plan, _Ladder, cost_of
+from inductor_q.memory import Plan, _Ladder
 from inductor_q.options import _memory as budget_of
 from inductor_q.records import MemoryRecord
-from inductor_q.resolved import Budget
+from inductor_q.resolved import Budget, Link
 from tests.support.compiling import compile_step, count_ops, gradients, op_name, partition
 from tests.support.resolving import on_cpu
 
@@ -43,16 +44,18 @@ class MadeUp(_Ladder):
 
     def __init__(self, peaks: list[int]) -> None:
         self.peaks, self.made = peaks, {}
+        self.link = Link(1, 1, 1) if len(peaks) > 18 else None
 
     def make(self, step: int) -> Any:
         return SimpleNamespace(step=step, peak=self.peaks[step])
 
 
+@pytest.mark.parametrize("steps", [18, 22])
 @pytest.mark.parametrize("seed", range(20))
-def test_less_budget_never_plans_a_higher_peak(seed: int) -> None:
+def test_less_budget_never_plans_a_higher_peak(seed: int, steps: int) -> None:
     """It holds whatever the steps' peaks are: those of a knapsack go up and down."""
     rng = random.Random(seed)
-    peaks = [rng.randrange(100) for _ in range(18)]
+    peaks = [rng.randrange(100) for _ in range(steps)]
     chosen = [MadeUp(peaks).choose(limit).peak for limit in range(101)]
     assert chosen == sorted(chosen)
     for limit, peak in enumerate(chosen):
@@ -126,7 +129,7 @@ def trained(
     return Step(report, gradients({}, model), *found)
 
 
-def ladder_of(model: nn.Module) -> _Ladder:
+def ladder_of(model: nn.Module, loss: Callable[[Any], Tensor] = loss_of_blocks) -> _Ladder:
     """All steps of a small model."""
     made: list[_Ladder] = []
     choose = _Ladder.choose
@@ -137,7 +140,7 @@ def ladder_of(model: nn.Module) -> _Ladder:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Ladder, "choose", spy)
-        trained(model, "1KB")
+        trained(model, "1KB", loss)
     return made[0]
 
 

@@ -129,3 +129,10 @@ def test_exclusions_from_nothing(told: list[str]) -> None:
     on_cpu({"qfuse.compute.exclude": "*.down_proj"})
     assert len(told) == 1
     assert told[0].startswith("qfuse.compute.exclude has no effect: qfuse.compute is 'bf16'")
+
+
+def test_offloading_without_a_budget(told: list[str]) -> None:
+    on_cpu({"qfuse.offload": True, "qfuse.memory": "1GB"})
+    assert told == []
+    on_cpu({"qfuse.offload": True})
+    assert told == ["qfuse.offload has no effect without qfuse.memory: there is no budget to keep"]
