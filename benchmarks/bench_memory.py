@@ -3,11 +3,12 @@
 The step is that of ``bench_step --recipe trainer`` without its optimizer: 4 layers of Qwen3-8B's
 shapes on a GPU, a small model on a CPU, where no peak is measured. Peers are stock Inductor and
 qfuse, each as it is and with transformers' gradient checkpointing, and qfuse with budgets that
-leave a share of what its step takes without one: ``qfuse at 0.5``. A row has the measured peak,
-what of it does not live between steps (``transient_bytes``), and of a budget the planned peak and
-the bytes that backward computes again. ``qfuse`` has a budget that nothing exceeds: functorch's own
-partition is taken, and its peak is planned all the same. No plan is corrected here: after the
-peers before it, no budget's first step has a peak of its own to go by.
+leave a share of what its step takes without one: ``qfuse at 0.5``; on a GPU also where tensors may
+be offloaded to the host: ``qfuse at 0.5, offloading``. A row has the measured peak,
+what of it does not live between steps (``transient_bytes``), and of a budget the planned peak, the
+bytes that backward computes again, and those offloaded. ``qfuse`` has a budget that nothing
+exceeds: functorch's own partition is taken, and its peak is planned all the same. No plan is
+corrected here: after the peers before it, no budget's first step has a peak of its own to go by.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.recipes import TRAINER
 from inductor_q.integrations import prepare_checkpointing
 
 SHARES = (0.75, 0.5, 0.35)
+EXTRAS = ("peak_bytes", "planned_bytes", "recomputed_bytes", "offloaded_bytes")
 #: More than any machine has.
 ALL = 1 << 50
 
@@ -53,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     steps: dict[str, Callable[[], object]] = {}
     extra: dict[str, dict[str, Any]] = {}
 
-    def add(name: str, budget: int | None = None) -> None:
+    def add(name: str, budget: int | None = None, offload: bool = False) -> None:
         peer = name.partition(" ")[0].rstrip(",")
-        options = "" if budget is None else f"[qfuse.memory={budget}]"
+        more = ";qfuse.offload=True" if offload else ""
+        options = "" if budget is None else f"[qfuse.memory={budget}{more}]"
         harness.console.print(f"compiling {name}", markup=False)
         steps[name] = _step(model, peer + options, ids)
         extra[name] = _measure(steps[name], suite.device)
@@ -69,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
             for share in shares:
                 budget = whole["base_bytes"] + int(share * whole["unplanned_bytes"])
                 add(f"qfuse at {share:g}", budget)
+                if on_gpu:
+                    add(f"qfuse at {share:g}, offloading", budget, offload=True)
         timings = _time(steps, suite, rounds)
 
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -81,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     flops, moved = bench_step._work(config, arguments.batch * length, length)
     roof = suite.ceilings.roof(flops=flops, bytes=moved)
     suite.add(case, timings, roof=roof, extra=extra)
-    harness.finish(suite, arguments, extras=("peak_bytes", "planned_bytes", "recomputed_bytes"))
+    harness.finish(suite, arguments, extras=EXTRAS)
     return suite
 
 
@@ -122,6 +127,7 @@ def _measure(step: Callable[[], object], device: torch.device) -> dict[str, Any]
             "planned_bytes": plan.peak,
             "unplanned_bytes": plan.unplanned,
             "recomputed_bytes": plan.recomputed,
+            "offloaded_bytes": plan.offloaded,
         }
     found["peak_bytes"] = peak = harness.peak_bytes(step, device)
     held = harness.held_bytes(device)
