@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import inductor_q
-from inductor_q import backend, offload
+from inductor_q import backend, corrections, offload
 from inductor_q.backend import qfuse
 from inductor_q.liveness import COPY_START, storages
 from inductor_q.memory import Plan, _Ladder
@@ -43,7 +43,8 @@ def over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Link | str], None]:
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have what is compiled next take a step of the ladder."""
+    """Have what is compiled next take a step of the ladder, and keep to it."""
+    monkeypatch.setattr(corrections, "is_measured", lambda _: False)
 
     def take(number: int) -> None:
         monkeypatch.setattr(_Ladder, "choose", lambda self, _: self.at(number))
@@ -286,12 +287,13 @@ def test_a_step_on_a_gpu(over: Any, step: Any) -> None:
     step(1)
     model, x = big(torch.float32)
     before, expected = peak_of(model, x)
+    planned = last_plan().transient
     over(Link(1e12, 1e12, 1e12))
     step(ALL)
     after, found = peak_of(model, x)
     memory = last_plan()
     assert memory.offloaded > 3 * 4096 * 8192 * 4
-    assert before - after > 0.8 * (memory.unplanned - memory.transient)
+    assert before - after > 0.9 * (planned - memory.transient)
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
 
