@@ -12,11 +12,12 @@ eager does for those before the first valid position; those after it see valid k
 Nothing valid sees them, so a loss that ignores them has the same gradients. Under strict numerics
 the mask is kept.
 
-A mask that keeps documents of packed `position_ids` apart, or has a sliding window, becomes
-FlexAttention, which computes the blocks of scores that such a mask leaves; padding is hidden there
-as the mask hides it. What layers need is made once, before the first. A window that is no shorter
-than the sequence hides nothing. Where only the lengths of other batches could pass it, one guard
-keeps them from this graph; where this one's does, FlexAttention serves every length.
+A mask that keeps documents apart, of packed `position_ids` or of numbers that say of which sequence
+a position is, or has a sliding window, becomes FlexAttention, which computes the blocks of scores
+that such a mask leaves; padding is hidden there as the mask hides it. What layers need is made
+once, before the first. A window that is no shorter than the sequence hides nothing. Where only the
+lengths of other batches could pass it, one guard keeps them from this graph; where this one's does,
+FlexAttention serves every length.
 
 Attention that a model writes out, for a softcap or for sinks, becomes FlexAttention under each of
 these masks. Rows that see no key give zero; in eager they give that with sinks, and a mean of all
@@ -38,6 +39,8 @@ from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.passes.causal_mask import (
     CHECKPOINT,
+    MADE_OUTSIDE,
+    SEQUENCES,
     Meaning,
     Unproven,
     read,
@@ -147,8 +150,9 @@ class _Mask:
     @property
     def in_blocks(self) -> bool:
         """Whether it leaves blocks of scores out; else valid keys come first, or all are seen."""
-        hides_blocks = self.meaning.positions is not None or self.meaning.window is not None
-        return hides_blocks or self.written
+        meaning = self.meaning
+        hiding = (meaning.positions, meaning.sequences, meaning.window)
+        return self.written or any(part is not None for part in hiding)
 
     @property
     def shares(self) -> bool:
@@ -165,10 +169,9 @@ class _Mask:
         """Keep batches of which this does not hold from the graph: to ask is to add a guard."""
         batch = _value(self.node).shape[0]
         holds = [not self.guarded or self.length <= self.guarded]
-        for source in (self.meaning.valid, self.meaning.positions):
-            if source is not None:
-                rows, columns = _value(source).shape
-                holds += [columns == self.length, rows == 1 or rows == batch]
+        for source in self.meaning.inputs:
+            rows, columns = _value(source).shape
+            holds += [columns == self.length, rows == 1 or rows == batch]
         held = all(holds)
         assert held, f"{self.length=} {self.guarded=} {batch=}"
 
@@ -184,19 +187,31 @@ class _Mask:
 
     def _make(self, graph: fx.Graph) -> list[fx.Node]:
         value, meaning = _value(self.node), self.meaning
-        make, args = QFUSE.valid_first.default, (meaning.valid,)
+        make = QFUSE.valid_first.default
+        args: tuple[Any, ...] = (meaning.valid,)
         if self.in_blocks:
             sizes = (self._size(graph, dim) for dim in (0, -1))
             make = QFUSE.block_tables.default
             args = (meaning.positions, meaning.valid, *sizes, meaning.window, value.device)
-        call = graph.call_function(make, args)
-        with value.fake_mode:  # Dynamo's own: the backend's is another by now
-            made = make(*fx.node.map_arg(args, lambda given: given.meta["example_value"]))
+        if meaning.sequences is not None:
+            real = None
+            if meaning.real:
+                compares, number = SEQUENCES[meaning.real]
+                real = self._call(graph, compares, (meaning.sequences, number))
+            args = (*args, meaning.sequences, real)
+        call = self._call(graph, make, args)
         items = []
-        for i, item in enumerate(made):
+        for i, item in enumerate(call.meta["example_value"]):
             items.append(graph.call_function(operator.getitem, (call, i)))
             items[-1].meta["example_value"] = item
         return items
+
+    def _call(self, graph: fx.Graph, make: Any, args: tuple[Any, ...]) -> fx.Node:
+        call = graph.call_function(make, args)
+        with _value(self.node).fake_mode:  # Dynamo's own: the backend's is another by now
+            given = fx.node.map_arg(args, lambda node: node.meta["example_value"])
+            call.meta["example_value"] = make(*given)
+        return call
 
     def _size(self, graph: fx.Graph, dim: int) -> int | fx.Node:
         size = _value(self.node).shape[dim]
@@ -231,7 +246,7 @@ def _known(
     if written:
         seen = additive(root)
         if seen is None and root.op == "placeholder":
-            return Unproven("the mask that is added is an input of the graph")
+            return Unproven(MADE_OUTSIDE)
         if seen is None:
             return Unproven("the mask that is added is not made by torch.where of a boolean one")
         if by := written_to({root}, outside, graphs):
@@ -334,6 +349,7 @@ def _blocks(
     meaning = mask.meaning
     parts: dict[str, Any] = {
         "documents": meaning.positions,
+        "sequence ids": meaning.sequences,
         "a window": meaning.window,
         "valid keys": meaning.valid,
     }

@@ -3,6 +3,7 @@
 Proven by running the nodes that make it, at small sizes: all of them must be on a list of pure
 functions, be written to by no other node, and hold no number but -1, 0 and 1, and such as are
 replaced: the mask's own sizes, a number of copies that `expand` makes, and the length of a window.
+What a dtype cannot count, it may hold as zeros and ones, and a product has a factor of these.
 At three positions no number may be large, so every distance that these numbers can make is small.
 At 160 positions a window of such a small distance would show. So what holds at these sizes holds at
 every size.
@@ -12,14 +13,15 @@ as calls inside of it. These are run on tensors whose four dimensions are what w
 
 A mask may read two inputs of the graph, each with a row per sequence and a column per position. It
 is then run on chosen rows, and compared with what it would be if an input were an `attention_mask`,
-or `position_ids` that begin again with each document.
+`position_ids` that begin again with each document, or a number of the sequence that each position
+is of, some of which may stand for padding.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +43,14 @@ COUNTS = ((2, 4), (3, 2), (4, 3))
 #: room below LARGEST at the fewest.
 WINDOWS = {3: (2, 5), 8: (2, 5, 11), 160: (2, 70, 159, 161)}
 
+#: Which numbers of sequences are none of padding: how such a number compares with another.
+SEQUENCES: dict[str, tuple[Callable[[Any, int], Any], int]] = {
+    "!= 0": (operator.ne, 0),
+    "> 0": (operator.gt, 0),
+    ">= 0": (operator.ge, 0),
+    "!= -1": (operator.ne, -1),
+}
+
 #: The pairs of rows that two inputs are given together.
 PAIRS = 36
 
@@ -50,12 +60,14 @@ LARGEST = 16
 _FUNCTIONS = {
     *(torch.arange, torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like),
     *(torch.diff, torch.cumsum, torch.logical_and, torch.logical_or, torch.logical_not),
+    *(torch.where, torch.tensor, torch.transpose, torch.unsqueeze, operator.mul, torch.mul),
     *(operator.add, operator.sub, operator.and_, operator.or_, operator.invert, operator.getitem),
     *(operator.eq, operator.ne, operator.le, operator.lt, operator.ge, operator.gt),
     *(torch.eq, torch.ne, torch.le, torch.lt, torch.ge, torch.gt, torch.tril, torch.triu),
 }
 _METHODS = {
     *("expand", "unsqueeze", "squeeze", "view", "reshape", "to", "bool", "contiguous", "clone"),
+    *("int", "long", "float", "mul", "transpose", "masked_fill"),
     *(
         "add",
         "sub",
@@ -72,7 +84,8 @@ _METHODS = {
 }
 #: Those of a number per place, which mean inside of `vmap` what they mean outside.
 _BY_PLACE = {
-    *(operator.add, operator.sub, operator.and_, operator.or_, operator.invert),
+    *(operator.add, operator.sub, operator.and_, operator.or_, operator.invert, operator.mul),
+    *(torch.where, torch.logical_and, torch.logical_or, torch.logical_not),
     *(operator.eq, operator.ne, operator.le, operator.lt, operator.ge, operator.gt),
     *("add", "sub", "to", "bool", "eq", "ne", "le", "lt", "ge", "gt"),
     *(f"__{name}__" for name in ("eq", "ne", "le", "lt", "ge", "gt", "and", "or", "invert")),
@@ -81,6 +94,9 @@ _BY_PLACE = {
 _INDEX = (torch.ops.aten.index, torch.ops.aten.index.Tensor)
 #: Functions whose result is never a view of what they are given.
 _NEW = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul)
+#: Functions whose numbers are dimensions, which are no part of what is computed.
+_OF_DIMENSIONS = ("unsqueeze", "squeeze", "transpose", torch.transpose, torch.unsqueeze)
+_PRODUCTS = (operator.mul, torch.mul, "mul")
 _PLAIN = (-1, 0, 1)
 _EXACT = (torch.bool, torch.int32, torch.int64)
 _UPDATES = (
@@ -115,14 +131,26 @@ class Meaning:
     Args:
         valid: an input [B, S] of the graph, which is not zero for keys that are seen; None: any.
         positions: an input [B, S] that rises by one inside of each document, of which the query's
-            is seen; None: any. Both are as large as the mask in this batch, but for one row
-            that may stand for all: to rely on that in others, guard it.
+            is seen; None: any.
         window: how many positions are seen, the query's among them; None: any number.
+        sequences: an input [B, S] of numbers, of which the query's is seen; None: any. A number may
+            come again behind others.
+        real: which of these numbers are seen at all, a key of SEQUENCES; "": all.
+
+    Inputs are as large as the mask in this batch, but for one row that may stand for all: to rely
+    on that in others, guard it.
     """
 
     valid: fx.Node | None = None
     positions: fx.Node | None = None
     window: int | None = None
+    sequences: fx.Node | None = None
+    real: str = ""
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        given = (self.valid, self.positions, self.sequences)
+        return [node for node in given if node is not None]
 
 
 @dataclass(frozen=True)
@@ -144,6 +172,8 @@ def read(
         graphs: where the mask might be written to: Dynamo's graph and its subgraphs.
     """
     value = mask.meta.get("example_value")
+    if mask.op == "placeholder":
+        return Unproven(MADE_OUTSIDE)
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.bool or value.dim() != 4:
         return Unproven("the mask is not boolean and four-dimensional")
     if not same_size(value.shape[-2], value.shape[-1]):
@@ -172,14 +202,23 @@ def read(
 def _meanings(sources: Sequence[fx.Node]) -> list[Meaning]:
     """What a mask of these inputs may mean, without a window."""
     if len(sources) == 1:
-        return [Meaning(valid=sources[0]), Meaning(positions=sources[0])]
+        meanings = [Meaning(valid=sources[0]), Meaning(positions=sources[0])]
+        return meanings + [Meaning(sequences=sources[0], real=real) for real in ("", *SEQUENCES)]
     if len(sources) == 2:
-        one, other = sources
-        return [Meaning(one, other), Meaning(other, one)]
+        pairs = (sources, sources[::-1])
+        meanings = [Meaning(valid, positions) for valid, positions in pairs]
+        for valid, numbers in pairs:
+            meanings += [Meaning(valid, sequences=numbers, real=r) for r in ("", *SEQUENCES)]
+        return meanings
     return [Meaning()]  # of more than two, running it tells what it depends on
 
 
 _ANOTHER = "the mask is another than the causal one"
+
+MADE_OUTSIDE = (
+    "the mask is an input of the graph, which does not show what it means: make it inside of what "
+    "is compiled, of an attention_mask, position_ids or sequence ids of [B, S]"
+)
 
 
 def _disproof(
@@ -234,6 +273,12 @@ def _expected(
         begins[:, 1:] = rows[:, 1:] != rows[:, :-1] + 1
         document = begins.cumsum(-1)
         mask = mask & (document[:, None, :, None] == document[:, None, None, :])
+    if meaning.sequences is not None:
+        rows = inputs[meaning.sequences]
+        mask = mask & (rows[:, None, :, None] == rows[:, None, None, :])
+        if meaning.real:
+            compares, number = SEQUENCES[meaning.real]
+            mask = mask & compares(rows, number)[:, None, None, :]
     return mask
 
 
@@ -259,6 +304,8 @@ def _inputs_of(meaning: Meaning, few: int, size: int) -> Iterator[dict[fx.Node, 
         given[meaning.valid] = _validity(size, generator)
     if meaning.positions is not None:
         given[meaning.positions] = _positions(size, generator)
+    if meaning.sequences is not None:
+        given[meaning.sequences] = _sequences(size, generator)
     if not given:
         yield {}
         return
@@ -299,6 +346,21 @@ def _positions(size: int, generator: torch.Generator) -> torch.Tensor:
     for place in range(1, size):
         rows[:, place] += torch.where(starts[:, place], 0, rows[:, place - 1] + 1)
     return rows
+
+
+def _sequences(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Rows of sequences' numbers, 0 and -1 among them: at few positions every pattern; at more some
+    of which each number comes once, rising and falling, and some of which it comes again. Some are
+    larger than the number of positions, and some differ by what 32 bits do not hold."""
+    if size == SIZES[0]:
+        small, far = torch.arange(-2, 3), torch.tensor([-7, 0, 1, 7])
+        return torch.cat([torch.cartesian_prod(*[some] * size) for some in (small, far)])
+    starts = torch.randint(4, (16, size), generator=generator) == 0
+    rising = starts.cumsum(-1) + torch.randint(-3, 2, (16, 1), generator=generator)
+    padded = torch.arange(size) < torch.tensor([[1], [size // 2], [size - 1], [size]])
+    padded = torch.where(padded, rising[:4], torch.tensor([[0], [-1], [-2], [0]]))
+    again = torch.randint(-3, 4, (8, size), generator=generator)
+    return torch.cat([padded, rising, rising.flip(1), again, again * 2 * size, again << 32])
 
 
 def _inputs(mask: fx.Node, outside: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
@@ -410,6 +472,13 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a number or a tensor is of -1, 0 and 1, which every dtype holds that has them."""
+    if isinstance(value, torch.Tensor):
+        return bool(((value == 0) | (value == 1) | (value == -1)).all())
+    return isinstance(value, int) and value in _PLAIN
+
+
 class _Evaluation:
     """The values of nodes on the CPU with some sizes replaced.
 
@@ -477,12 +546,23 @@ class _Evaluation:
     def _call(self, node: fx.Node) -> Any:
         called = node.target
         copies = called == "expand"
-        args = self._arguments(node.args, copies=copies)
-        kwargs = {n: self._arguments(value, copies=copies) for n, value in node.kwargs.items()}
+        if called in _OF_DIMENSIONS:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.of)
+        else:
+            args = self._arguments(node.args, copies=copies)
+            kwargs = {n: self._arguments(value, copies=copies) for n, value in node.kwargs.items()}
+        if called in _PRODUCTS and not any(map(_is_plain, args)):
+            raise _NotProven("the mask is computed with a product of numbers")
         with unset_fake_temporarily(), torch.no_grad():
             if callable(called):
-                return called(*args, **kwargs)
-            return getattr(args[0], called)(*args[1:], **kwargs)
+                result = called(*args, **kwargs)
+            else:
+                result = getattr(args[0], called)(*args[1:], **kwargs)
+        counts = not isinstance(result, torch.Tensor) or result.dtype in _EXACT
+        if not counts and not _is_plain(result):
+            reason = f"{result.dtype}, which does not hold all positions"
+            raise _NotProven(f"the mask is computed in {reason}")
+        return result
 
     def _is_mapped(self, node: fx.Node) -> bool:
         self.of(node)
@@ -512,7 +592,8 @@ class _Evaluation:
         self._mapped.add(node)
         if node.target in _BY_PLACE:
             return self._call(node)
-        if node.target == "new_ones" and node.args[1] == () and "dtype" in node.kwargs:
+        made = node.target in ("new_ones", "new_zeros")
+        if made and node.args[1] == () and "dtype" in node.kwargs:
             return self._call(node)
         if node.target in _INDEX:
             rows, index = node.args
@@ -531,9 +612,7 @@ class _Evaluation:
             return torch.device("cpu")
         if isinstance(value, int) and not isinstance(value, bool):
             return self._size(value, copies=copies)
-        if isinstance(value, torch.dtype) and value not in _EXACT:
-            raise _NotProven(f"the mask is computed in {value}, which does not hold all positions")
-        if isinstance(value, float):
+        if isinstance(value, float) and value not in _PLAIN:
             raise _NotProven(f"the mask is computed with the number {value}")
         return value
 

@@ -7,9 +7,10 @@ and fusions are Inductor's. What a mask needs is made once from its input and sh
   keep their order. Under a causal mask a valid query then sees exactly the valid keys before it, so
   attention needs no mask; `reorder` takes queries, keys and values there, `restore` takes the
   result back.
-- Documents packed in a row, and sliding windows, with padding or without. `block_tables` says which
-  blocks of 128 x 128 scores hold pairs that see each other; `block_attention` is FlexAttention over
-  these, on a CUDA device, and a mask elsewhere.
+- Documents packed in a row, told apart by positions or by numbers of their own, and sliding
+  windows, with padding or without. `block_tables` says which blocks of 128 x 128 scores hold pairs
+  that see each other; `block_attention` is FlexAttention over these, on a CUDA device, and a mask
+  elsewhere.
 """
 
 from __future__ import annotations
@@ -103,25 +104,35 @@ def block_tables(
     length: int,
     window: int | None,
     device: torch.device,
+    sequences: Tensor | None = None,
+    real: Tensor | None = None,
 ) -> list[Tensor]:
     """Which blocks of scores causal attention computes, given what else hides keys from queries.
 
     Args:
         positions: [B, S] or [1, S], any integer dtype: keys of other documents are hidden. A
             document goes on as long as its positions rise by one, as transformers reads
-            `position_ids` where no attention_mask is given. None: one document.
+            `position_ids` where no attention_mask is given. None: one document, or `sequences`.
         valid: [B, S] or [1, S], any dtype: keys where it is zero are hidden. None: no key is.
         batch, length: B and S.
         window: keys that are so many positions before the query, or more, are hidden.
         device: where the tables are made.
+        sequences: [B, S] or [1, S], any dtype of numbers, in place of positions: keys of other
+            numbers than the query's are hidden. One that comes again behind others is the same.
+        real: [B, S] or [1, S], bool, beside `sequences`: where it is False a position neither sees
+            nor is seen. Equal numbers are equally real. None: all are.
 
     Returns:
-        The document of each position, [B, S] int64, ascending; where `valid` is given the same with
-        -1 for hidden keys; then FlexAttention's eight tables, int32, n = ceil(S / 128): for queries
+        The document of each position, [B, S] int64, ascending but for sequences whose numbers come
+        again, and -2 where it is not real; where `valid` or `real` is given the same with -1 for
+        hidden keys; then FlexAttention's eight tables, int32, n = ceil(S / 128): for queries
         and again for keys, how many blocks of the other side hold some pairs (by [B, 1, n]) and
         which these are ([B, 1, n, n]), and likewise the blocks that hold nothing else.
     """
-    if positions is None:
+    if sequences is not None:
+        assert positions is None, "documents are told apart by one thing"
+        documents = _numbered(sequences, real).expand(batch, -1).contiguous()
+    elif positions is None:
         documents = torch.zeros(batch, length, dtype=torch.int64, device=device)
     else:
         steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
@@ -134,18 +145,24 @@ def block_tables(
     # end Inductor gives the stride 0, by which the kernels would find a sequence's tables.
     in_blocks = documents[:, index].view(batch, 1, blocks, BLOCK)
     low, high = in_blocks.amin(-1), in_blocks.amax(-1)
+    one = low == high
+    if real is not None:
+        low = torch.where(in_blocks < 0, length, in_blocks).amin(-1)
     place = torch.arange(blocks, device=device)
     behind = place[:, None] - place[None]
     # Documents ascend: two blocks share one where their ranges overlap, and the later block's first
-    # is then the earlier one's last.
+    # is then the earlier one's last. Where numbers come again, blocks may be computed for nothing.
     meet = (low[..., :, None] <= high[..., None, :]) & (behind >= 0)
-    one = (low == high) & (place < length // BLOCK)
+    if sequences is not None:
+        meet = meet & (low[..., None, :] <= high[..., :, None])
+    one = one & (place < length // BLOCK)
     whole = meet & (behind > 0) & one[..., :, None] & one[..., None, :]
     if window is not None:
         nearest = behind * BLOCK - (BLOCK - 1)
         meet, whole = meet & (nearest < window), whole & (behind * BLOCK + (BLOCK - 1) < window)
-    if valid is not None:
-        given.append(torch.where(valid != 0, documents, -1))
+    if valid is not None or real is not None:
+        seen = documents >= 0 if valid is None else (documents >= 0) & (valid != 0)
+        given.append(torch.where(seen, documents, -1))
         keys = (given[-1] >= 0)[:, index].view(batch, 1, 1, blocks, BLOCK)
         meet, whole = meet & keys.any(-1), whole & keys.all(-1)
     some = meet & ~whole
@@ -155,6 +172,20 @@ def block_tables(
         tables.append(blocks_of.sum(-1, dtype=torch.int32))
         tables.append(order.to(torch.int32))
     return [*given, *tables]
+
+
+def _numbered(sequences: Tensor, real: Tensor | None) -> Tensor:
+    """Where the number of each position first comes in its row; -2 where it is not real.
+
+    So numbers rise along a row if sequences lie one behind the other, whichever they were, and none
+    of them is that of a hidden key.
+    """
+    if sequences.dtype is torch.bool:
+        sequences = sequences.to(torch.int32)
+    sequences = sequences.contiguous()
+    ordered, place = sequences.sort(dim=-1, stable=True)
+    first = place.gather(-1, torch.searchsorted(ordered, sequences))
+    return first if real is None else torch.where(real, first, -2)
 
 
 def block_attention(
@@ -339,7 +370,7 @@ def define_attention() -> None:
     )
     define_composite(
         "block_tables(Tensor? positions, Tensor? valid, SymInt batch, SymInt length, int? window, "
-        "Device device) -> Tensor[]",
+        "Device device, Tensor? sequences=None, Tensor? real=None) -> Tensor[]",
         block_tables,
     )
     define_composite(

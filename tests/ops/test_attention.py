@@ -134,6 +134,67 @@ def test_tables_of_valid_keys(lengths: tuple[int, ...] | None, window: int | Non
     assert_tables(tables, possible & filled & ~whole, whole)
 
 
+def numbers(order: str, *lengths: int) -> Tensor:
+    """[1, sum of lengths] numbers of sequences that lie one behind the other; 0 is padding."""
+    kinds = {
+        "rising": range(1, 1 + len(lengths)),
+        "falling": range(len(lengths), 0, -1),
+        "far": [(i * 7919 + 3) * (-1) ** i * 10**9 for i in range(len(lengths))],
+        "padded left": range(len(lengths)),
+        "padded right": [*range(1, len(lengths)), 0],
+        "padded between": [*range(5, 4 + len(lengths)), 9],
+    }
+    found = torch.tensor([*kinds[order]]).repeat_interleave(torch.tensor(lengths))
+    if order == "padded between":
+        found[lengths[0] - 3 : lengths[0] + 2] = 0
+    return found[None]
+
+
+def seen_numbers(given: Tensor, valid: Tensor | None, window: int | None, *, all: bool) -> Tensor:
+    """[B, S, S]: the keys of the query's number that are no padding."""
+    place = torch.arange(given.shape[1])
+    behind = place[:, None] - place
+    mask = (given[:, :, None] == given[:, None, :]) & (behind >= 0)
+    mask = mask & (behind < (window or len(place)))
+    mask = mask if all else mask & (given != 0)[:, None, :]
+    return mask if valid is None else mask & (valid != 0)[:, None, :]
+
+
+@pytest.mark.parametrize("window", [None, 100, 200])
+@pytest.mark.parametrize(
+    "order", ["rising", "falling", "far", "padded left", "padded right", "padded between"]
+)
+@pytest.mark.parametrize("lengths", [(128, 128), (100, 28, 1, 255), (300, 1, 83), (40, 400)])
+def test_tables_of_numbered_sequences(
+    lengths: tuple[int, ...], order: str, window: int | None
+) -> None:
+    """They are exact where no number comes again, whatever the numbers are."""
+    given, length = numbers(order, *lengths), sum(lengths)
+    real = given != 0 if order.startswith("padded") else None
+    made = attention.block_tables(None, None, 2, length, window, CPU, given, real)
+    tables = made[-8:]
+    mask = seen_numbers(given, None, window, all=real is None)
+    some, whole = blocks_of(mask.expand(2, -1, -1))
+    assert_tables(tables, some & ~whole, whole)
+
+
+def test_tables_of_numbers_that_come_again() -> None:
+    """No block is left out that holds a pair, and none is whole that does not hold all."""
+    generator = torch.Generator().manual_seed(0)
+    for spread in (2, 3, 40):
+        given = torch.randint(0, spread, (2, 700), generator=generator)
+        given[:, 256:520] = 1
+        made = attention.block_tables(None, None, 2, 700, None, CPU, given, given != 0)
+        some, whole = blocks_of(seen_numbers(given, None, None, all=False))
+        counted = torch.zeros_like(some)
+        for count, index in zip(made[-8:-4:2], made[-7:-4:2], strict=True):
+            for b, q in itertools.product(range(2), range(some.shape[1])):
+                counted[b, q, index[b, 0, q, : count[b, 0, q]].long()] = True
+        assert bool((some <= counted).all())
+        whole_count = made[-6]
+        assert torch.equal(whole_count[:, 0].sum(), whole.sum().int())
+
+
 @pytest.mark.parametrize("length", [100, 600])
 def test_tables_are_no_views(length: int) -> None:
     """Inductor lays a result out in its own dimensions, but gives one that a view adds the stride
@@ -216,7 +277,45 @@ def test_attention_sees_what_a_mask_lets_through(
 
 @pytest.mark.parametrize("form", ["mask", "flex"])
 @pytest.mark.parametrize("window", [None, 30], ids=str)
-def test_documents_do_not_move_each_other_by_a_bit(form: str, window: int | None) -> None:
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("given", ["one behind the other", "again"])
+def test_attention_within_numbered_sequences(
+    given: str, padded: bool, window: int | None, form: str
+) -> None:
+    """Against the mask written out, in float64. Rows of padding give zero and take no gradient."""
+    length = 300
+    generator = torch.Generator().manual_seed(1)
+    sequences = torch.cat([numbers("padded right", 90, 1, 140, 69)] * 2)
+    if given == "again":
+        sequences = torch.randint(-1, 3, (2, length), generator=generator)
+    valid = padding(length) if padded else None
+    leaves = [rows(2, h, length, 16) for h in (4, 2, 2)]
+    query, key, value = leaves
+    real = sequences != 0
+    tables = attention.block_tables(None, valid, 2, length, window, CPU, sequences, real)
+    if form == "mask":
+        got = attention.block_attention(query, key, value, tables, window, None)
+    else:
+        got = attention._flex(query, key, value, tables[:-8], tables[-8:], window, None)
+    mask = seen_numbers(sequences, valid, window, all=False)[:, None]
+    query, key, value = (x.detach().double().requires_grad_() for x in leaves)
+    scores = query @ key.repeat_interleave(2, 1).mT / 4
+    weights = scores.masked_fill(~mask, -1e9).softmax(-1) * mask
+    expected = weights @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+    assert not got.transpose(1, 2)[~real].any()
+    weight = rows(2, 4, length, 16).detach() + 1
+    gradients = torch.autograd.grad((got * weight).sum(), leaves)
+    exact = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for one, other in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+        assert not one.transpose(1, 2)[~real].any()
+
+
+@pytest.mark.parametrize("form", ["mask", "flex"])
+@pytest.mark.parametrize("window", [None, 30], ids=str)
+@pytest.mark.parametrize("by", ["positions", "sequences"])
+def test_documents_do_not_move_each_other_by_a_bit(by: str, form: str, window: int | None) -> None:
     """A document's rows and all its gradients, where those around it are others, and more."""
     own, results = slice(40, 190), []
     for lengths, scale in (((40, 150, 17), 1.0), ((3, 37, 150, 5, 12), 100.0)):
@@ -227,7 +326,11 @@ def test_documents_do_not_move_each_other_by_a_bit(form: str, window: int | None
             leaves.append(x.requires_grad_())
         *leaves, cotangent = leaves
         query, key, value = leaves
-        tables = attention.block_tables(packed(*lengths), None, 1, 207, window, CPU)
+        told: tuple[Tensor | None, ...] = (packed(*lengths), None, None)
+        if by == "sequences":  # with padding behind it, or other documents
+            given = numbers("padded right" if scale == 1 else "falling", *lengths)
+            told = (None, given, given != 0)
+        tables = attention.block_tables(told[0], None, 1, 207, window, CPU, *told[1:])
         if form == "mask":
             got = attention.block_attention(query, key, value, tables, window, None)
         else:
@@ -312,12 +415,14 @@ def test_opcheck(length: int) -> None:
     positions = packed(2, length - 2)
     of_documents = (positions, None, 2, length, None, CPU)
     of_a_window = (None, valid, 2, length, 3, CPU)
+    of_sequences = (None, valid, 2, length, 3, CPU, valid // 2, valid > 1)
     for op, args in (
         (qfuse.valid_first.default, (valid,)),
         (qfuse.reorder.default, (x, *made[:2])),
         (qfuse.restore.default, (x, *made)),
         (qfuse.block_tables.default, of_documents),
         (qfuse.block_tables.default, of_a_window),
+        (qfuse.block_tables.default, of_sequences),
         (qfuse.block_attention.default, (x, x, x, qfuse.block_tables(*of_documents), None, None)),
         (qfuse.block_attention.default, (x, x, x, qfuse.block_tables(*of_a_window), 3, 0.5)),
         (
@@ -332,7 +437,7 @@ def test_opcheck(length: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [130, 1000, 1024, 3000])
-@pytest.mark.parametrize("case", ["documents", "window", "padded window", "all"])
+@pytest.mark.parametrize("case", ["documents", "sequences", "window", "padded window", "all"])
 def test_gpu_blocks_against_float64(case: str, length: int) -> None:
     """Error no larger than 1.25 times that of torch's attention with the mask; a document's rows do
     not move a bit when another document changes. The two sequences have other tables."""
@@ -344,14 +449,22 @@ def test_gpu_blocks_against_float64(case: str, length: int) -> None:
     window = None if case == "documents" else length // 4
     leaves = [rows(2, h, length, 128, dtype=torch.bfloat16, device="cuda") for h in (8, 2, 2)]
     given = [None if x is None else x.cuda() for x in (positions, valid)]
+    sequences = None
+    if case == "sequences":  # the same documents, of which the last is padding
+        starts = torch.diff(both, prepend=both[:, :1] - 1, dim=-1) != 1
+        sequences = starts.cumsum(-1).cuda()
+        sequences = sequences.amax(-1, keepdim=True) - sequences
 
     def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # As a pass writes them: Dynamo of torch 2.11 cannot trace the operator behind them.
-        made = torch.ops.qfuse.block_tables(*given, 2, length, window, query.device)
+        told = () if sequences is None else (sequences, sequences != 0)
+        made = torch.ops.qfuse.block_tables(*given, 2, length, window, query.device, *told)
         result: Tensor = torch.ops.qfuse.block_attention(query, key, value, made, window, None)
         return result
 
     mask = seen(positions, valid, length, window)[:, None].cuda()
+    if sequences is not None:
+        mask = seen_numbers(sequences.cpu(), None, window, all=False)[:, None].cuda()
     query, key, value = leaves
     doubles = query.double(), key.double(), value.double()
     exact = attend(doubles[0], doubles[1], doubles[2], attn_mask=mask, enable_gqa=True)
@@ -372,7 +485,7 @@ def test_gpu_blocks_against_float64(case: str, length: int) -> None:
     with torch.no_grad():
         before = compiled(*leaves)
         assert testing.relative_error(before, exact) <= 1.25 * eager[0]
-        if positions is None:
+        if positions is None and sequences is None:
             return
         for x in leaves[:2]:
             x[:, :, :first] += 1

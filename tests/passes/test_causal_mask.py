@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from inductor_q.passes.causal_attention import CausalAttention
-from inductor_q.passes.causal_mask import CHECKPOINT, Meaning, Unproven, read
+from inductor_q.passes.causal_mask import CHECKPOINT, MADE_OUTSIDE, Meaning, Unproven, read
 from tests.support.attention import captured, causal, positions
 
 LARGE = "the mask is computed with sums or copies as large as a window may be"
@@ -322,10 +322,12 @@ def meaning(mask: Callable[..., Tensor], *inputs: Tensor, dynamic: bool) -> str:
     if isinstance(found, Unproven):
         return found.reason
     parts = []
-    for part, source in (("valid", found.valid), ("positions", found.positions)):
+    for part in ("valid", "positions", "sequences"):
+        source = getattr(found, part)
         if source is not None:
             assert source.op == "placeholder"
             parts.append(f"{part} {str(source.target)[2:3]}")
+    parts += [found.real] if found.real else []
     return ", ".join(parts + ([] if found.window is None else [f"window {found.window}"]))
 
 
@@ -363,10 +365,6 @@ def keys_of_one(x: Tensor) -> Tensor:
     return causal(x) & (x == 1)[:, None, None, :]
 
 
-def same_number(x: Tensor) -> Tensor:
-    return causal(x) & (x[:, None, :, None] == x[:, None, None, :])
-
-
 def documents_unordered(x: Tensor) -> Tensor:
     number = (torch.diff(x, prepend=x[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     return (number[:, None, :, None] == number[:, None, None, :]).expand(-1, 1, -1, -1)
@@ -391,13 +389,166 @@ OTHERWISE = "the mask depends on the input x in a way that is not known"
         (valid_queries, OTHERWISE),
         (hidden_keys, OTHERWISE),
         (keys_of_one, OTHERWISE),
-        (same_number, OTHERWISE),
         (documents_unordered, OTHERWISE),
         (documents_of_any_step, OTHERWISE),
     ],
 )
 def test_masks_of_one_input(mask: Callable[[Tensor], Tensor], expected: str, dynamic: bool) -> None:
     assert meaning(mask, torch.ones(2, 48, dtype=torch.int64), dynamic=dynamic) == expected
+
+
+def same(x: Tensor) -> Tensor:
+    return x[:, None, :, None] == x[:, None, None, :]
+
+
+def same_number(x: Tensor) -> Tensor:
+    return causal(x) & same(x)
+
+
+def same_of_three_dimensions(x: Tensor) -> Tensor:
+    """As a collator would make it: [B, S, S], with a dimension for heads at the end."""
+    n = x.shape[1]
+    triangle = torch.tril(torch.ones(n, n, dtype=torch.bool, device=x.device))
+    return ((x.unsqueeze(-1) == x.unsqueeze(-2)) & triangle).unsqueeze(1)
+
+
+def same_and_real(x: Tensor) -> Tensor:
+    return same_number(x) & (x != 0)[:, None, None, :]
+
+
+def same_and_real_queries(x: Tensor) -> Tensor:
+    """As transformers 4 made a block mask of an attention_mask for FlexAttention."""
+    return same_number(x) & (x > 0)[:, None, :, None]
+
+
+def same_and_no_less(x: Tensor) -> Tensor:
+    """As transformers' blockwise_overlay tells what is of no block."""
+    return same_number(x) & (x >= 0)[:, None, :, None]
+
+
+def same_and_not_the_last(x: Tensor) -> Tensor:
+    return same_number(x) & x.ne(-1)[:, None, None, :]
+
+
+def multiplied(x: Tensor) -> Tensor:
+    """As axolotl's mask_2d_to_4d computes: products of numbers that are 0 and 1, in float32."""
+    n = x.shape[1]
+    whole = x.unsqueeze(1).unsqueeze(2).expand(x.shape[0], 1, n, n)
+    one, zero = (torch.tensor(i, device=x.device).to(torch.float32) for i in (1, 0))
+    real = torch.where(whole != 0, one, zero)
+    kept = torch.eq(whole, whole.transpose(-1, -2)).int() * real
+    triangle = torch.tril(torch.ones((n, n), dtype=torch.float32)).to(x.device)
+    return (kept * triangle).bool()
+
+
+def filled(x: Tensor) -> Tensor:
+    return causal(x).masked_fill(~same(x), False)
+
+
+def products_of_numbers(x: Tensor) -> Tensor:
+    return causal(x) & (x[:, None, :, None] * x[:, None, None, :] > 0)
+
+
+def halves_of_numbers(x: Tensor) -> Tensor:
+    """Numbers that are the same in eight bits."""
+    return same_number(x.to(torch.int8))
+
+
+def number_by_changes(x: Tensor) -> Tensor:
+    """A number that comes again begins another sequence."""
+    return same_number((torch.diff(x, prepend=x[:, :1], dim=-1) != 0).cumsum(-1))
+
+
+def numbers_up_to_the_length(x: Tensor) -> Tensor:
+    return same_number(x) & (x <= x.shape[1])[:, None, None, :]
+
+
+def no_larger_number(x: Tensor) -> Tensor:
+    return causal(x) & (x[:, None, None, :] <= x[:, None, :, None])
+
+
+def first_number_too(x: Tensor) -> Tensor:
+    return causal(x) & (same(x) | (x == 0)[:, None, None, :])
+
+
+def same_or_itself(x: Tensor) -> Tensor:
+    """So that no row is empty."""
+    q, k = positions(x)
+    return same_and_real(x) | (q == k)
+
+
+def same_unordered(x: Tensor) -> Tensor:
+    return same(x)
+
+
+def same_in_window(x: Tensor) -> Tensor:
+    return same_and_real(x) & in_window_of_sixteen(x)
+
+
+def near_numbers(x: Tensor) -> Tensor:
+    return causal(x) & (x[:, None, None, :] > x[:, None, :, None] - 16) & same(x)
+
+
+def mapped_sequences(x: Tensor) -> Tensor:
+    """As transformers makes it of `and_masks`: by a function of four numbers."""
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = q.new_ones((), dtype=torch.bool) & (k <= q) & (x[b, q] == x[b, k])
+        return q.new_zeros((), dtype=torch.bool) | seen
+
+    return mapped(x, sees)
+
+
+def mapped_multipack(x: Tensor) -> Tensor:
+    return mapped(x, lambda b, h, q, k: (k <= q) & (x[b, q] == x[b, k]) & (x[b, k] != 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (same_number, "sequences x"),
+        (same_of_three_dimensions, "sequences x"),
+        (filled, "sequences x"),
+        (same_and_real, "sequences x, != 0"),
+        (same_and_real_queries, "sequences x, > 0"),
+        (same_and_no_less, "sequences x, >= 0"),
+        (same_and_not_the_last, "sequences x, != -1"),
+        (multiplied, "sequences x, != 0"),
+        (same_in_window, "sequences x, != 0, window 16"),
+        (mapped_sequences, "sequences x"),
+        (mapped_multipack, "sequences x, != 0"),
+        (products_of_numbers, "the mask is computed with a product of numbers"),
+        (halves_of_numbers, "the mask is computed in torch.int8"),
+        (number_by_changes, OTHERWISE),
+        (numbers_up_to_the_length, OTHERWISE),
+        (no_larger_number, OTHERWISE),
+        (first_number_too, OTHERWISE),
+        (same_or_itself, OTHERWISE),
+        (same_unordered, OTHERWISE),
+        (near_numbers, "the mask is computed with the number 16, as a window is"),
+    ],
+)
+def test_masks_of_sequences(
+    mask: Callable[[Tensor], Tensor], expected: str, dynamic: bool, dtype: torch.dtype
+) -> None:
+    found = meaning(mask, torch.ones(2, 49, dtype=dtype), dynamic=dynamic)
+    assert found.startswith(expected) if expected.startswith("the") else found == expected
+
+
+def test_numbers_that_32_bits_do_not_hold() -> None:
+    found = meaning(lambda x: same_number(x.int()), torch.ones(2, 49).long(), dynamic=False)
+    assert found == OTHERWISE
+
+
+def test_a_mask_that_is_given() -> None:
+    def given(mask: Tensor) -> Tensor:
+        return mask
+
+    for dtype in (torch.bool, torch.float32):
+        mask = torch.ones(2, 1, 8, 8, dtype=dtype)
+        assert reason(given, mask) == MADE_OUTSIDE
 
 
 def test_masks_of_an_input_that_is_written_to() -> None:
@@ -579,6 +730,22 @@ def of_either(x: Tensor, y: Tensor) -> Tensor:
     return causal(x) & ((y != 0) | (x != 0))[:, None, None, :]
 
 
+def of_sequences(x: Tensor, y: Tensor) -> Tensor:
+    return valid_keys(x) & same_number(y)
+
+
+def of_multipack(x: Tensor, y: Tensor) -> Tensor:
+    return valid_keys(y) & same_in_window(x)
+
+
+def of_two_sequences(x: Tensor, y: Tensor) -> Tensor:
+    return same_number(x) & same(y)
+
+
+def of_sequences_and_positions(x: Tensor, y: Tensor) -> Tensor:
+    return same_number(x) & documents(y)
+
+
 def of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return of_both(x, y) & valid_keys(z)
 
@@ -589,6 +756,13 @@ def of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     [
         (of_both, "valid x, positions y"),
         (of_both_in_window, "valid y, positions x, window 16"),
+        (of_sequences, "valid x, sequences y"),
+        (of_multipack, "valid y, sequences x, != 0, window 16"),
+        (of_two_sequences, "the mask depends on the inputs y and x in a way that is not known"),
+        (
+            of_sequences_and_positions,
+            "the mask depends on the inputs y and x in a way that is not known",
+        ),
         (of_valid_queries, "the mask depends on the inputs x and y in a way that is not known"),
         (of_either, "the mask depends on the inputs x and y in a way that is not known"),
         (of_three, "the mask depends on the input"),
@@ -604,6 +778,7 @@ def test_masks_of_more_inputs(mask: Callable[..., Tensor], expected: str, dynami
 def test_positions_of_one_row(dynamic: bool) -> None:
     x, y = torch.ones(2, 49, dtype=torch.int64), torch.ones(1, 49, dtype=torch.int64)
     assert meaning(of_both, x, y, dynamic=dynamic) == "valid x, positions y"
+    assert meaning(of_sequences, x, y, dynamic=dynamic) == "valid x, sequences y"
 
 
 def test_a_function_that_is_not_listed_proves_nothing() -> None:
