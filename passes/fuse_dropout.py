@@ -59,7 +59,6 @@ GRAD_A = torch.ops.qfuse.dropout_grad_a.default
 GRAD_X = torch.ops.qfuse.dropout_grad_x.default
 EAGER = "torch._inductor.config.fallback_random asks for the numbers of eager"
 PROVIDER = "qfuse.dropout_project"
-MAX_RANK = 64  # of the kernels
 
 
 @dataclass(frozen=True)
@@ -270,8 +269,6 @@ def _unwanted(found: _Dropout, context: Context) -> str:
         return EAGER
     if config.cpp_wrapper:
         return "C++ wrapper code calls no Python, in which the kernels are launched"
-    if found.projection.cols > MAX_RANK:
-        return f"rank {found.projection.cols} is larger than {MAX_RANK}"
     value = tensor(found.projection.node)
     if value.device.type == "cuda" and value.dtype.itemsize != 2:
         return f"the kernels compute in 16 bits, the adapter in {value.dtype}"

@@ -65,6 +65,12 @@ def _bytes(left, right, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _slice(number, LANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the adapter of one of COUNT * BLOCKS slices of LANES ranks, and which ranks it has."""
+    return number // BLOCKS, (number % BLOCKS) * LANES + tl.arange(0, LANES)
+
+
+@triton.jit
 def _load(x, row, column, rows, columns, stride, WHOLE: tl.constexpr):
     inside = (row < rows) & (WHOLE | (column < columns))
     return tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
@@ -85,14 +91,15 @@ def project(
     RANK: tl.constexpr,
     TOTAL: tl.constexpr,
     LANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Project two tiles of rows by one adapter, over PART columns of x."""
-    pair, part, adapter = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Project two tiles of rows by a slice of one adapter, over PART columns of x."""
+    pair, part = tl.program_id(0), tl.program_id(1)
+    adapter, rank = _slice(tl.program_id(2), LANES, BLOCKS)
     lane = tl.arange(0, _ROWS)[:, None]
-    rank = tl.arange(0, LANES)
     row = pair * (2 * _ROWS) + lane
     upper = tl.zeros((_ROWS, LANES), tl.float32)
     lower = tl.zeros((_ROWS, LANES), tl.float32)
@@ -145,16 +152,17 @@ def grad_a(
     RANK: tl.constexpr,
     TOTAL: tl.constexpr,
     LANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The gradient of one adapter's A in COLUMNS columns, over PART rows of x."""
-    block, part, adapter = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """The gradient of a slice of one adapter's A in COLUMNS columns, over PART rows of x."""
+    block, part = tl.program_id(0), tl.program_id(1)
+    adapter, rank = _slice(tl.program_id(2), LANES, BLOCKS)
     lane = tl.arange(0, _ROWS)[:, None]
     column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     call = block * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
-    rank = tl.arange(0, LANES)
     of_low += adapter * RANK
     total = tl.zeros((LANES, COLUMNS), tl.float32)
     for start in range(0, PART, 2 * _ROWS):
@@ -190,19 +198,20 @@ def grad_x(
     COUNT: tl.constexpr,
     RANK: tl.constexpr,
     LANES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The gradient of two tiles of x: the sum over the adapters, each under its mask."""
+    """The gradient of two tiles of x: the sum over slices of adapters, each under its mask."""
     block, pair = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, _ROWS)[:, None]
     row = pair * (2 * _ROWS) + lane
     column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     call = block * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
-    rank = tl.arange(0, LANES)
     upper = tl.zeros((_ROWS, COLUMNS), tl.float32)
     lower = tl.zeros((_ROWS, COLUMNS), tl.float32)
-    for adapter in range(COUNT):
+    for number in range(COUNT * BLOCKS):
+        adapter, rank = _slice(number, LANES, BLOCKS)
         keep_upper, keep_lower = _keep(
             pair * _ROWS + lane, call, adapter, seeds, index, least, higher, COLUMNS
         )

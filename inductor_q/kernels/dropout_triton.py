@@ -3,11 +3,15 @@
 Kernels that add up rows or columns split them over programs, so that the random numbers, which
 cost more than the memory traffic, are made on all of the device. A second launch adds the parts in
 a fixed order.
+
+A program has up to MAX_LANES ranks of an adapter. Larger ranks are slices of as many, each of which
+makes the same mask again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +23,45 @@ from inductor_q.kernels.gpu import unfit
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
-#: Larger ranks have not run on a GPU.
-MAX_RANK = 64
-#: Columns of a tile, and how many columns (rows) of the input a program adds up.
-COLUMNS = 128
-PROJECT_PART = 512
-GRAD_PART = 512
+#: The most ranks that a program has, a power of two.
+MAX_LANES = 128
 WARPS = 4
 STAGES = 2
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """What a program computes: `columns` of a tile, and how many columns (rows) of the input it
+    adds up."""
+
+    columns: int
+    part: int
+
+
+#: Up to 64 ranks.
+NARROW = Tiles(columns=128, part=512)
+#: More of them, not measured on a GPU yet (benchmarks.bench_families --only "Qwen3, r = 128" does).
+#: A tile of A, [ranks, columns], and the accumulator of its gradient are as large as those of 64
+#: ranks: compiled for sm_90, the kernels of three adapters of 128 ranks have no more registers than
+#: those of 64, and with tiles of 128 columns `grad_x` would spill. Twice as much is added up, so
+#: that parts, in float32, take as much memory as those of 64 ranks.
+WIDE = Tiles(columns=64, part=1024)
+
+
 class Project(TritonProvider[DropoutProject]):
     def refuses(self, call: DropoutProject) -> str:
-        return _refuses(call.x, call.a.shape[0] // call.count) or unfit(call.out)
+        return _refuses(call.x) or unfit(call.out)
 
     def plan(self, call: DropoutProject) -> Callable[[DropoutProject], Tensor]:
         rows, columns = call.x.shape
         total = call.a.shape[0]
-        shape = (_blocks(columns, PROJECT_PART), rows, total)
+        tiles, ranks = _ranks(total, call.count)
+        shape = (_blocks(columns, tiles.part), rows, total)
         project = _launch(
             "project",
-            (_blocks(rows, CALL_ROWS), shape[0], call.count),
+            (_blocks(rows, CALL_ROWS), shape[0], call.count * ranks["BLOCKS"]),
             (rows, columns, call.x.stride(0), call.index, *threshold(call.p)),
-            {**_ranks(total, call.count), "PART": PROJECT_PART, **_columns(columns, PROJECT_PART)},
+            {**ranks, "PART": tiles.part, **_columns(tiles, columns, tiles.part)},
         )
         finish = _finish(shape, call.out.shape[1], call.out.stride(0), 1 / (1 - call.p))
 
@@ -56,17 +76,18 @@ class Project(TritonProvider[DropoutProject]):
 
 class GradA(TritonProvider[DropoutGradA]):
     def refuses(self, call: DropoutGradA) -> str:
-        return _refuses(call.x, call.grad.shape[1] // call.count) or _refuses_grad(call.grad)
+        return _refuses(call.x) or _refuses_grad(call.grad)
 
     def plan(self, call: DropoutGradA) -> Callable[[DropoutGradA], Tensor]:
         rows, columns = call.x.shape
         total = call.grad.shape[1]
-        shape = (_blocks(rows, GRAD_PART), total, columns)
+        tiles, ranks = _ranks(total, call.count)
+        shape = (_blocks(rows, tiles.part), total, columns)
         grad_a = _launch(
             "grad_a",
-            (_blocks(columns, COLUMNS), shape[0], call.count),
+            (_blocks(columns, tiles.columns), shape[0], call.count * ranks["BLOCKS"]),
             (rows, columns, call.x.stride(0), call.grad.stride(0), call.index, *threshold(call.p)),
-            {**_ranks(total, call.count), "PART": GRAD_PART, **_columns(columns)},
+            {**ranks, "PART": tiles.part, **_columns(tiles, columns, tiles.columns)},
         )
         finish = _finish(shape, columns, columns, 1 / (1 - call.p))
 
@@ -82,17 +103,18 @@ class GradA(TritonProvider[DropoutGradA]):
 
 class GradX(TritonProvider[DropoutGradX]):
     def refuses(self, call: DropoutGradX) -> str:
-        return _refuses(call.a, call.a.shape[0] // call.count) or _refuses_grad(call.grad)
+        return _refuses(call.a) or _refuses_grad(call.grad)
 
     def plan(self, call: DropoutGradX) -> Callable[[DropoutGradX], Tensor]:
         rows, (total, columns) = call.grad.shape[0], call.a.shape
-        constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **_ranks(total, call.count)}
-        del constants["TOTAL"]
+        tiles, ranks = _ranks(total, call.count)
+        del ranks["TOTAL"]
+        constants = {"SCALE": 1 / (1 - call.p), "COUNT": call.count, **ranks}
         grad_x = _launch(
             "grad_x",
-            (_blocks(columns, COLUMNS), _blocks(rows, CALL_ROWS), 1),
+            (_blocks(columns, tiles.columns), _blocks(rows, CALL_ROWS), 1),
             (rows, columns, call.grad.stride(0), call.index, *threshold(call.p)),
-            {**constants, **_columns(columns)},
+            {**constants, **_columns(tiles, columns, tiles.columns)},
         )
 
         def serve(call: DropoutGradX) -> Tensor:
@@ -115,15 +137,18 @@ def _finish(shape: tuple[int, int, int], width: int, stride: int, scale: float) 
     )
 
 
-def _ranks(total: int, count: int) -> dict[str, Any]:
-    """The rank of an adapter and of all, and the rank as a size of tiles for tensor cores."""
+def _ranks(total: int, count: int) -> tuple[Tiles, dict[str, Any]]:
+    """The tiles, the rank of an adapter and of all, the ranks of a program as a size for tensor
+    cores, and how many of these an adapter has."""
     rank = total // count
-    return {"RANK": rank, "TOTAL": total, "LANES": max(16, 1 << (rank - 1).bit_length())}
+    lanes = min(MAX_LANES, max(16, 1 << (rank - 1).bit_length()))
+    tiles = NARROW if lanes <= 64 else WIDE
+    return tiles, {"RANK": rank, "TOTAL": total, "LANES": lanes, "BLOCKS": _blocks(rank, lanes)}
 
 
-def _columns(columns: int, part: int = COLUMNS) -> dict[str, Any]:
+def _columns(tiles: Tiles, columns: int, part: int) -> dict[str, Any]:
     """The width of a tile, and whether programs of `part` columns end where the input does."""
-    return {"COLUMNS": COLUMNS, "WHOLE": columns % part == 0}
+    return {"COLUMNS": tiles.columns, "WHOLE": columns % part == 0}
 
 
 def _blocks(size: int, block: int) -> int:
@@ -142,11 +167,9 @@ def _launch(
     return Repeated(function, grid, numbers, constants, num_warps=WARPS, num_stages=STAGES)
 
 
-def _refuses(factor: Tensor, rank: int) -> str:
+def _refuses(factor: Tensor) -> str:
     if factor.stride(1) != 1:
         return "a factor is not a matrix with unit column stride"
-    if rank > MAX_RANK:
-        return f"the rank is larger than {MAX_RANK}"
     if factor.dtype.itemsize != 2:
         return "products in float32 are more exact as the reference adds them up"
     return ""

@@ -140,7 +140,9 @@ def test_wrong_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "few", [("1", "3", "6"), pytest.param((), marks=pytest.mark.slow)], ids=["small", "every case"]
+    "few",
+    [("3", "6", "7", "8"), pytest.param((), marks=pytest.mark.slow)],
+    ids=["small", "every case"],
 )
 def test_in_the_interpreter(few: tuple[str, ...]) -> None:
     """The Triton kernels make the masks and the products of the reference."""
@@ -158,6 +160,9 @@ def test_in_the_interpreter(few: tuple[str, ...]) -> None:
         (1000, 12288, 1, 64),
         (600, 11008, 1, 16),
         (1, 128, 1, 16),
+        (4096, 4096, 3, 128),
+        (300, 4160, 2, 96),
+        (600, 1000, 2, 200),
     ],
 )
 def test_gpu_kernels(rows: int, columns: int, count: int, rank: int, dtype: torch.dtype) -> None:

@@ -13,6 +13,8 @@ import pytest
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
     dequantize_triton,
+    dropout_kernels_triton,
+    dropout_triton,
     expert_rows_triton,
     grouped_gram_triton,
     quantize_kbit_triton,
@@ -125,6 +127,27 @@ def test_requantize(transposed: bool, dtype: str, arch: int) -> None:
     stores = set(re.findall(r"st\.global\.\S+", made.asm["ptx"]))
     assert stores <= {"st.global.v2.b32", "st.global.v4.b32"}
     assert stores
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp16"])
+@pytest.mark.parametrize("rank", [8, 64, 96, 128, 200])
+def test_dropout(rank: int, dtype: str) -> None:
+    """Three adapters; with a tile of A in shared memory two programs share a processor."""
+    tiles, ranks = dropout_triton._ranks(3 * rank, 3)
+    assert ranks["LANES"] * ranks["BLOCKS"] >= rank and ranks["LANES"] <= dropout_triton.MAX_LANES
+    assert ranks["LANES"] * tiles.columns <= 64 * 128  # elements of a tile of A
+    constants = {**ranks, "PART": tiles.part, "COLUMNS": tiles.columns, "WHOLE": True}
+    of_x = {n: c for n, c in constants.items() if n not in ("TOTAL", "PART")}
+    types = {**dict.fromkeys(("x", "a", "of_low", "of_x"), dtype), "seeds": "*i64"}
+    for kernel, given in (
+        (dropout_kernels_triton.project, constants),
+        (dropout_kernels_triton.grad_a, constants),
+        (dropout_kernels_triton.grad_x, {**of_x, "SCALE": 2.0, "COUNT": 3}),
+    ):
+        pointers = {**types, "partial": "*fp32"}
+        pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}
+        made = compiled(kernel, given, pointers, num_warps=dropout_triton.WARPS, num_stages=2)
+        assert made.metadata.shared <= 48 << 10
 
 
 @pytest.mark.parametrize("top_k", [0, 8])

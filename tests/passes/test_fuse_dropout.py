@@ -126,6 +126,28 @@ def test_forward_and_backward_use_the_same_masks(extended: bool) -> None:
         torch.testing.assert_close(value, right[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [96, 128])
+def test_large_ranks(rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v of rank 128 and their gradients, each under one mask; what 16 bits round of them
+    is no more than they round of the same written out."""
+    monkeypatch.setitem(globals(), "WIDTH", 2 * rank)
+    model, x = block(dtype, r=rank), batch(dtype, rows=80)
+    graphs, (output, grads), report = partitioned(model, x)
+    assert report.applied()["fuse_dropout"] == 4
+    found = sum(map(count_ops, graphs), Counter())
+    assert (found["qfuse.extend_dropped"], found["qfuse.dropout_grad_x"]) == (2, 2)
+    reference = masked(model)
+    eager, own = step(reference, x, module=reference)
+    exact_model = testing.reference_model(reference)
+    exact, right = step(exact_model, x.detach().double().requires_grad_(), module=exact_model)
+    floor = 1e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 16
+    for name, mine in {"output": output, **grads}.items():
+        written, true = (eager, exact) if name == "output" else (own[name], right[name])
+        allowed = max(1.25 * testing.relative_error(written, true), floor)
+        assert testing.relative_error(mine, true) <= allowed, name
+
+
 def test_what_is_saved_for_backward() -> None:
     """Forward keeps the input and what is as narrow as the adapters: no mask, no dropped copy."""
     (forward, _), _, _ = partitioned(block(), batch())

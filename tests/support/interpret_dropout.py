@@ -26,7 +26,13 @@ CASES = (
     (520, 70, 1, 4, 70, 0),
     (70, 640, 2, 8, 640, 0),  # a whole number of tiles, not of parts
     (1, 128, 1, 16, 130, 16),
+    (40, 96, 3, 128, 96, 0),  # q, k and v
+    (33, 72, 1, 200, 80, 0),  # two slices of an adapter
+    (130, 1100, 1, 96, 1100, 8),  # more than a part of columns, and ranks that fill no tile
+    (1030, 64, 1, 65, 64, 3),  # more than a part of rows
 )
+#: The dtypes of x and A; of bfloat16 Triton's interpreter multiplies the integers that it stores.
+DTYPES = (torch.float32, torch.float16)
 
 
 def by_plan(provider: Any, call: Any) -> Tensor:
@@ -44,27 +50,36 @@ def by_plan(provider: Any, call: Any) -> Tensor:
 def main() -> None:
     numbers = [int(number) for number in asked_for(map(str, range(len(CASES))))]
     for number in numbers:
-        rows, columns, count, rank, width, padding = CASES[number]
-        torch.manual_seed(number)
-        x = torch.randn(rows, width, dtype=torch.float32)[:, :columns]
-        a = torch.randn(count * rank, columns)
-        seeds = torch.randint(2**63 - 1, [3])
-        out = torch.full((rows, count * rank + padding), 7.0)
-        expected = torch.empty_like(out)
-        p = 0.05 * (number + 1)
-        by_plan(dropout_triton.PROJECT, DropoutProject(x, seeds, 1, a, count, p, out))
-        dropout_reference.PROJECT.run(DropoutProject(x, seeds, 1, a, count, p, expected))
-        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
-        low = torch.randn(rows, count * rank)
-        of_a = DropoutGradA(x, seeds, 2, low, count, p)
-        mine = by_plan(dropout_triton.GRAD_A, of_a)
-        right = dropout_reference.GRAD_A.run(of_a)
-        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-4)
-        of_x = DropoutGradX(a, seeds, 2, low, count, p)
-        mine = by_plan(dropout_triton.GRAD_X, of_x)
-        right = dropout_reference.GRAD_X.run(of_x)
-        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-4)
+        for dtype in DTYPES:
+            compare(number, dtype)
     print(len(numbers))
+
+
+def compare(number: int, dtype: torch.dtype) -> None:
+    rows, columns, count, rank, width, padding = CASES[number]
+    torch.manual_seed(number)
+    x = torch.randn(rows, width).to(dtype)[:, :columns]
+    a = torch.randn(count * rank, columns).to(dtype)
+    seeds = torch.randint(2**63 - 1, [3])
+    out = torch.full((rows, count * rank + padding), 7.0, dtype=dtype)
+    expected = torch.empty(out.shape)
+    p = 0.05 * (number + 1)
+    by_plan(dropout_triton.PROJECT, DropoutProject(x, seeds, 1, a, count, p, out))
+    dropout_reference.PROJECT.run(
+        DropoutProject(x.float(), seeds, 1, a.float(), count, p, expected)
+    )
+    results = [(out, expected)]
+    low = torch.randn(rows, count * rank).to(dtype)
+    rest = (seeds, 2, low, count, p)
+    exact = (seeds, 2, low.float(), count, p)
+    mine = by_plan(dropout_triton.GRAD_A, DropoutGradA(x, *rest))
+    results.append((mine, dropout_reference.GRAD_A.run(DropoutGradA(x.float(), *exact))))
+    mine = by_plan(dropout_triton.GRAD_X, DropoutGradX(a, *rest))
+    results.append((mine, dropout_reference.GRAD_X.run(DropoutGradX(a.float(), *exact))))
+    for mine, right in results:
+        # Sums are in float32, in another order; a result in 16 bits is rounded once.
+        rtol = 1e-5 if dtype is torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(mine.float(), right, rtol=rtol, atol=2e-4)
 
 
 if __name__ == "__main__":
