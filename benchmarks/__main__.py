@@ -29,6 +29,7 @@ NAMES = (
     "bench_memory",
     "bench_moe",
     "bench_moe_model",
+    "bench_parts",
     "bench_recipe",
     "bench_rows",
     "bench_start",

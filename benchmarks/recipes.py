@@ -16,6 +16,7 @@ default is compared with ``surogate-checkpointed``.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 
@@ -24,7 +25,8 @@ import torch
 class Recipe:
     """What a trainer does with the model beside running it; by default nothing."""
 
-    padded: bool = False  # the last sequence ends in a seventh of padding
+    #: "ones" is a mask of ones; in "padded" the last sequence ends in a seventh of padding
+    mask: Literal["none", "ones", "padded"] = "none"
     documents: int = 1  # packed in each sequence
     autocast: bool = False  # to bfloat16
     adapters: str = "fp32"  # under autocast; without it, --adapter-dtype
@@ -36,9 +38,10 @@ class Recipe:
     def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The keyword arguments of one batch."""
         given = {"input_ids": ids, "labels": ids}
-        if self.padded:
+        if self.mask != "none":
             mask = torch.ones_like(ids)
-            mask[-1, -(ids.shape[1] // 7) :] = 0
+            if self.mask == "padded":
+                mask[-1, -(ids.shape[1] // 7) :] = 0
             given |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
         if self.documents > 1:
             place = torch.arange(ids.shape[1], device=ids.device)
@@ -48,7 +51,7 @@ class Recipe:
 
 
 BENCHMARK = Recipe()
-TRAINER = Recipe(padded=True, autocast=True, dropout=0.05)
+TRAINER = Recipe(mask="padded", autocast=True, dropout=0.05)
 PREPARED = dataclasses.replace(TRAINER, checkpointed=True, prepared=True)
 SUROGATE = Recipe(documents=8, accumulated=4)
 
@@ -58,7 +61,7 @@ RECIPES = {
     "checkpointed": dataclasses.replace(TRAINER, checkpointed=True),
     "prepared": PREPARED,
     "trl": dataclasses.replace(PREPARED, adapters="bf16"),
-    "packed": dataclasses.replace(TRAINER, padded=False, documents=8, checkpointed=True),
+    "packed": dataclasses.replace(TRAINER, mask="none", documents=8, checkpointed=True),
     "surogate": SUROGATE,
     "surogate-checkpointed": dataclasses.replace(SUROGATE, checkpointed=True),
 }

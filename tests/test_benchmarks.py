@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
@@ -32,6 +33,7 @@ from benchmarks import (  # noqa: E402
     bench_memory,
     bench_moe,
     bench_moe_model,
+    bench_parts,
     bench_ranks,
     bench_recipe,
     bench_rows,
@@ -44,7 +46,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.__main__ import BRIEF  # noqa: E402
 from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import _peer_options  # noqa: E402
-from benchmarks.recipes import RECIPES  # noqa: E402
+from benchmarks.recipes import RECIPES, Recipe  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.kernels.dispatch import serve  # noqa: E402
@@ -755,6 +757,43 @@ def test_bench_memory(tmp_path: Path) -> None:
     assert whole["extra"]["recomputed_bytes"] == 0 < less["extra"]["recomputed_bytes"]
     assert less["extra"]["planned_bytes"] < whole["extra"]["planned_bytes"]
     assert "planned_bytes" not in checkpointed["extra"]
+
+
+def test_recipes_give_the_masks_that_they_say() -> None:
+    ids = torch.ones(2, 14, dtype=torch.long)
+    assert "attention_mask" not in Recipe().inputs(ids)
+    ones, padded = (Recipe(mask=mask).inputs(ids) for mask in ("ones", "padded"))
+    assert bool(ones["attention_mask"].all()) and torch.equal(ones["labels"], ids)
+    assert padded["attention_mask"].sum(1).tolist() == [14, 12]
+    assert torch.equal(padded["labels"] == -100, padded["attention_mask"] == 0)
+
+
+def test_parts_differ_in_dropout_and_share_their_tensors() -> None:
+    """Without dropout the twin computes what a model that PEFT made without it does."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    model, plain = (testing.qlora_model(config, dropout=p) for p in (0.05, 0.0))
+    twin = bench_parts.sharing(model, bench_parts.PLAIN)
+    assert [*map(id, twin.parameters())] == [*map(id, model.parameters())]
+    assert repr(twin) == repr(plain) != repr(model)
+    ids = torch.arange(8)[None]
+    assert torch.equal(twin(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.slow
+def test_bench_parts(tmp_path: Path) -> None:
+    """Each peer has a row for each variant, over its plain step, and each goal has its ratio."""
+    out, peers = tmp_path / "parts.json", {"inductor", "qfuse"}
+    before = counters["stats"]["unique_graphs"]
+    suite = bench_parts.main(["--device", "cpu", "--quick", "--out", str(out)])
+    rows = check_file(out, "bench_parts", peers)
+    found = [(row["case"]["variant"], row["peer"]) for row in rows]
+    assert found == [(name, peer) for name in bench_parts.VARIANTS for peer in sorted(peers)]
+    assert [row["extra"]["time_over_plain"] for row in rows[:2]] == [1, 1]
+    # The two kinds of mask share theirs, and none is compiled again while steps take turns.
+    assert counters["stats"]["unique_graphs"] - before == len(peers) * (
+        len(bench_parts.VARIANTS) - 1
+    )
+    assert len(suite.notes) == len(bench_parts.GOALS) * len(peers)
 
 
 @pytest.mark.slow
