@@ -5,6 +5,7 @@ On a CPU the copies are of its own memory, and the link is made up.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.utils import run_and_get_code
 
 import inductor_q
 from inductor_q import backend, corrections, offload
@@ -182,13 +184,17 @@ def test_gradients_are_bitwise_the_same(over: Any, step: Any, dynamic: bool) -> 
     expected = run(two(), *inputs, dynamic=dynamic)
     over(FAST)
     step(ALL)
-    found = run(two(), *inputs, dynamic=dynamic)
+    found, codes = run_and_get_code(run, two(), *inputs, dynamic=dynamic)
     memory = last_plan()
     assert memory.offloaded
     assert f"{memory.offloaded / 1e6:.3f} MB offloaded to the host, link measured at" in str(memory)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
+    for code in codes:  # what is copied lives until the copy ends
+        begun = re.findall(r"copy_start\.default\((\w+),", code)
+        assert begun
+        assert sorted(begun) == sorted(re.findall(r"copy_end\.default\(\w+, (\w+),", code))
 
 
 def last_plan() -> MemoryRecord:

@@ -294,6 +294,9 @@ def _flex(
     }
     query, key, value = (_LaidOut.apply(x) for x in (query, key, value))  # type: ignore[no-untyped-call]
     blocks = [_contiguous_strides(table) for table in blocks]
+    # Inductor computes a mask's tensors inside the kernels where it may, which fails for what a
+    # search has found (torch 2.11).
+    given = [_contiguous_strides(documents) for documents in given]
     # Versions of torch differ in what lies between the tables and the function, which comes last.
     *block_mask, _ = BlockMask(
         seq_lengths=(length, length),
