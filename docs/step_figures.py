@@ -146,12 +146,12 @@ def eight_bits_quality() -> str:
 
 def families() -> str:
     """One row of each case and machine: what of it has qfuse's form, and its time over stock's."""
-    files = [name for name in ("families-h200", "families-cpu") if exists(name)]
+    places = {"families-h200": "H200", "families_more-h200": "H200", "families-cpu": "CPU"}
+    files = [name for name in places if exists(name)]
     if not files:
         return "Not measured yet (`python -m benchmarks.bench_families`)."
     body: list[Sequence[str]] = []
     for name in files:
-        where = {"families-h200": "H200", "families-cpu": "CPU"}[name]
         for case in cases(name):
             ours, stock = (row(name, peer, **case)["extra"] for peer in ("qfuse", "inductor"))
             parts = (ours[key] for key in ("layers", "adapters", "attention"))
@@ -161,7 +161,7 @@ def families() -> str:
                 percent(each["loss_deviation"], 2) if is_known else "" for each in (stock, ours)
             )
             ratio = seconds(name, "qfuse", **case) / seconds(name, "inductor", **case)
-            body.append((where, case["case"], *parts, graphs, *deviations, f"{ratio:.2f}"))
+            body.append((places[name], case["case"], *parts, graphs, *deviations, f"{ratio:.2f}"))
     named = ("", "", "quantized layers", "adapters", "attention", "graphs, breaks")
     header = (*named, "loss, stock", "loss, qfuse", "time, qfuse / stock")
     return f"{table(header, body)}\n\n{source(*files)}"

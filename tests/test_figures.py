@@ -143,6 +143,12 @@ def _loss_cpu() -> str:
     return ", ".join(found)
 
 
+def _loss_h200() -> str:
+    peers = ("whole", "512", "1024", "2048")
+    times = [1e3 * results.seconds("loss-h200", peer) for peer in peers]
+    return f"{' / '.join(f'{ms:.1f}' for ms in times)} ms"
+
+
 def _rows_cpu() -> str:
     ours, bnb, dense = (
         ", ".join(
@@ -162,7 +168,7 @@ def _few_rows() -> str:
 
 #: Figures of code that a result file has: the words as they have to stand there.
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
-    "inductor_q/presets/nvidia.py": (_gemm_4bit, _rows_h200, _extend_k_h200),
+    "inductor_q/presets/nvidia.py": (_gemm_4bit, _rows_h200, _extend_k_h200, _loss_h200),
     "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
     "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
 }

@@ -301,7 +301,8 @@ def test_a_step_on_a_gpu(over: Any, step: Any) -> None:
     after, found = peak_of(model, x)
     memory = last_plan()
     assert memory.offloaded > 3 * 4096 * 8192 * 4
-    assert before - after > 0.9 * (planned - memory.transient)
+    assert after < 1.05 * memory.transient
+    assert before - after > 0.8 * (planned - memory.transient)  # plans are a little above both
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
 

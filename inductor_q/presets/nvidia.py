@@ -57,6 +57,13 @@ SM_90 = replace(
             "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.29 at "
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
+        "chunk_loss.elements": Entry(
+            value=80 << 20,
+            evidence="4,096 rows of a vocabulary of 151,936, forward and backward, whole, in "
+            "chunks of 512, 1,024 and 2,048: 15.8 / 14.3 / 14.4 / 15.0 ms; 512 take the least "
+            "memory (one H200, torch 2.11.0+cu130, 2026-11-23, "
+            "benchmarks/results/loss-h200.json)",
+        ),
         "recompute_products.max_kept": Entry(
             value=6,
             evidence="with 8192 tokens all products of a decoder layer of Qwen3-8B but one of "
