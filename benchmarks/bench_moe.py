@@ -1,4 +1,4 @@
-"""Time one projection of a mixture of experts: NF4 experts, a LoRA adapter each, top-k routing.
+"""Time one projection of a mixture of experts: packed experts, a LoRA adapter each, top-k routing.
 
 Rows are gathered, multiplied with their experts and left grouped: forward, and forward with the
 gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsandbytes``
@@ -7,7 +7,8 @@ experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``d
 op with the provider of that name, and ``grouped_mm`` the op on the same experts held
 in bf16; ``triton``, on a GPU, is timed where ``--backends`` names it.
 ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
-is over rank 0, where ``--ranks`` has it.
+is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks for another, and
+``torchao``, which packs and dequantizes it, stands in for ``bitsandbytes``.
 
 ``--ep N`` is one device of N: it has every Nth part of the experts and sees all tokens. Choices of
 other devices' experts are sentinels for our op, which skips them; ``masked`` is the op, and
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ MODELS = {
     "OLMoE": (64, 2048, 2048, 8),
     "Mixtral": (8, 28_672, 4096, 2),
     "E128 2880": (128, 5760, 2880, 4),
+    "gpt-oss-20b": (32, 5760, 2880, 4),
     "Qwen3-235B-A22B": (128, 3072, 4096, 8),
     "DeepSeek-V2": (160, 3072, 5120, 6),
     "tiny": (4, 128, 64, 2),
@@ -58,22 +60,29 @@ QUICK = {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]}
 TOKENS = 2048  # for a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
-KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "triton")))
+KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "torchao", "triton")))
 PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
 RANK = 16
 SCALING = 2.0
 
 
+class Packed(NamedTuple):
+    """A stack of experts as its library packs it, and that library's own dequantization."""
+
+    operands: list[Tensor]
+    format: str
+    decode: Callable[[], Tensor]
+
+
 @dataclass(frozen=True)
 class Layer:
-    """Hold the inputs of one case; weights are seeded, and bitsandbytes quantizes them."""
+    """Hold the inputs of one case; weights are seeded, and a library quantizes them."""
 
     name: str
     x: Tensor
     a: Tensor | None  # None: rank 0
     b: Tensor | None
-    qweight: Tensor
-    state: Any
+    packed: Packed
     shape: tuple[int, int, int]
     routing: Routing
     gates: Tensor | None  # with expert parallelism
@@ -82,6 +91,40 @@ class Layer:
     @property
     def leaves(self) -> list[Tensor]:
         return [t for t in (self.x, self.a, self.b) if t is not None]
+
+
+def _nf4(weight: Tensor) -> Packed:
+    import bitsandbytes.functional as F
+
+    qweight, state = F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    operands, name, _ = bnb_operands(qweight, state)
+    return Packed(operands, name, functools.partial(F.dequantize_4bit, qweight, state))
+
+
+def _mxfp4(weight: Tensor) -> Packed:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    held: Any = MXTensor.to_mx(weight, vars(torch)["float4_e2m1fn_x2"], 32)
+    return Packed([held.qdata, held.scale.view(torch.uint8)], "mxfp4", held.dequantize)
+
+
+def _nvfp4(weight: Tensor) -> Packed:
+    """Pack as experts are loaded: the scale of scales is repeated for each row."""
+    from torchao.prototype.mx_formats import nvfp4_tensor
+
+    library: Any = nvfp4_tensor
+    whole = library.per_tensor_amax_to_scale(weight.abs().max().float())
+    held = library.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=whole)
+    operands = [held.qdata, held.scale.view(torch.uint8), whole.repeat(len(weight))]
+    return Packed(operands, "nvfp4_rows", held.dequantize)
+
+
+#: What packs the experts, and the library whose dequantization is a peer.
+FORMATS: dict[str, tuple[Callable[[Tensor], Packed], str]] = {
+    "nf4": (_nf4, "bitsandbytes"),
+    "mxfp4": (_mxfp4, "torchao"),
+    "nvfp4": (_nvfp4, "torchao"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
@@ -97,20 +140,28 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--ranks", nargs="+", type=int, default=[RANK], help="0: no adapter")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES[:2]))
     parser.add_argument("--ep", nargs="+", type=int, default=[1], help="devices that share experts")
+    parser.add_argument("--format", choices=FORMATS, default="nf4")
     arguments = parser.parse_args(argv)
+    library = FORMATS[arguments.format][1]
     if arguments.backends is None:
-        arguments.backends = list(PEERS if arguments.ep == [1] else PARALLEL_PEERS)
+        _, *others = PEERS if arguments.ep == [1] else PARALLEL_PEERS
+        arguments.backends = [library, *others]
     if unknown := set(arguments.backends) - set(KNOWN):
         parser.error(f"no peer {', '.join(sorted(unknown))}; known: {', '.join(KNOWN)}")
-    suite = harness.start("bench_moe", arguments)
+    if strange := {"bitsandbytes", "torchao"} & set(arguments.backends) - {library}:
+        parser.error(f"{', '.join(strange)}: --format {arguments.format} is {library}'s")
+    name = "bench_moe" if arguments.format == "nf4" else f"bench_moe_{arguments.format}"
+    suite = harness.start(name, arguments)
     if suite.device.type == "cpu" and "triton" in arguments.backends:
         parser.error("triton runs on a GPU")
-    suite.settings |= {"format": "nf4, nested", "dtype": "bf16"}
+    shown = "nf4, nested" if arguments.format == "nf4" else arguments.format
+    suite.settings |= {"format": shown, "dtype": "bf16"}
     for (name, tokens), rank, devices in itertools.product(
         list(_cases(arguments, suite.device.type)), sorted(arguments.ranks), arguments.ep
     ):
-        _run_case(suite, arguments, _layers(name, tokens, rank, devices, suite.device), devices)
-    harness.finish(suite, arguments, extras=("error_to_bitsandbytes", "overhead", "peak_bytes"))
+        layers = _layers(name, tokens, rank, devices, suite.device, arguments.format)
+        _run_case(suite, arguments, layers, devices)
+    harness.finish(suite, arguments, extras=(f"error_to_{library}", "overhead", "peak_bytes"))
     return suite
 
 
@@ -136,11 +187,9 @@ def sizes(name: str) -> tuple[int, int, int, int]:
 
 
 def _layers(
-    name: str, tokens: int, rank: int, devices: int, device: torch.device
+    name: str, tokens: int, rank: int, devices: int, device: torch.device, format: str = "nf4"
 ) -> tuple[Layer, Layer]:
     """Make one device's layer, whose choices elsewhere are sentinels, and the same with masks."""
-    import bitsandbytes.functional as F
-
     everywhere, n, k, top_k = sizes(name)
     experts = everywhere // devices
     generator = torch.Generator(device).manual_seed(0)
@@ -149,7 +198,7 @@ def _layers(
         return torch.randn(shape, device=device, generator=generator).mul_(scale).bfloat16()
 
     weight = random(experts * n, k, scale=k**-0.5)
-    qweight, state = F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    packed = FORMATS[format][0](weight)
     logits = torch.randn(tokens, everywhere, device=device, generator=generator)
     values, ids = logits.topk(top_k)
     here = ids < experts
@@ -159,8 +208,7 @@ def _layers(
         x=random(tokens, k).requires_grad_(),
         a=random(experts, rank, k, scale=k**-0.5).requires_grad_() if rank else None,
         b=random(experts, n, rank, scale=0.02).requires_grad_() if rank else None,
-        qweight=qweight,
-        state=state,
+        packed=packed,
         shape=(experts, n, k),
         routing=route(torch.where(here, ids, -1), experts),
         gates=gates,
@@ -171,9 +219,7 @@ def _layers(
 
 
 def _grouped_mm(layer: Layer) -> Tensor:
-    import bitsandbytes.functional as F
-
-    weight = F.dequantize_4bit(layer.qweight, layer.state).view(layer.shape)
+    weight = layer.packed.decode().view(layer.shape)
     routing, offs = layer.routing, layer.routing.offsets[1:]
     x = layer.x[routing.order // routing.top_k]
     y = torch._grouped_mm(x, weight.transpose(1, 2), offs=offs)
@@ -186,7 +232,7 @@ def _grouped_mm(layer: Layer) -> Tensor:
 
 
 def _op(layer: Layer, provider: str, dense: Tensor | None = None) -> Tensor:
-    operands, name, _ = bnb_operands(layer.qweight, layer.state)
+    operands, name, _ = layer.packed
     if dense is not None:
         operands, name = [dense], DENSE
     with preferring("scatter2scatter", provider):
@@ -205,7 +251,7 @@ def _op(layer: Layer, provider: str, dense: Tensor | None = None) -> Tensor:
 
 
 def _values(layer: Layer, dtype: torch.dtype) -> Tensor:
-    operands, name, _ = bnb_operands(layer.qweight, layer.state)
+    operands, name, _ = layer.packed
     return ops.dequantize(operands, name, layer.shape, dtype)
 
 
@@ -234,8 +280,9 @@ def _run_case(
     layer, masked = layers
     rank = 0 if layer.a is None else layer.a.shape[1]
     dense = _values(layer, torch.bfloat16) if "grouped_mm" in arguments.backends else None
+    library = FORMATS[arguments.format][1]
     forwards: dict[str, Callable[[], Tensor]] = {
-        "bitsandbytes": functools.partial(_grouped_mm, masked),
+        library: functools.partial(_grouped_mm, masked),
         "masked": functools.partial(_op, masked, "auto"),
         "grouped_mm": functools.partial(_op, layer, "grouped_mm", dense),
         "qfuse": functools.partial(_op, layer, "auto"),
@@ -245,7 +292,7 @@ def _run_case(
     exact = _exact(layer)
     errors = {}
     for peer in arguments.backends:
-        inverse = (masked if peer in ("bitsandbytes", "masked") else layer).routing.inverse
+        inverse = (masked if peer in (library, "masked") else layer).routing.inverse
         got = forwards[peer]().detach()[inverse]
         errors[peer] = float((got - exact).norm() / exact.norm())
     del exact
@@ -260,8 +307,8 @@ def _run_case(
             before = harness.held_bytes(suite.device) or 0
             peak = harness.peak_bytes(call, suite.device)
             extra[peer] = {"error": errors[peer]}
-            if "bitsandbytes" in errors:
-                extra[peer]["error_to_bitsandbytes"] = errors[peer] / errors["bitsandbytes"]
+            if library in errors:
+                extra[peer][f"error_to_{library}"] = errors[peer] / errors[library]
             if peak is not None:  # beyond inputs and what is returned
                 extra[peer]["peak_bytes"] = peak - before - results
         timings = harness.time_kernels(candidates, suite.device, rounds=arguments.rounds or 5)
@@ -302,8 +349,7 @@ def _roof(suite: harness.Suite, layer: Layer, *, ways: int) -> float:
     """Count the products, or packed weights and rows, read and written once per direction."""
     _, n, k = layer.shape
     rows = int(layer.routing.offsets[-1])
-    operands, _, _ = bnb_operands(layer.qweight, layer.state)
-    packed = sum(t.nbytes for t in operands)
+    packed = sum(t.nbytes for t in layer.packed.operands)
     return suite.ceilings.roof(
         flops=ways * 2.0 * rows * n * k,
         bytes=ways * (packed + layer.x.nbytes + layer.grad.nbytes),

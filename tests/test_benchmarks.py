@@ -303,6 +303,27 @@ def test_bench_linear(tmp_path: Path) -> None:
     assert eager["saved_bytes"] > 0
 
 
+@pytest.mark.parametrize("format", bench_moe.FORMATS)
+def test_experts_of_bench_moe_are_those_of_the_library(format: str) -> None:
+    pytest.importorskip(bench_moe.FORMATS[format][1])
+    layer, _ = bench_moe._layers("tiny", 16, 8, 1, CPU, format)
+    decoded = layer.packed.decode().view(layer.shape)
+    assert torch.equal(bench_moe._values(layer, torch.bfloat16), decoded)
+
+
+def test_bench_moe_in_another_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchao")
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--format", "nvfp4"]
+    bench_moe.main([*command, "--passes", "fwd", "--out", str(tmp_path)])
+    [file] = tmp_path.iterdir()
+    assert file.name.startswith("moe_nvfp4-")
+    rows = check_file(file, "bench_moe_nvfp4", {"torchao", *bench_moe.PEERS[1:]})
+    assert all(row["extra"]["error_to_torchao"] < 1.25 for row in rows)
+    with pytest.raises(SystemExit):
+        bench_moe.main([*command, "--backends", "bitsandbytes"])
+    assert "bitsandbytes: --format nvfp4 is torchao's" in capsys.readouterr().err
+
+
 def test_bench_moe(tmp_path: Path) -> None:
     out = tmp_path / "moe.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
