@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 6520,
+    "benchmarks": 6945,
     "csrc": 3270,
     "docs": 1255,
     "examples": 1020,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1000,
     "lowerings": 725,
     "passes": 6025,
-    "tests": 36530,
+    "tests": 36590,
 }
 
 

@@ -22,6 +22,7 @@ NAMES = (
     "bench_experts",
     "bench_explain",
     "bench_families",
+    "bench_formats",
     "bench_kbit",
     "bench_launch",
     "bench_linear",

@@ -25,6 +25,7 @@ from benchmarks import (  # noqa: E402
     bench_decode,
     bench_dequantize,
     bench_experts,
+    bench_formats,
     bench_kbit,
     bench_kbit_quality,
     bench_launch,
@@ -301,6 +302,74 @@ def test_bench_linear(tmp_path: Path) -> None:
     eager = rows[-1]["extra"]
     assert eager["error_to_eager"] == 1.0
     assert eager["saved_bytes"] > 0
+
+
+def has(format: str) -> str:
+    """Return the name of a format that this CPU can make; skip with the reason where it cannot."""
+    if reason := bench_formats.FORMATS[format].missing(CPU):
+        pytest.skip(reason)
+    return format
+
+
+def test_formats_that_cannot_be_made_are_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    int4, fp8 = bench_formats.FORMATS["int4_g128"], bench_formats.FORMATS["fp8_row"]
+    monkeypatch.setattr(bench_formats, "find_spec", lambda name: None)
+    assert fp8.missing(CPU) == "torchao is not installed"
+    monkeypatch.setattr(bench_formats, "find_spec", lambda name: True)
+    assert (int4.missing(CPU), fp8.missing(CPU)) == ("torchao packs it on a GPU", "")
+    assert int4.missing(torch.device("cuda")) == ""
+    suite = bench_formats.main(["--device", "cpu", "--quick", "--formats", "int4_g128"])
+    assert suite.notes == ["without int4_g128: torchao packs it on a GPU"] and not suite.rows
+
+
+def test_fp8_tiles_are_decoded_as_transformers_does() -> None:
+    fp8: Any = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    layer = bench_formats._fp8_tiles(bench_formats._random_linear(256, 384, CPU))
+    decode: Any = fp8.Fp8Dequantize(None)._dequantize_one
+    exact = decode(layer.weight.data, layer.weight_scale_inv, torch.bfloat16)
+    assert torch.equal(bench_formats._of_tiles(layer), exact)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        name if name in ("fp8_128x128", "llm_int8") else pytest.param(name, marks=pytest.mark.slow)
+        for name in bench_formats.FORMATS
+    ],
+)
+def test_bench_formats_decodes_and_fuses_every_format(tmp_path: Path, format: str) -> None:
+    """The library's values, seven layers of seven in qfuse's form, and eager's losses."""
+    out, peers = tmp_path / "formats.json", {"eager", "qfuse"}
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--loss-steps", "2"]
+    command += ["--out", str(out), "--formats", has(format), "--backends", "eager", "qfuse"]
+    with no_codegen():
+        bench_formats.main(command)
+    rows = check_file(out, "bench_formats", peers)
+    cases = [(row["case"]["part"], row["peer"]) for row in rows]
+    assert cases == [(part, peer) for part in bench_formats.PARTS for peer in sorted(peers)]
+    linear, step = rows[3]["extra"], rows[5]["extra"]
+    assert linear["error"] < 2**-7
+    assert step["fused"] == "7 of 7" and step["breaks"] == 0
+    assert step["loss_deviation"] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_bench_formats(tmp_path: Path, device: str) -> None:
+    pytest.importorskip("torchao")
+    out = tmp_path / "formats.json"
+    command = ["--device", device, "--quick", "--rounds", "1", "--layers", "1", "--out", str(out)]
+    suite = bench_formats.main(command)
+    rows = check_file(out, "bench_formats", set(bench_formats.PEERS))
+    made = {row["case"]["format"] for row in rows}
+    assert made == {
+        name for name, f in bench_formats.FORMATS.items() if not f.missing(suite.device)
+    }
+    for row in rows:
+        if row["case"]["part"] == "step":
+            assert row["extra"]["loss_deviation"] < 0.01
 
 
 @pytest.mark.parametrize("format", bench_moe.FORMATS)
