@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     }
     steps: dict[tuple[str, str], Callable[[], object]] = {}
     extra: dict[str, dict[str, dict[str, Any]]] = {variant: {} for variant in variants}
+    torch.compiler.reset()  # what was compiled before would say which sizes may vary
     # Each peer, model and kind of mask adds a graph to the same frame.
     with torch._dynamo.config.patch(recompile_limit=64):
         for peer in harness.available(arguments.backends):
