@@ -38,7 +38,7 @@ RECIPES = {
 }
 #: Further recipes, shown once measured.
 MORE_RECIPES = {
-    "step_surogate-h200": "Surogate's step: packed, accumulated over 4 batches, 4 layers",
+    "step_surogate-h200": "Surogate's step: packed, accumulated over 4 batches, 8 layers",
     "step_trainer-cpu": "CPU, a trainer's defaults, a small model, 2 x 256 tokens",
     "step_checkpointed-cpu": "CPU, the same with gradient checkpointing",
     "step_packed-cpu": "CPU, packed documents, checkpointing, 1 x 256 tokens",
