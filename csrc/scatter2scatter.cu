@@ -10,24 +10,28 @@
 // one more stage, in which x is its projection onto the rank and W is the adapter's other factor.
 //
 // The codebook is held as bf16, as one plane of low bytes and one of high bytes, and prmt looks up four
-// nibbles at a time. A scale is the sum of two bf16; the product with it is rounded once. The host
-// stretches the codebook by the factor with which bf16 holds its values best
-// (kernels/scatter2scatter_cuda.py).
+// nibbles at a time. A scale is the sum of two bf16; the product with it is rounded once. The host writes
+// scales in that form (kernels/expert_scales_triton.py), and stretches the codebook by the factor with which
+// bf16 holds its values best (kernels/scatter2scatter_cuda.py).
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
 constexpr int kFeatures = 128;  // features of a tile; each consumer warpgroup has 64
-constexpr int kDepth = 64;      // length of the sum in a stage: one scale for each row of the weight
+constexpr int kDepth = 64;      // length of the sum in a stage
 constexpr int kPitch = 80;      // bytes between packed rows of a transposed stage: avoids bank conflicts
 constexpr int kRowBytes = 128;  // bytes of a row of x in a stage
 
-template <bool kTransposed, int kMaxRows, int kStages>
-struct Shared {
+// A form of the kernel, and how it lays out shared memory. Of 64 elements of a row of the weight, each
+// 64 / kScales_ share a scale; the first of two elements lies in the low nibble of a byte, or in the high one.
+template <bool kTransposed_, int kMaxRows_, int kStages_, int kScales_, bool kLowFirst_>
+struct Form {
+  static constexpr bool kTransposed = kTransposed_, kLowFirst = kLowFirst_;
+  static constexpr int kMaxRows = kMaxRows_, kStages = kStages_, kScales = kScales_;
   static constexpr int kX = kMaxRows * kRowBytes;
   static constexpr int kWeight = kTransposed ? kDepth * kPitch : kFeatures * kDepth / 2;
-  static constexpr int kScales = kFeatures * 4;
-  static constexpr int kStage = (kX + kWeight + kScales + 1023) / 1024 * 1024;
+  static constexpr int kScaleBytes = kScales * kFeatures * 4;
+  static constexpr int kStage = (kX + kWeight + kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kOut = kStages * kStage;
   static constexpr int kBarriers = kOut + 2 * kMaxRows * kRowBytes;
 };
@@ -35,7 +39,7 @@ struct Shared {
 struct Problem {
   const uint8* x;         // bf16 rows
   const uint8* qweight;   // [E, N, K / 2]
-  const uint32* scales;   // [E, K / 64, N], bf16 pairs (expand_scales below)
+  const uint32* scales;   // [E, K * kScales / 64, N], bf16 pairs
   const uint8* xa;        // bf16 [slots, rank], or null
   const uint16* lora;     // bf16 [E, N, rank], or [E, rank, K] where transposed
   const uint16* bias;     // bf16 [E, features], or null
@@ -126,13 +130,14 @@ __device__ __forceinline__ int opaque(int x) {
 
 // --- the producer: 128 threads that copy -------------------------------------------------------------
 
-template <bool kTransposed, int kMaxRows, int kStages>
+template <class F>
 __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, int thread) {
-  using S = Shared<kTransposed, kMaxRows, kStages>;
-  const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
+  constexpr bool kTransposed = F::kTransposed;
+  constexpr int kMaxRows = F::kMaxRows, kStages = F::kStages, kScales = F::kScales;
+  const uint32 full = shared + F::kBarriers, empty = full + 8 * kStages;
   const int chunk = thread & 7, row0 = thread >> 3;  // the thread copies 16 bytes of every 16th row of x
   const int depth = kTransposed ? p.n : p.k;
-  const int steps = depth / kDepth, scale_blocks = p.k / kDepth;
+  const int steps = depth / kDepth, scale_blocks = p.k / kDepth * kScales;
   const int64 pitch = p.k / 2;
   // The high word of slot * reciprocal is slot / top_k, exactly for slots below 2^32 / top_k.
   const uint32 reciprocal = p.top_k > 1 ? 0xffffffffu / p.top_k + 1 : 0;
@@ -167,36 +172,37 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
     const int4 later = load_tile(p, t + 2 * gridDim.x, total, blocks);
     const uint8* weight[2];
     const uint32* scales;
-    // A thread copies 16 bytes of each of two packed rows, and one scale: rows of a stage have 32 bytes
-    // and a scale each, or, transposed, 64 bytes and a scale for each of two blocks.
+    // A thread copies 16 bytes of each of two packed rows, which have 32 bytes in a stage, or, transposed, 64.
+    // The first 32 * kScales threads copy four scales, of four rows that share a block.
     if (!kTransposed) {
       for (int h = 0; h < 2; h++) {
         const int row = min(feature0 + (thread >> 1) + 64 * h, p.n - 1);
         weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + row) * pitch + (thread & 1) * 16;
       }
-      scales = p.scales + static_cast<int64>(tile.x) * scale_blocks * p.n + min(feature0 + thread, p.n - 1);
+      const int row = min(feature0 + (thread & 31) * 4, p.n - 4);
+      scales = p.scales + (static_cast<int64>(tile.x) * scale_blocks + (thread >> 5)) * p.n + row;
     } else {
       const int column = min(feature0 / 2 + (thread & 3) * 16, p.k / 2 - 16);
       for (int h = 0; h < 2; h++)
         weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + (thread >> 2) + 32 * h) * pitch + column;
-      const int block = min(feature0 / kDepth + (thread >> 6), scale_blocks - 1);
-      scales = p.scales + (static_cast<int64>(tile.x) * scale_blocks + block) * p.n + (thread & 63);
+      const int block = min(feature0 / kDepth * kScales + (thread >> 4), scale_blocks - 1);
+      scales = p.scales + (static_cast<int64>(tile.x) * scale_blocks + block) * p.n + (thread & 15) * 4;
     }
     const int64 weight_step = kTransposed ? kDepth * pitch : kDepth / 2;
-    const int64 scale_step = kTransposed ? kDepth : p.n;
+    const int64 scale_step = kTransposed ? kDepth : static_cast<int64>(kScales) * p.n;
     for (int step = 0; step < steps + (p.xa != nullptr); step++) {
       barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-      const uint32 stage = shared + ring.stage * S::kStage;
+      const uint32 stage = shared + ring.stage * F::kStage;
       const uint32 to = stage + row0 * kRowBytes + ((chunk ^ (row0 & 7)) << 4);
       if (step < steps) {
         const uint8* column = p.x + static_cast<int64>(step) * kRowBytes + chunk * 16;
 #pragma unroll
         for (int j = 0; j < kMaxRows / 16; j++)
           if (j < passes) copy16(to + j * 16 * kRowBytes, column + static_cast<int64>(source[j]) * depth * 2);
-        const uint32 at = stage + S::kX + (kTransposed ? (thread >> 2) * kPitch + (thread & 3) * 16 : thread * 16);
+        const uint32 at = stage + F::kX + (kTransposed ? (thread >> 2) * kPitch + (thread & 3) * 16 : thread * 16);
         copy16(at, weight[0]);
         copy16(at + (kTransposed ? 32 * kPitch : 64 * kDepth / 2), weight[1]);
-        copy4(stage + S::kX + S::kWeight + thread * 4, scales);
+        if (thread < 32 * kScales) copy16(stage + F::kX + F::kWeight + thread * 16, scales);
         weight[0] += weight_step;
         weight[1] += weight_step;
         scales += scale_step;
@@ -237,30 +243,34 @@ struct Place {
 
 // Decodes features 2g and 2g + 1 of a stage of the weight. They become the left operands of four wgmmas,
 // of which the i-th begins at a[4 * i].
-template <bool kTransposed>
+template <class F>
 __device__ __forceinline__ void decode(const Codebook& codebook, const uint8* weight, const uint32* scales,
                                        const Place& at, uint32 (&a)[16]) {
+  // They join the bytes of the first and of the second element of each of two packed bytes, or of both
+  // elements of one.
+  constexpr uint32 kFirsts = F::kLowFirst ? 0x6240 : 0x7351, kSeconds = F::kLowFirst ? 0x7351 : 0x6240;
+  constexpr uint32 kByte0 = F::kLowFirst ? 0x5140 : 0x4051, kByte1 = F::kLowFirst ? 0x7362 : 0x6273;
   uint32 low, high;
-  if (!kTransposed) {
+  if (!F::kTransposed) {
     const uint32 own = at.q | (4 + at.q) << 4;  // selects byte q of two words: elements 2q and 2q + 1 of 8
 #pragma unroll
     for (int row = 0; row < 2; row++) {
       const uint4* words = reinterpret_cast<const uint4*>(weight + (at.feature() + row) * (kDepth / 2));
       const uint4 u = words[0], v = words[1];
-      const uint32 s = scales[at.feature() + row];
-      const uint32 s_high = permute(s, s, 0x1010), s_low = permute(s, s, 0x3232);
       const uint32 codes[4] = {permute(u.x, u.y, own), permute(u.z, u.w, own), permute(v.x, v.y, own),
                                permute(v.z, v.w, own)};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        codebook.look_up(codes[i], low, high);  // the high nibble of a byte is its first element
-        a[4 * i + row] = scale(permute(low, high, 0x4051), s_high, s_low);
-        a[4 * i + row + 2] = scale(permute(low, high, 0x6273), s_high, s_low);
+        const uint32 s = scales[i * F::kScales / 4 * kFeatures + at.feature() + row];
+        const uint32 s_high = permute(s, s, 0x1010), s_low = permute(s, s, 0x3232);
+        codebook.look_up(codes[i], low, high);
+        a[4 * i + row] = scale(permute(low, high, kByte0), s_high, s_low);
+        a[4 * i + row + 2] = scale(permute(low, high, kByte1), s_high, s_low);
       }
     }
   } else {
     const uint8* bytes = weight + at.warpgroup * 32 + at.warp * 8 + at.g;
-    const uint32* of_block = scales + at.warpgroup * 64;
+    const uint32* of_block = scales + (at.warpgroup * F::kScales + at.warp * F::kScales / 4) * kDepth;
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -270,8 +280,8 @@ __device__ __forceinline__ void decode(const Codebook& codebook, const uint8* we
         const uint2 s = *reinterpret_cast<const uint2*>(of_block + n);
         const uint32 s_high = permute(s.x, s.y, 0x5410), s_low = permute(s.x, s.y, 0x7632);
         codebook.look_up(codes, low, high);
-        a[4 * i + 2 * half] = scale(permute(low, high, 0x7351), s_high, s_low);
-        a[4 * i + 2 * half + 1] = scale(permute(low, high, 0x6240), s_high, s_low);
+        a[4 * i + 2 * half] = scale(permute(low, high, kFirsts), s_high, s_low);
+        a[4 * i + 2 * half + 1] = scale(permute(low, high, kSeconds), s_high, s_low);
       }
   }
 }
@@ -303,11 +313,12 @@ __device__ __forceinline__ void load_adapter(const Problem& p, int expert, int f
       }
 }
 
-template <bool kTransposed, int kMaxRows, int kStages, int kRows>
+template <class F, int kRows>
 __device__ void consume(const Problem& p, const Codebook& codebook, const uint8* memory, uint32 shared, Ring& ring,
                         int4& tile, int t, int tiles, int blocks, int thread) {
-  using S = Shared<kTransposed, kMaxRows, kStages>;
-  const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
+  constexpr bool kTransposed = F::kTransposed;
+  constexpr int kMaxRows = F::kMaxRows, kStages = F::kStages;
+  const uint32 full = shared + F::kBarriers, empty = full + 8 * kStages;
   const Place at(thread);
   const int feature0 = t % blocks * kFeatures;
   const int features = kTransposed ? p.k : p.n;
@@ -320,15 +331,15 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
   const auto load = [&](int step, const Ring& from, uint32(&a)[16]) {
     barrier_wait(full + from.stage * 8, from.phase);
     fence_async();
-    const uint8* weight = memory + from.stage * S::kStage + S::kX;
+    const uint8* weight = memory + from.stage * F::kStage + F::kX;
     if (step < steps)
-      decode<kTransposed>(codebook, weight, reinterpret_cast<const uint32*>(weight + S::kWeight), at, a);
+      decode<F>(codebook, weight, reinterpret_cast<const uint32*>(weight + F::kWeight), at, a);
     else
       load_adapter<kTransposed>(p, tile.x, feature0, Place(opaque(thread)), a);
   };
   // While the products of one stage run, the next stage is decoded.
   const auto advance = [&](int step, const uint32(&now)[16], uint32(&later)[16]) {
-    const uint64 x = swizzled_operand(shared + ring.stage * S::kStage);
+    const uint64 x = swizzled_operand(shared + ring.stage * F::kStage);
     if (kTurns<kMaxRows>) turn_wait(at.warpgroup);
     wgmma_fence();
     // This loop has no condition: with one, the compiler would make each product wait for the one before.
@@ -355,7 +366,7 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
   // The place is computed anew, so that what only storing needs takes no register in the loop. The result
   // goes through shared memory, so that 64 features of a row are stored as 128 consecutive bytes.
   const Place late(thread);
-  const uint32 out = shared + S::kOut + late.warpgroup * kMaxRows * kRowBytes;
+  const uint32 out = shared + F::kOut + late.warpgroup * kMaxRows * kRowBytes;
   float bias[2] = {0.f, 0.f};
   if (p.bias)
     for (int h = 0; h < 2; h++)
@@ -385,15 +396,15 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
 }
 
 // A multiprocessor runs kCtas programs of 384 threads: one where tiles are wide, two where they are narrow.
-template <bool kTransposed, int kMaxRows, int kStages, int kCtas>
+template <bool kTransposed, int kMaxRows, int kStages, int kCtas, int kScales, bool kLowFirst>
 __global__ void __launch_bounds__(384, kCtas)
     scatter2scatter(const uint8* x, const uint8* qweight, const uint32* scales, const uint8* xa, const uint16* lora,
                     const uint16* bias, uint8* out, const int64* order, const int4* tiles,
                     const uint32* codebook_planes, int64 n, int64 k, int64 rank, int64 top_k) {
-  using S = Shared<kTransposed, kMaxRows, kStages>;
+  using F = Form<kTransposed, kMaxRows, kStages, kScales, kLowFirst>;
   extern __shared__ uint8 raw[];
   const uint32 shared = (shared_address(raw) + 1023) & ~1023u;
-  const uint32 full = shared + S::kBarriers, empty = full + 8 * kStages;
+  const uint32 full = shared + F::kBarriers, empty = full + 8 * kStages;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       barrier_init(full + i * 8, 128);  // every thread of the producer arrives
@@ -412,7 +423,7 @@ __global__ void __launch_bounds__(384, kCtas)
   const int total = tiles->x * blocks;
   if (threadIdx.x >= 256) {
     give_registers<kCtas == 1 ? 72 : 48>();
-    produce<kTransposed, kMaxRows, kStages>(p, total, blocks, shared, threadIdx.x - 256);
+    produce<F>(p, total, blocks, shared, threadIdx.x - 256);
     return;
   }
   take_registers<kCtas == 1 ? 216 : 96>();
@@ -429,8 +440,7 @@ __global__ void __launch_bounds__(384, kCtas)
 #define QFUSE_WIDTH(kRows)                                                                                \
   if constexpr (kRows <= kMaxRows)                                                                        \
     if (tile.z <= kRows) {                                                                                \
-      consume<kTransposed, kMaxRows, kStages, kRows>(p, codebook, memory, shared, ring, tile, t, total,   \
-                                                     blocks, threadIdx.x);                                \
+      consume<F, kRows>(p, codebook, memory, shared, ring, tile, t, total, blocks, threadIdx.x);          \
       continue;                                                                                           \
     }
     QFUSE_WIDTH(16)
@@ -444,47 +454,4 @@ __global__ void __launch_bounds__(384, kCtas)
     QFUSE_WIDTH(256)
 #undef QFUSE_WIDTH
   }
-}
-
-// --- what a launch needs beside it -------------------------------------------------------------------
-
-// Writes scales times `factor` as pairs of bf16, value and remainder, in the shape [E, blocks, N]. They
-// come as [E, N, blocks] in fp32, or double-quantized as codebook[code] * outer[i / 256] + offset. A
-// program has 128 rows by 32 blocks of one expert. Scales of experts without rows, by `offsets`, are anything.
-template <bool kNested>
-__global__ void __launch_bounds__(256)
-    expand_scales(const void* absmax, const float* codebook, const float* outer, const float* offset,
-                  const float* factor, const int* offsets, uint32* scales, int64 n, int64 blocks) {
-  if (offsets[blockIdx.z] == offsets[blockIdx.z + 1]) return;
-  __shared__ uint32 tile[32][129];
-  __shared__ float map[256];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (kNested) map[threadIdx.x] = codebook[threadIdx.x];
-  __syncthreads();
-  const int64 e = blockIdx.z, row0 = blockIdx.x * 128, block0 = blockIdx.y * 32;
-  const float shift = kNested ? *offset : 0.f, times = *factor;
-  const int64 block = min(block0 + lane, blocks - 1);
-  float s[16], far[16];
-  uint8 codes[16];
-#pragma unroll
-  for (int i = 0; i < 16; i++) {  // all loads come before the first use of one
-    const int64 at = (e * n + min(row0 + warp + 8 * i, n - 1)) * blocks + block;
-    if (kNested) {
-      codes[i] = static_cast<const uint8*>(absmax)[at];
-      far[i] = outer[at >> 8];
-    } else {
-      s[i] = static_cast<const float*>(absmax)[at];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    if (kNested) s[i] = __fadd_rn(__fmul_rn(map[codes[i]], far[i]), shift);
-    s[i] *= times;
-    const uint32 high = pack(s[i], 0.f);
-    tile[lane][warp + 8 * i] = high | pack(0.f, s[i] - __uint_as_float(high << 16));
-  }
-  __syncthreads();
-  for (int i = warp; i < 32; i += 8)
-    for (int j = lane; j < 128; j += 32)
-      if (block0 + i < blocks && row0 + j < n) scales[(e * blocks + block0 + i) * n + row0 + j] = tile[i][j];
 }

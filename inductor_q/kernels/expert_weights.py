@@ -55,7 +55,7 @@ class ExpertWeights:
             write(parts, self._sliceable[1], out)
         elif self._numel:
             index = torch.arange(self._numel, device=device) + expert * self._numel
-            interpreter = _interpreter(self._operands, self._fmt, self._shape[-1])
+            interpreter = _interpreter(self._operands, self._fmt, self._shape)
             values = self._fmt.decode(interpreter, index)
             out.copy_(values.reshape(out.shape))
         return out
@@ -131,7 +131,7 @@ def _plain_scales(
     operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int]
 ) -> tuple[list[Tensor], QuantFormat]:
     """Return the same weight with its scales in float32."""
-    interpreter, numel = _interpreter(operands, fmt, shape[-1]), math.prod(shape)
+    interpreter, numel = _interpreter(operands, fmt, shape), math.prod(shape)
     named = dict(zip(fmt.operands, operands, strict=True))
     for scale in fmt.shared:
         if (plain := scale.plain) is not None:
@@ -140,7 +140,8 @@ def _plain_scales(
     return [named[name] for name in fmt.plain.operands], fmt.plain
 
 
-def _interpreter(operands: Sequence[Tensor], fmt: QuantFormat, columns: int) -> Eager:
+def _interpreter(operands: Sequence[Tensor], fmt: QuantFormat, shape: Sequence[int]) -> Eager:
     named = dict(zip(fmt.operands, operands, strict=True))
     unit = getattr(torch, fmt.packing.unit)
-    return Eager(named | {"qweight": named["qweight"].reshape(-1).view(unit)}, columns)
+    named["qweight"] = named["qweight"].reshape(-1).view(unit)
+    return Eager(named, shape[-1], math.prod(shape[:-1]))

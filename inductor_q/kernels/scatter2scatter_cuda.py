@@ -22,13 +22,15 @@ from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles
 from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_scales_triton import ExpandScales, group_of
 from inductor_q.kernels.provider import Provider
 
 SOURCE = "scatter2scatter.cu"
 CAPABILITY = (9, 0)
 NOT_HOPPER = "csrc/scatter2scatter.cu is for compute capability 9.0 (Hopper)"
 THREADS = 384
-BLOCK = 64  # elements that share a scale: a stage of the contraction
+DEPTH = 64  # elements of a row of the weight in a stage of the contraction
+MIN_GROUP = 16  # elements of a row that share a scale
 MAX_RANK = 64  # the adapter's stage
 FEATURES = 128  # columns of a tile
 
@@ -63,7 +65,7 @@ class Cuda(Provider[Scatter2Scatter]):
         return "" if _may_be_hopper() else NOT_HOPPER
 
     def unknown(self, fmt: QuantFormat | None) -> str:
-        return _other_format(fmt)
+        return "the weight is dense" if fmt is None else nibbles.refuses(fmt)
 
     def refuses(self, call: Scatter2Scatter) -> str:
         refused = self.unknown(call.fmt) or _other_shape(call) or _other_operands(call)
@@ -72,7 +74,7 @@ class Cuda(Provider[Scatter2Scatter]):
         device = call.x.device
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
             return NOT_HOPPER
-        handle = _function(kernel_name(call.transposed, _config(call)), device.index)
+        handle = _function(_kernel_of(call), device.index)
         return handle if isinstance(handle, str) else ""
 
     def plan(self, call: Scatter2Scatter) -> Callable[[Scatter2Scatter], tuple[Tensor, Tensor]]:
@@ -86,31 +88,15 @@ def _may_be_hopper() -> bool:
     return not here or CAPABILITY in map(torch.cuda.get_device_capability, here)
 
 
-def _other_format(fmt: QuantFormat | None) -> str:
-    """Return why a format is not 4-bit codes in bytes, high nibble first, with a scale per 64."""
-    if fmt is None:
-        return "the weight is dense"
-    if refused := nibbles.refuses(fmt):
-        return refused
-    if fmt.nibbles != nibbles.HIGH_FIRST:
-        return f"{fmt.name} is not packed as nibbles, high one first"
-    scale = fmt.blockwise
-    if scale is None or not (scale.is_float or scale.outer):
-        return f"{fmt.name} has a scale of another kind"
-    if scale.block != BLOCK:
-        return f"{fmt.name} does not have a scale for every {BLOCK} elements"
-    table = scale.codec.table
-    if scale.outer and (scale.outer != 256 or table is None or table.numel != 256):
-        return f"{fmt.name} has another nested scale"
-    return ""
-
-
 def _other_shape(call: Scatter2Scatter) -> str:
     _, n, k = call.shape
     if call.x.dtype is not torch.bfloat16:
         return f"the input is {call.x.dtype}, not bfloat16"
-    if k % BLOCK or n % (BLOCK if call.transposed else 8):
+    if k % DEPTH or n % (DEPTH if call.transposed else 8):
         return f"features {n} x {k} are no multiples of what a stage takes"
+    assert call.fmt is not None
+    if group_of(call.fmt, k) < MIN_GROUP:
+        return f"rows of {k} do not start where {call.fmt.name} has a new scale"
     if call.rows * call.top_k >= 1 << 32:
         return f"{call.rows} slots, {call.top_k} a token, are too many to divide in 32 bits"
     if call.rank > MAX_RANK:
@@ -123,11 +109,8 @@ def _other_operands(call: Scatter2Scatter) -> str:
     for name, operand in zip(call.fmt.operands, call.operands, strict=True):
         if not operand.is_contiguous():
             return f"{name} is not contiguous"
-        if name == "qweight":
-            if type(operand) is not FakeTensor and operand.data_ptr() % 16:
-                return "qweight is not aligned to 16 bytes"
-        elif operand.dtype not in (torch.float32, torch.uint8):
-            return f"{name} is {operand.dtype}, not float32"
+        if name == "qweight" and type(operand) is not FakeTensor and operand.data_ptr() % 16:
+            return "qweight is not aligned to 16 bytes"
     return ""
 
 
@@ -135,17 +118,34 @@ def _config(call: Scatter2Scatter) -> Config:
     return next(c for c in CONFIGS if c.rows == call.tile_rows)
 
 
-def _shared_bytes(transposed: bool, config: Config) -> int:
+def _scales_of_a_stage(call: Scatter2Scatter) -> int:
+    assert call.fmt is not None
+    return DEPTH // min(DEPTH, group_of(call.fmt, call.shape[2]))
+
+
+def _shared_bytes(transposed: bool, config: Config, scales: int) -> int:
     """Add up what csrc/scatter2scatter.cu holds: stages of x, weight, scales; output; barriers."""
     weight = 64 * 80 if transposed else 64 * 64
-    stage = -(-(config.rows * 128 + weight + 512) // 1024) * 1024
+    stage = -(-(config.rows * 128 + weight + 512 * scales) // 1024) * 1024
     return config.stages * stage + 2 * config.rows * 128 + 1024 + 16 * config.stages
 
 
-def kernel_name(transposed: bool, config: Config) -> str:
-    """Name the specialization of csrc/scatter2scatter.cu for a config."""
-    flag = "true" if transposed else "false"
-    return f"scatter2scatter<{flag}, {config.rows}, {config.stages}, {config.programs}>"
+def kernel_name(transposed: bool, config: Config, scales: int, low_first: bool) -> str:
+    """Name the specialization of csrc/scatter2scatter.cu for a config and a kind of format.
+
+    Args:
+        scales: how many scales DEPTH elements of a row have.
+        low_first: whether the first of two elements lies in the low nibble of a byte.
+    """
+    flag, order = ("true" if each else "false" for each in (transposed, low_first))
+    sizes = f"{config.rows}, {config.stages}, {config.programs}, {scales}"
+    return f"scatter2scatter<{flag}, {sizes}, {order}>"
+
+
+def _kernel_of(call: Scatter2Scatter) -> str:
+    assert call.fmt is not None
+    low_first = call.fmt.nibbles != nibbles.HIGH_FIRST
+    return kernel_name(call.transposed, _config(call), _scales_of_a_stage(call), low_first)
 
 
 def _function(kernel: str, device: int | None) -> Any:
@@ -188,17 +188,18 @@ class _Plan:
         properties = torch.cuda.get_device_properties(device)
         self._result = (call.rows, call.out_features)
         self._qweight = fmt.operands.index("qweight")
-        self._planes, _ = _codebook(fmt, device)
-        self._scales = _Scales(call)
+        self._planes, factor = _codebook(fmt, device)
+        scales = _scales_of_a_stage(call)
+        self._scales = ExpandScales(call, DEPTH // scales, factor, pairs=True)
         self._project, self._rows_out = project_rows, plan_rows_out(call)
         self._launch = _prepared(
-            kernel_name(call.transposed, config),
+            _kernel_of(call),
             device.index,
             grid=(properties.multi_processor_count * config.programs, 1, 1),
             threads=THREADS,
             pointers=10,
             numbers=(n, k, -(-call.rank // 16) * 16, source_slots(call)),
-            shared=_shared_bytes(call.transposed, config),
+            shared=_shared_bytes(call.transposed, config, scales),
         )
 
     def __call__(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
@@ -236,47 +237,13 @@ def _factor(call: Scatter2Scatter, dtype: torch.dtype) -> Tensor | None:
     return (b.transpose(1, 2) if call.transposed else b).contiguous()
 
 
-class _Scales:
-    """Expand the scales: [E, K / 64, N] int32, each of them one as the sum of two bfloat16.
-
-    Experts without rows have anything: a few rows have few experts.
-    """
-
-    def __init__(self, call: Scatter2Scatter) -> None:
-        assert call.fmt is not None
-        e, n, k = call.shape
-        device, scale = call.x.device, call.fmt.blockwise
-        assert scale is not None, f"{call.fmt.name=}"
-        blocks = k // BLOCK
-        self._shape = (e, blocks, n)
-        _, self._factor = _codebook(call.fmt, device)
-        self._sources = [call.fmt.operands.index(name) for name in scale.operands]
-        self._absent = [None] * (4 - len(self._sources))
-        self._launch = _prepared(
-            f"expand_scales<{'true' if scale.outer else 'false'}>",
-            device.index,
-            grid=(-(-n // 128), -(-blocks // 32), e),
-            threads=256,
-            pointers=7,
-            numbers=(n, blocks),
-            shared=0,
-        )
-
-    def __call__(self, call: Scatter2Scatter) -> Tensor:
-        out = call.x.new_empty(self._shape, dtype=torch.int32)
-        sources = [call.operands[i] for i in self._sources]
-        tensors = (*sources, *self._absent, self._factor, call.offsets.contiguous(), out)
-        self._launch(*_pointers(tensors))
-        return out
-
-
 # --- the codebook -------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=64)
-def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _codebook(fmt: QuantFormat, device: torch.device) -> tuple[Tensor, float]:
     """Make the planes [8] int32 that csrc/scatter2scatter.cu looks up, and the scales' factor."""
-    assert fmt is not None and fmt.lut16 is not None
+    assert fmt.lut16 is not None, f"{fmt.name=}"
     values, stretch = nibbles.fit(fmt.lut16, torch.bfloat16)
     bits = values.view(torch.int16).to(torch.int32)
     planes = [
@@ -285,7 +252,7 @@ def _codebook(fmt: QuantFormat | None, device: torch.device) -> tuple[Tensor, Te
         for i in range(0, 16, 4)
     ]
     packed = torch.tensor(planes, dtype=torch.int64).to(torch.int32)
-    return packed.to(device), torch.tensor([1 / stretch], dtype=torch.float32, device=device)
+    return packed.to(device), 1 / stretch
 
 
 KERNEL = Cuda()

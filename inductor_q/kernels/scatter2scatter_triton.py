@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles, tiles
 from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize_triton import compile_source
+from inductor_q.kernels.expert_scales_triton import ExpandScales, group_of
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.provider import Provider
 
@@ -101,8 +101,7 @@ def unfit(call: Scatter2Scatter) -> str:
 
 def _group(call: Scatter2Scatter) -> int:
     """Return how many neighbours in a stored row share a scale: a power of two, or 0 if dense."""
-    group = call.fmt.group(call.shape[2]) if call.fmt else 0
-    return group & -group
+    return group_of(call.fmt, call.shape[2]) if call.fmt else 0
 
 
 def work(call: Scatter2Scatter) -> tiles.Work:
@@ -159,7 +158,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         call.order.contiguous(),
         call.tiles,
         weight,
-        None if kernel is None else _scales(call, kernel, group),
+        None if kernel is None else ExpandScales(call, group, kernel.factor)(call),
         projected,
         factor,
         bias,
@@ -187,19 +186,6 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
 
 
 # --- what is printed from a format ----------------------------------------------------------------
-
-_EXPAND_SCALES = """
-@triton.jit
-def expand_scales(out, offsets, {pointers}factor, rows, columns, groups,
-                  GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    expert = tl.program_id(2).to(tl.int64)
-    if tl.load(offsets + expert) < tl.load(offsets + expert + 1):
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[None, :]
-        mask = (row < rows) & (group < groups)
-        found = scale_fn((expert * rows + row) * columns + group * GROUP, mask, {operands})
-        tl.store(out + (expert * groups + group) * rows + row, found * factor, mask=mask)
-"""
 
 #: Per four bytes it looks up both byte planes of four nibbles' values, twice, and joins the bytes.
 _LOOK_UP = '''
@@ -229,29 +215,19 @@ _LOOK_UP_HALF = """
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The device functions of a format for one dtype; `factor` undoes the stretch of its values."""
+    """What looks up values of a format in one dtype; `factor` undoes the stretch of its values."""
 
     look_up: Any
-    expand_scales: Any
-    scale_operands: tuple[str, ...]
     factor: float
 
 
 @functools.cache
 def _kernel(fmt: QuantFormat, dtype: torch.dtype) -> _Kernel:
     assert fmt.lut16 is not None, f"{fmt.name=}"
-    device = device_functions(fmt)
     values, stretch = nibbles.fit(fmt.lut16, dtype)
-    source = device.source + _EXPAND_SCALES.format(
-        pointers="".join(f"{name}, " for name in device.scale_operands),
-        operands=", ".join((*device.scale_operands, *(["columns"] if device.by_rows else []))),
-    )
-    filename = f"<qfuse experts {fmt.name} {dtype}>"
+    name = f"<qfuse experts {fmt.name} {dtype} look_up>"
     return _Kernel(
-        compile_source(f"{filename} look_up", _printed_look_up(values, fmt.nibbles), "by_permute"),
-        compile_source(f"{filename} scales", source, "expand_scales"),
-        device.scale_operands,
-        1 / stretch,
+        compile_source(name, _printed_look_up(values, fmt.nibbles), "by_permute"), 1 / stretch
     )
 
 
@@ -274,28 +250,6 @@ def _printed_look_up(values: Tensor, order: tuple[int, int] | None) -> str:
         ),
         dtype="tl.bfloat16" if values.dtype is torch.bfloat16 else "tl.float16",
     )
-
-
-def _scales(call: Scatter2Scatter, kernel: _Kernel, group: int) -> Tensor:
-    """Expand scales to float32 [E, columns / group, rows]; experts without rows have anything."""
-    assert call.fmt is not None
-    e, rows, columns = call.shape
-    groups = columns // group
-    out = torch.empty((e, groups, rows), dtype=torch.float32, device=call.x.device)
-    operands = dict(zip(call.fmt.operands, call.operands, strict=True))
-    kernel.expand_scales[(-(-rows // 64), -(-groups // 32), e)](
-        out,
-        call.offsets.contiguous(),
-        *(operands[name] for name in kernel.scale_operands),
-        kernel.factor,
-        rows,
-        columns,
-        groups,
-        GROUP=group,
-        ROWS=64,
-        GROUPS=32,
-    )
-    return out
 
 
 KERNEL = Triton()

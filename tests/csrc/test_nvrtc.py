@@ -69,13 +69,10 @@ SOURCES = {
     "scatter2scatter.cu": Source(
         ("sm_90a",),
         [
-            *(
-                scatter2scatter_cuda.kernel_name(transposed, config)
-                for transposed in (False, True)
-                for config in scatter2scatter_cuda.CONFIGS
-            ),
-            "expand_scales<true>",
-            "expand_scales<false>",
+            scatter2scatter_cuda.kernel_name(transposed, config, scales, low_first)
+            for transposed in (False, True)
+            for config in scatter2scatter_cuda.CONFIGS
+            for scales, low_first in ((1, False), (2, True), (4, True))
         ],
     ),
 }

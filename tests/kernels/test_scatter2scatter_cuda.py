@@ -68,54 +68,54 @@ def test_stretched_codebooks_are_close() -> None:
         assert ((rounded == 0) == (values == 0)).all()
 
 
-def test_scales_are_expanded_by_the_offsets_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = layer(replace(FIT, experts=40, tokens=3), dtype=BF16)
-    call = case.call()
-    planned: list[Any] = []
-    launched: list[tuple[int, ...]] = []
-
-    def prepare(kernel: str, _: int, **options: Any) -> Any:
-        planned.append((kernel, options))
-        return lambda *pointers: launched.append(pointers)
-
-    monkeypatch.setattr(scatter2scatter_cuda, "_prepared", prepare)
-    out = scatter2scatter_cuda._Scales(call)(call)
-    [(kernel, options)], [pointers] = planned, launched
-    assert kernel.startswith("expand_scales") and len(pointers) == options["pointers"]
-    assert options["grid"][2] == call.num_experts == 40
-    assert call.offsets.dtype is torch.int32
-    assert pointers[-2:] == (call.offsets.data_ptr(), out.data_ptr())
-
-
 @pytest.mark.gpu
 def test_scales_of_experts_without_rows_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     case = on_gpu(replace(FIT, experts=40, tokens=3))
     call = case.call()
     assert not KERNEL.refuses(call)
-    scales, new_full = scatter2scatter_cuda._Scales(call), Tensor.new_full
-    monkeypatch.setattr(Tensor, "new_empty", lambda x, shape, **to: new_full(x, shape, 7, **to))
+    from inductor_q.kernels.expert_scales_triton import ExpandScales
+
+    scales, full = ExpandScales(call, 64, 1.0, pairs=True), torch.full
+    monkeypatch.setattr(torch, "empty", lambda shape, **to: full(shape, 7, **to))
     written = (scales(call) != 7).flatten(1).any(1)
     assert torch.equal(written, call.offsets.diff() > 0)
 
 
 @pytest.mark.skipif(bool(KERNEL.missing()), reason="NVRTC and Triton are not installed")
-def test_refuses_what_it_does_not_fit_with_a_reason() -> None:
+def test_refuses_what_it_does_not_fit_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     case = layer(FIT, dtype=BF16)
     assert "Hopper" in refusal(case)
     assert "bfloat16" in refusal(layer(FIT))
     assert "dense" in refusal(case, format="dense")
-    assert "every 64" in refusal(layer(FIT, dtype=BF16, blocksize=128))
     assert "multiples" in refusal(layer(replace(FIT, in_features=96), dtype=BF16))
     assert "rank 65" in refusal(layer(replace(FIT, rank=65), dtype=BF16))
+    monkeypatch.setattr(scatter2scatter_cuda, "group_of", lambda *_: 8)
+    assert "new scale" in refusal(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("quant, nested", [("nf4", True), ("nf4", False), ("fp4", True)])
-def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, quant: str, nested: bool) -> None:
-    assert_serves_as_near_as_the_loop(
-        KERNEL, sizes, quant=quant, nested=nested, grouped=(False, True)
-    )
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"quant": "nf4"},
+        {"quant": "nf4", "nested": False},
+        {"quant": "nf4", "blocksize": 128},
+        {"quant": "fp4", "blocksize": 32},
+        {"quant": "mxfp4"},
+        {"quant": "nvfp4_rows"},
+    ],
+    ids=str,
+)
+def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, form: dict[str, Any]) -> None:
+    assert_serves_as_near_as_the_loop(KERNEL, sizes, grouped=(False, True), **form)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant", ["mxfp4", "nvfp4_rows"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gpu_every_form_of_other_groups(quant: str, transposed: bool) -> None:
+    assert_serves_a_form(KERNEL, quant=quant, transposed=transposed, gates=True)
 
 
 @pytest.mark.gpu

@@ -108,7 +108,8 @@ def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few, many = replace(FIT, tokens=64), replace(FIT, experts=2, tokens=1024)
-    packed: dict[str, Any] = {"dtype": BF16, "blocksize": 128}  # not what the Hopper kernel has
+    few, many = replace(few, rank=80), replace(many, rank=80)  # not what the Hopper kernel has
+    packed: dict[str, Any] = {"dtype": BF16}
     for arch in (90, 100):
         assert served(layer(few, **packed), arch, monkeypatch)[0] == "triton"
         assert served(layer(many, **packed), arch, monkeypatch)[0] == "dequantize"
@@ -117,7 +118,7 @@ def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
     for arch in (89, 120):  # torch's would wait for the device
         assert served(layer(many, **packed), arch, monkeypatch)[0] == "triton"
         assert served(layer(few, dtype=BF16, quant=DENSE), arch, monkeypatch)[0] == "triton"
-    assert served(layer(few, dtype=BF16), 90, monkeypatch)[0] == "cuda"
+    assert served(layer(FIT, dtype=BF16), 90, monkeypatch)[0] == "cuda"
     assert served(layer(few, dtype=FP16), 90, monkeypatch)[0] == "triton"
 
 
@@ -127,14 +128,14 @@ def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
         (FIT, {"dtype": BF16, "quant": DENSE, "lora": False}, "grouped_mm"),
         (replace(FIT, rank=96), {"dtype": BF16}, "triton"),
         (
-            replace(FIT, experts=2, tokens=1024),
-            {"dtype": BF16, "blocksize": 128, "lora": False},
+            replace(FIT, experts=2, tokens=1024, in_features=96),
+            {"dtype": BF16, "lora": False},
             "dequantize",
         ),
         (FIT, {"dtype": FP16}, "triton"),
         (FIT, {}, "reference"),
     ],
-    ids=["dense", "r=96", "nf4_b128, many rows", "fp16", "fp32"],
+    ids=["dense", "r=96", "k=96, many rows", "fp16", "fp32"],
 )
 def test_the_report_names_who_serves_on_hopper(
     sizes: Sizes, options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch

@@ -109,13 +109,17 @@ def test_compiles_and_takes_no_more_than_was_computed(
 
 
 def assert_scales_expand(name: str) -> None:
-    """Compile the kernel that writes the scales of a format in float32."""
-    kernel = scatter2scatter_triton._kernel(FORMATS[name], BF16)
-    pointers = {"out": "*fp32", "offsets": "*i32", "factor": "fp32"}
+    """Compile the kernel that writes the scales of a format, in float32 and as pairs."""
+    from inductor_q.kernels import expert_scales_triton
+
+    function, _ = expert_scales_triton.kernel(FORMATS[name])
+    pointers = {"offsets": "*i32"}
     pointers |= dict.fromkeys(("absmax", "scale"), "*u8")
     floats = ("nested_codebook", "nested_absmax", "nested_offset", "global_scale", "global_divisor")
     pointers |= dict.fromkeys(floats, "*fp32")
-    compiled(kernel.expand_scales, {"GROUP": 16, "ROWS": 64, "GROUPS": 32}, pointers, arch=80)
+    constants = {"GROUP": 16, "ROWS": 64, "GROUPS": 32, "FACTOR": 0.75, "WIDE": False}
+    for pairs, out in ((False, "*fp32"), (True, "*i32")):
+        compiled(function, {**constants, "PAIRS": pairs}, {**pointers, "out": out}, arch=80)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4_rows", "nvfp4_divided_rows"])

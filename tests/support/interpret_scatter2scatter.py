@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inductor_q import kernels
+from inductor_q import kernels, ops
 from inductor_q.kernels import (
     expert_rows_triton,
+    expert_scales_triton,
     grouped_gram_triton,
     scatter2scatter_triton,
     tile_map_triton,
@@ -133,6 +134,30 @@ def compare_tile_maps(offsets: Tensor, rows: int) -> None:
     assert (memory[len(expected) :] == -7).all(), (offsets, rows)
 
 
+def check_scales() -> None:
+    """Compare scales as two bfloat16 with the same in float32; powers of two are one exactly.
+
+    The interpreter truncates to bfloat16, so that two of them leave 2^-14 at most.
+    """
+    for quant, group in (("nf4", 64), ("mxfp4", 32), ("nvfp4_rows", 16), ("mxfp4", 16)):
+        call = make(replace(FIT, in_features=96, out_features=80), quant=quant).call()
+        if quant == "nf4":
+            call = make(replace(FIT, in_features=128, out_features=80)).call()
+        whole, parts = (
+            expert_scales_triton.ExpandScales(call, group, 0.75, pairs=pairs)(call)
+            for pairs in (False, True)
+        )
+        some = call.offsets.diff() > 0
+        high, low = ((parts >> shift << 16).view(torch.float32)[some] for shift in (0, 16))
+        error = (high + low - whole[some]).abs()
+        assert whole[some].all() and (error <= whole[some].abs() * 2**-14).all(), quant
+        assert quant != "mxfp4" or not low.any()
+        numbers = ops.dequantize(call.operands, call.format, call.shape, torch.float32)
+        largest = numbers.unflatten(2, (-1, group)).abs().amax(3).transpose(1, 2)
+        most = call.fmt.largest if call.fmt else 0
+        assert (largest[some] * 0.75 <= whole[some].abs() * most * 1.01).all(), quant
+
+
 def check_grams() -> None:
     """Compare grams with the reference's in float32, and bit by bit with each expert's alone."""
     case = make(replace(FIT, tokens=100))
@@ -151,6 +176,7 @@ def main() -> int:
     except triton.runtime.errors.InterpreterError as failed:
         sys.exit(f"{CANNOT_LOOP}: {failed}")
     check_tile_maps()
+    check_scales()
     check_grams()
     tl.inline_asm_elementwise = ptx.elementwise
     kernels.PROVIDERS["scatter2scatter"]["cpu"] = (Interpreted(),)
