@@ -229,13 +229,19 @@ def _bnb_4bit(library: Any, name: str, linear: nn.Linear) -> nn.Module:
 
 
 def _bnb_8bit(library: Any, linear: nn.Linear) -> nn.Module:
-    """Quantize without outliers, whose number depends on the data and breaks graphs."""
+    """Quantize without outliers, whose number depends on the data and breaks graphs.
+
+    Moving an `Int8Params` to a device quantizes it only where it comes from a CPU, so a weight that
+    lies on a GPU is quantized here, by the function that the move calls.
+    """
+    from bitsandbytes.functional import int8_vectorwise_quant
+
     with torch.device("meta"):
         sizes = (linear.in_features, linear.out_features)
         new = library.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=0.0)
-    weight = linear.weight.detach()
-    codes = library.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    new.weight, new.bias = codes.to(weight.device), linear.bias
+    codes, scales, _ = int8_vectorwise_quant(linear.weight.detach().contiguous().half())
+    how = {"requires_grad": False, "has_fp16_weights": False}
+    new.weight, new.bias = library.Int8Params(codes, CB=codes, SCB=scales, **how), linear.bias
     return _frozen(new)
 
 

@@ -52,7 +52,7 @@ def pointwise(
     """Express the decode as loop IR."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     device = operands[0].get_device()
-    loops = loops_over(operands, fmt, shape[-1] if shape else 1)
+    loops = loops_over(operands, fmt, shape)
 
     def inner(index: Sequence[sympy.Expr]) -> Any:
         i = sum((x * s for x, s in zip(index, strides, strict=True)), sympy.S.Zero)
@@ -61,13 +61,14 @@ def pointwise(
     return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=inner, ranges=list(shape))
 
 
-def loops_over(operands: Sequence[Any], fmt: QuantFormat, columns: Any) -> Loops:
-    """Make the interpreter of a decode that loads these operands."""
+def loops_over(operands: Sequence[Any], fmt: QuantFormat, shape: Sequence[Any]) -> Loops:
+    """Make the interpreter of a decode that loads these operands of a weight of `shape`."""
     loaders = {
         name: _flat(_units(operand, fmt) if name == "qweight" else operand).make_loader()
         for name, operand in zip(fmt.operands, operands, strict=True)
     }
-    return Loops(loaders, operands[0].get_device().type, columns)
+    columns, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
+    return Loops(loaders, operands[0].get_device().type, columns, rows)
 
 
 def _units(x: Any, fmt: QuantFormat) -> Any:

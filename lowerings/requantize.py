@@ -35,7 +35,7 @@ def lower_row_amax(operands: Sequence[Any], format: str, shape: Sequence[int]) -
     fmt = get_format(format)
     rows, columns = shape
     largest, step = (fmt.largest, fmt.group(columns)) if fmt.largest else (1.0, 1)
-    loops = loops_over(operands, fmt, columns)
+    loops = loops_over(operands, fmt, shape)
 
     def inner(index: Sequence[Any], reduced: Sequence[Any]) -> Any:
         i = index[0] * columns + reduced[0] * step

@@ -65,6 +65,35 @@ def packed(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def test_llm_int8_is_written_on_any_device() -> None:
+    """bitsandbytes' own move to a device quantizes what comes from a CPU; a weight that lies on a
+    GPU already, for which "meta" stands here, would keep its dtype."""
+    with torch.device("meta"):
+        linear = nn.Linear(64, 128, bias=False, dtype=BF16)
+    layer: Any = inductor_q.quantize(linear, "llm_int8", progress=False)
+    found = capture.packed_weight(layer, "weight")
+    assert found is not None and found.read is not None, found
+    codes, scales = found.read().operands
+    assert (codes.dtype, codes.shape, codes.device.type) == (torch.int8, (128, 64), "meta")
+    assert (scales.dtype, scales.shape) == (torch.float32, (128,))
+
+
+def test_llm_int8_is_read_before_its_first_call_and_after_it() -> None:
+    """With the values that bitsandbytes' own move from a CPU quantizes to."""
+    linear = Net().up
+    own = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
+    own = own.to("cpu")
+    layer: Any = inductor_q.quantize(linear, "llm_int8", progress=False)
+    for is_called in (False, True):
+        if is_called:
+            layer(torch.randn(2, 64, dtype=BF16))
+        assert (layer.weight.SCB is None) == is_called
+        found = capture.packed_weight(layer, "weight")
+        assert found is not None and found.read is not None, found
+        codes, scales = found.read().operands
+        assert torch.equal(codes, own.CB) and torch.equal(scales, own.SCB)
+
+
 @pytest.mark.parametrize("asked", WRITTEN)
 def test_a_name(asked: str) -> None:
     """The head stays; values are near, and a step of what comes out is fused."""

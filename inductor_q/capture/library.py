@@ -114,17 +114,13 @@ Call: TypeAlias = Callable[..., Any]
 class Part:
     """An operand of a format as a subclass holds it: one of its tensors, or a part of one.
 
-    index: which of the last dimension; None for all.
     transposed: says that it lies in columns where the format has rows.
-    shape: how many rows and columns of it count, where it is padded.
     in_bytes: says that its dtype is that of its numbers, and the format takes bytes.
     is_one: says that it is a factor of the format's that the subclass lacks; the tensor is another.
     """
 
     name: str
-    index: int | None = None
     transposed: bool = False
-    shape: tuple[int, int] | None = None
     in_bytes: bool = False
     is_one: bool = False
 
@@ -133,12 +129,8 @@ class Part:
         part = call(getattr, weight, self.name)
         if self.is_one:
             return call(torch.ops.aten.new_ones.default, part, [1], dtype=torch.float32)
-        if self.index is not None:
-            part = call(torch.select, part, -1, self.index)
         if self.transposed:
             part = call(torch.t, part)
-        for dim, size in enumerate(self.shape or ()):
-            part = call(torch.narrow, part, dim, 0, size)
         return call(torch.ops.aten.view.dtype, part, torch.uint8) if self.in_bytes else part
 
 

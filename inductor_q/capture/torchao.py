@@ -126,13 +126,11 @@ def _int4(weight: Any) -> Layout | str:
 
 def _int4_tiles(weight: Any) -> Layout | str:
     """Read the weight of torch's tensor-core kernel, padded to what that takes."""
-    rows, columns = weight.shape[-2:]
     if weight.dim() != 2:
         return STACKED
-    shape = (rows, -(-columns // weight.block_size[-1]))
-    pairs = (Part("scale_and_zero", n, transposed=True, shape=shape) for n in (0, 1))
     group = f"int4_tiles_g{weight.block_size[-1]}"
-    return _known(group, "Int4TilePackedTo4dTensor", Part("qdata"), *pairs)
+    parts = (Part("qdata"), Part("scale_and_zero"))
+    return _known(group, "Int4TilePackedTo4dTensor", *parts)
 
 
 def _nf4(weight: Any) -> Layout | str:

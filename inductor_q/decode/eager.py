@@ -11,12 +11,18 @@ from torch import Tensor
 class Eager:
     """Runs a decode on tensors; an index is an int64 tensor of element numbers.
 
-    columns: those of the weight; formats that do not depend on rows need none.
+    columns, rows: those of the weight; formats that do not depend on them need none.
     """
 
-    def __init__(self, operands: Mapping[str, Tensor], columns: int | None = None) -> None:
+    def __init__(
+        self,
+        operands: Mapping[str, Tensor],
+        columns: int | None = None,
+        rows: int | None = None,
+    ) -> None:
         self._operands = operands
         self._columns = columns
+        self._rows = rows
 
     def row(self, i: Tensor) -> Tensor:
         return i // self._known_columns()
@@ -26,6 +32,10 @@ class Eager:
 
     def columns(self) -> Tensor:
         return torch.tensor(self._known_columns())
+
+    def rows(self) -> Tensor:
+        assert self._rows is not None, "a format that goes by columns, and no number of rows"
+        return torch.tensor(self._rows)
 
     def _known_columns(self) -> int:
         assert self._columns is not None, "a format that goes by rows, and no number of columns"

@@ -22,9 +22,16 @@ class Loops:
     It is NVIDIA's: AMD's GPUs, which torch calls "cuda" too, keep the FMA.
     """
 
-    def __init__(self, loaders: Mapping[str, Loader], device: str, columns: Any = None) -> None:
+    def __init__(
+        self,
+        loaders: Mapping[str, Loader],
+        device: str,
+        columns: Any = None,
+        rows: Any = None,
+    ) -> None:
         self._loaders = loaders
         self._columns = columns
+        self._rows = rows
         self._contracts = device == "cuda" and torch.version.hip is None
 
     def row(self, i: Any) -> Any:
@@ -36,6 +43,10 @@ class Loops:
     def columns(self) -> Any:
         assert self._columns is not None, "a format that goes by rows, and no number of columns"
         return self._columns
+
+    def rows(self) -> Any:
+        assert self._rows is not None, "a format that goes by columns, and no number of rows"
+        return self._rows
 
     def zero(self, like: Any) -> Any:
         return sympy.S.Zero

@@ -3,7 +3,8 @@
 The printed functions are pure tile code: indices in, values out. `decode_fn(i, ...)` decodes the
 elements of a tile of indices. A kernel that unpacks codes itself, whole words at a time, calls its
 two parts: `scale_fn(i, ...)` finds what a tile of elements shares, `value_fn(code, ...)` decodes a
-tile of codes. None of them looks at a format's name.
+tile of codes. None of them looks at a format's name. Indices are unsigned inside of them: a signed
+division by a power of two is a shift and three more instructions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Printer:
         self.lines: list[str] = []
         self.operands: dict[str, None] = {}
         self.tables: dict[tuple[float, ...], None] = {}
-        self.by_rows = False
+        self._sizes: set[str] = set()
         self._mask = mask
 
     def _let(self, expression: str) -> str:
@@ -43,8 +44,19 @@ class Printer:
         return self._let(f"{i} % {self.columns()}")
 
     def columns(self) -> str:
-        self.by_rows = True
-        return "columns"
+        return self._size("columns")
+
+    def rows(self) -> str:
+        return self._size("rows")
+
+    def _size(self, name: str) -> str:
+        self._sizes.add(name)
+        return name
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The sizes of the weight that the lines use."""
+        return tuple(sorted(self._sizes))
 
     def zero(self, like: str) -> str:
         return self._let(f"{like} * 0")
@@ -139,10 +151,10 @@ class Printer:
 class DeviceFunctions:
     """Printed device code of a format and what it needs to be called.
 
-    `scale_operands` are pointer arguments of `scale_fn`, and `by_rows` says whether `columns`
-    follows them. It returns as many values as `shared` names, which `value_fn` takes behind a code.
-    `value_fn` reads a table through its last argument: the values `codebook`, or the operand that
-    `table` names (both empty: none).
+    `scale_operands` are pointer arguments of `scale_fn`, which `sizes` of the weight follow. It
+    returns as many values as `shared` names, which `value_fn` takes behind a code. `value_fn` reads
+    a table through its last argument: the values `codebook`, or the operand that `table` names
+    (both empty: none). `words_fn`, which a format with `places` has, takes `word_sizes` last.
     """
 
     source: str
@@ -150,11 +162,13 @@ class DeviceFunctions:
     codebook: tuple[float, ...]
     table: str = ""
     shared: tuple[str, ...] = ("scale",)
-    by_rows: bool = False
+    sizes: tuple[str, ...] = ()
+    word_sizes: tuple[str, ...] = ()
 
 
 def device_functions(fmt: QuantFormat) -> DeviceFunctions:
-    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, *shared, table)`."""
+    """Print `scale_fn(i, mask, *scale_operands)` and `value_fn(code, *shared, table)`, and
+    `words_fn(i, mask, qweight)` where a packing has words."""
     scale = Printer(mask="mask")
     found = [part.decode(scale, "i") for part in fmt.shared]
     shared = ("scale",) if len(found) == 1 else tuple(f"shared{n}" for n in range(len(found)))
@@ -162,27 +176,31 @@ def device_functions(fmt: QuantFormat) -> DeviceFunctions:
     result = fmt.codec.decode(value, "code", *shared)
     names = tuple(scale.operands)
     table = next(iter(value.operands), "")
-    columns = ("columns",) if scale.by_rows else ()
     source = (
-        _function("scale_fn", ("i", "mask", *names, *columns), scale.lines, found)
+        _function("scale_fn", ("i", "mask", *names, *scale.sizes), _unsigned(scale), found)
         + "\n\n"
         + _function("value_fn", ("code", *shared, table or "codebook"), value.lines, [result])
     )
     codebook = next(iter(value.tables), ())
-    return DeviceFunctions(source, names, codebook, table, shared, scale.by_rows)
+    words = Printer(mask="mask")
+    if fmt.places:
+        loaded = fmt.packing.words(words, "i")
+        arguments = ("i", "mask", "qweight", *words.sizes)
+        source += "\n\n" + _function("words_fn", arguments, _unsigned(words), loaded)
+    return DeviceFunctions(source, names, codebook, table, shared, scale.sizes, words.sizes)
 
 
 @dataclass(frozen=True)
 class DecodeFunction:
     """Printed `decode_fn(i, mask, *operands)`: all of a decode, by element.
 
-    Behind the operands it takes a pointer to the values `codebook`, where there are any, and then,
-    where `by_rows`, the number of columns.
+    Behind the operands it takes a pointer to the values `codebook`, where there are any, and then
+    `sizes` of the weight.
     """
 
     source: str
     codebook: tuple[float, ...]
-    by_rows: bool
+    sizes: tuple[str, ...]
 
 
 def decode_function(fmt: QuantFormat) -> DecodeFunction:
@@ -191,9 +209,16 @@ def decode_function(fmt: QuantFormat) -> DecodeFunction:
     result = fmt.decode(printer, "i")
     arguments = ["i", "mask", *fmt.operands]
     arguments += ["codebook"] if printer.tables else []
-    arguments += ["columns"] if printer.by_rows else []
-    source = _function("decode_fn", arguments, printer.lines, [result])
-    return DecodeFunction(source, next(iter(printer.tables), ()), printer.by_rows)
+    arguments += printer.sizes
+    source = _function("decode_fn", arguments, _unsigned(printer), [result])
+    return DecodeFunction(source, next(iter(printer.tables), ()), printer.sizes)
+
+
+def _unsigned(printer: Printer) -> list[str]:
+    """Return the lines behind those that make an index, and the weight's sizes, unsigned."""
+    lines = ["i = i.to(tl.uint64 if i.dtype == tl.int64 else tl.uint32)"]
+    lines += [f"{size} = tl.cast({size}, i.dtype)" for size in printer.sizes]
+    return [*lines, *printer.lines]
 
 
 def _function(name: str, args: Sequence[str], lines: list[str], results: Sequence[str]) -> str:

@@ -5,11 +5,13 @@ of 8 bits is signed, and so is its zero point. The first element of a pair lies 
 
 `number * scale + zero_point`: the zero point of `int4_plain` and `int4_tiles` is a value. Numbers
 are from -8 to 7: in two's complement, or 8 more in the layout of torch's tensor-core kernel.
+There scale and zero point lie side by side, and groups are padded as the columns are.
 """
 
 from __future__ import annotations
 
 from inductor_q.formats.codec import Affine, Number, Shifted
+from inductor_q.formats.layout import ByColumns
 from inductor_q.formats.packing import BytePacking, MmaTiles
 from inductor_q.formats.quant_format import QuantFormat
 from inductor_q.formats.scale import GroupScale, RowScale, TensorScale
@@ -24,6 +26,12 @@ _UINT8, _INT8 = Number(("uint8",)), Number(("int8",))
 def _int8(of: str, scale: type[RowScale] | type[TensorScale]) -> QuantFormat:
     shared = (scale("scale"), scale("zero_point", _INT8))
     return QuantFormat(f"int8_{of}", BytePacking(bits=8), Affine(signed_bits=8), shared)
+
+
+def _tiles(group: int) -> QuantFormat:
+    pairs = (ByColumns(parts=2, part=n, multiples=(8, 1024 // group)) for n in (0, 1))
+    shared = tuple(GroupScale("scale_and_zero", group, layout=layout) for layout in pairs)
+    return QuantFormat(f"int4_tiles_g{group}", MmaTiles(), Shifted(is_offset=True), shared)
 
 
 INTX_FORMATS = (
@@ -44,12 +52,12 @@ INTX_FORMATS = (
     _int8("tensor", TensorScale),
     *(
         QuantFormat(
-            name=f"int4_{layout}_g{group}",
-            packing=packing,
-            codec=Shifted(is_offset=layout == "tiles"),
+            name=f"int4_plain_g{group}",
+            packing=BytePacking(bits=4),
+            codec=Shifted(is_offset=False),
             shared=(GroupScale("scale", group), GroupScale("zero_point", group)),
         )
-        for layout, packing in (("plain", BytePacking(bits=4)), ("tiles", MmaTiles()))
         for group in SHIFTED_GROUPS
     ),
+    *(_tiles(group) for group in SHIFTED_GROUPS),
 )

@@ -99,6 +99,33 @@ class RowMajor:
 
 ROW_MAJOR = RowMajor()
 
+#: More rows than any weight has: what lies together with so many cannot be cut by rows.
+ALL_ROWS = 1 << 62
+
+
+@dataclass(frozen=True)
+class ByColumns:
+    """Columns follow each other, and in a place lie as many numbers as `parts` says.
+
+    part: is which of these the matrix has.
+    multiples: are those to which rows and columns are padded.
+    """
+
+    parts: int
+    part: int
+    multiples: tuple[int, int] = (1, 1)
+    rows = ALL_ROWS
+
+    def numel(self, rows: int, columns: int) -> int:
+        high, wide = self.multiples
+        return -(-rows // high) * high * -(-columns // wide) * wide * self.parts
+
+    def place(self, o: Ops[I, V], row: I, column: I, columns: I) -> I:
+        high = self.multiples[0]
+        rows = o.imul(o.idiv(o.iadd(o.rows(), high - 1), high), high)
+        place = o.iadd(o.imul(column, rows), row)
+        return o.iadd(o.imul(place, self.parts), self.part)
+
 
 @dataclass(frozen=True)
 class Tiles128x4:

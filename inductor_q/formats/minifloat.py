@@ -64,32 +64,36 @@ class Minifloat:
         return ()
 
     def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
-        m = self.mantissa_bits
         code = o.to_int(code)
         magnitude = o.and_int(code, self.magnitudes - 1) if self.signed else code
-        value = self._normal(o, magnitude)
-        if self.subnormal:
-            small = o.times(o.to_float(magnitude), 2.0 ** (1 - self.bias - m))
-            value = o.where(o.less(magnitude, 1 << m), small, value)
+        bits = self._bits(o, magnitude)
         if self.signed:
-            value = o.where(o.less(code, self.magnitudes), value, o.times(value, -1.0))
+            sign = o.shift_right(code, self.exponent_bits + self.mantissa_bits)
+            bits = o.with_bit(bits, sign, 31)
+        value = o.as_float(bits)
+        if self.bias != 127:
+            value = o.times(value, 2.0 ** (127 - self.bias))
         return scaled(o, value, shared)
 
-    def _normal(self, o: Ops[I, V], magnitude: V) -> V:
-        """Decode a code above the subnormal ones: to a number, infinity or NaN."""
+    def _bits(self, o: Ops[I, V], magnitude: V) -> V:
+        """Put exponent and mantissa where float32 has them; that is 2^(127 - bias) times too small.
+
+        Subnormal numbers become such numbers of float32, and the product that corrects them is
+        exact, too.
+        """
         m = self.mantissa_bits
-        rebias = 127 - self.bias << m
-        bits = o.shift_left(o.add_int(magnitude, rebias) if rebias else magnitude, 23 - m)
+        bits = o.shift_left(magnitude, 23 - m)
         if self.special == "ieee":
             first = self.magnitudes - (1 << m)
             bits = o.where(o.less(magnitude, first), bits, o.or_int(bits, _INFINITY))
         if self.special == "nan":
             last = self.magnitudes - 1
             bits = o.where(o.less(magnitude, last), bits, o.or_int(bits, _NAN))
-        if not self.subnormal and rebias == 0:  # the exponent of 2^-127 is none of float32's
+        if not self.subnormal:
+            assert self.bias == 127, "2^-127 alone has an exponent that is none of float32's"
             low = o.or_int(bits, _HALF_OF_SMALLEST_NORMAL)
             bits = o.where(o.less(magnitude, 1), low, bits)
-        return o.as_float(bits)
+        return bits
 
 
 E4M3 = Minifloat("e4m3", 4, 3, 7, special="nan")

@@ -14,7 +14,7 @@ class Ops(Protocol[I, V]):
     An index `I` is the number of an element, counted through the rows of the weight, or the place
     of something stored. A value `V` is what is stored there, an integer (int32 unless an operation
     says otherwise), a float32 number or a truth value. An interpreter is made for one weight, whose
-    columns it knows.
+    rows and columns it knows.
     """
 
     # --- indices ---
@@ -29,6 +29,10 @@ class Ops(Protocol[I, V]):
 
     def columns(self) -> I:
         """Return how many columns the weight has."""
+        ...
+
+    def rows(self) -> I:
+        """Return how many rows the weight has."""
         ...
 
     def zero(self, like: I) -> I: ...

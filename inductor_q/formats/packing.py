@@ -33,6 +33,12 @@ class Packing(Protocol):
         """Return how many bit planes a block of 32 codes has; 0 for another packing."""
         ...
 
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Return where the codes of as many neighbours in a row lie in the words that `words`
+        loads: which word, and its lowest bit. Empty for another packing."""
+        ...
+
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
         """Describe what holds the codes of a weight."""
         ...
@@ -43,6 +49,11 @@ class Packing(Protocol):
 
     def code(self, o: Ops[I, V], i: I) -> V:
         """Find the code of element `i`."""
+        ...
+
+    def words(self, o: Ops[I, V], i: I) -> tuple[V, ...]:
+        """Load the words that the neighbours from element `i` on have to themselves, where there
+        are `places`; `i` and the weight's columns are multiples of their number."""
         ...
 
 
@@ -58,6 +69,7 @@ class BytePacking:
     word: int = 1
     unit = "uint8"
     planes = 0
+    places = ()
 
     @property
     def per_byte(self) -> int:
@@ -90,6 +102,9 @@ class BytePacking:
             lane = o.imod(lane, self.per_byte)
         return o.bits(o.load("qweight", byte), lane, self.bits)
 
+    def words(self, o: Ops[I, V], i: I) -> tuple[V, ...]:
+        return ()
+
 
 @dataclass(frozen=True)
 class BitPlanes:
@@ -103,6 +118,7 @@ class BitPlanes:
     unit = "int32"
     block = 32
     nibbles = None
+    places = ()
 
     @property
     def planes(self) -> int:
@@ -124,6 +140,9 @@ class BitPlanes:
             code = o.with_bit(code, bit, p)
         return code
 
+    def words(self, o: Ops[I, V], i: I) -> tuple[V, ...]:
+        return ()
+
 
 @dataclass(frozen=True)
 class MmaTiles:
@@ -139,6 +158,8 @@ class MmaTiles:
     unit = "int32"
     nibbles = None
     planes = 0
+    #: Those of 32 columns, whose words four threads have.
+    places = tuple((e % 8 // 2, 4 * (e // 8 + 4 * (e % 2))) for e in range(32))
 
     def operands(self, rows: int, columns: int) -> tuple[Operand, ...]:
         return (Operand("qweight", -(-rows // 8) * -(-columns // 1024) * 1024, (self.unit,)),)
@@ -147,13 +168,20 @@ class MmaTiles:
         return 8 * columns
 
     def code(self, o: Ops[I, V], i: I) -> V:
+        column = o.column(i)
+        word = o.iadd(self._first(o, i), o.imul(o.idiv(o.imod(column, 8), 2), 4))
+        # of the two products, then of columns 0 and 8 of one; an odd column lies 4 further up
+        place = o.iadd(o.idiv(o.imod(column, 32), 8), o.imul(o.imod(column, 2), 4))
+        return o.bits(o.load("qweight", word), place, self.bits)
+
+    def words(self, o: Ops[I, V], i: I) -> tuple[V, ...]:
+        first = self._first(o, i)
+        return tuple(o.load("qweight", o.iadd(first, 4 * thread)) for thread in range(4))
+
+    def _first(self, o: Ops[I, V], i: I) -> I:
+        """Find the word that the first of four threads has for the part of element `i`."""
         row, column = o.row(i), o.column(i)
         across = o.imul(o.idiv(o.iadd(o.columns(), 1023), 1024), 8)
         tile = o.iadd(o.imul(o.idiv(row, 8), across), o.idiv(column, 128))
-        thread = o.iadd(o.imul(o.imod(row, 8), 4), o.idiv(o.imod(column, 8), 2))
-        word = o.iadd(o.imul(tile, 32), thread)
-        word = o.iadd(o.imul(word, 4), o.idiv(o.imod(column, 128), 32))
-        # of the two products, then of columns 0 and 8 of one; an odd column lies 4 further up
-        place = o.iadd(o.imul(o.idiv(o.imod(column, 32), 16), 2), o.idiv(o.imod(column, 16), 8))
-        place = o.iadd(place, o.imul(o.imod(column, 2), 4))
-        return o.bits(o.load("qweight", word), place, self.bits)
+        of_row = o.iadd(o.imul(tile, 8), o.imod(row, 8))
+        return o.iadd(o.imul(of_row, 16), o.idiv(o.imod(column, 128), 32))

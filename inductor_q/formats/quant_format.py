@@ -91,6 +91,12 @@ class QuantFormat:
         return self.packing.planes
 
     @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Return the word and the lowest bit in it of each of some neighbours in a row, which
+        have the words that the packing loads for them to themselves; empty for another packing."""
+        return self.packing.places
+
+    @property
     def lut16(self) -> tuple[float, ...] | None:
         """Return the values of 16 codes, if such a value times one scale is all; else None."""
         values = self.codec.values
@@ -176,7 +182,7 @@ class _Probe:
         self.by_rows = True
         return 0
 
-    column = columns = row
+    column = columns = rows = row
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: 0

@@ -28,7 +28,7 @@ def _decode(fmt: QuantFormat, operands: Sequence[Tensor], out: Tensor) -> None:
     unit = getattr(torch, fmt.packing.unit)
     named["qweight"] = named["qweight"].reshape(-1).view(unit)  # from any storage dtype
     cols = out.shape[-1]
-    interpreter = Eager(named, cols)
+    interpreter = Eager(named, cols, out.shape[0])
     step = max(1, ROWS_AT_ONCE_NUMEL // max(1, cols))
     rows = out.reshape(-1, cols) if out.is_contiguous() else out
     for start in range(0, rows.shape[0], step):

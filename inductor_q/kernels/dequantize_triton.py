@@ -1,10 +1,11 @@
 """Dequantize on a GPU with one Triton launch, double quantization included.
 
-A lane holds one 32-bit word (8 codes of 4 bits, 4 of 8) where shapes and alignment allow it, else
-one byte; of bit planes it holds the bytes of 8 neighbouring codes. Packed data is read once, a
-scale is found once, and 8 values leave in one 16-byte store. Every other format, and one whose
-neighbours in a lane do not share a scale, is decoded element by element. The device functions that
-find a scale and decode a code, or do all of it, are printed from the format
+A lane holds one word of 8 codes (32 bits, 64 where a code is a byte) where shapes and alignment
+allow it, else one byte; of bit planes it holds the bytes of 8 neighbouring codes, and of tiles the
+words that some neighbours have to themselves. Packed data is read once, a scale is found once, and
+8 values leave in one 16-byte store. Every other format, and one whose neighbours in a lane do not
+share a scale, is decoded element by element. The device functions that find a scale and decode a
+code, or do all of it, are printed from the format
 (`inductor_q.decode.triton`); this file never looks at a format's name. Products of scale and value
 are not contracted to an FMA, so that results equal the eager reference bit for bit.
 """
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,20 +37,21 @@ INT32_LIMIT = 2**31
 class Config:
     """Words (or bytes) per program, and warps per program.
 
-    One warp with four words per lane was chosen by hand among 16 configurations on an H200, over
-    three sizes, contiguous and into longer rows. No result file is kept of that.
+    These were among the fastest of nine on an H200, over two sizes and seven formats; FP8, whose
+    decode computes most, gains most by them.
     """
 
-    block: int = 128
-    num_warps: int = 1
+    block: int = 256
+    num_warps: int = 2
 
 
 DEFAULT = Config()
 
 _KERNEL = """
-@triton.jit
-def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
-               BLOCK: tl.constexpr, FLAT: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def dequantize(out, qweight, codebook, {pointers}units, numel, rows, cols, out_stride,
+               BLOCK: tl.constexpr, FLAT: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
+               WIDE: tl.constexpr):
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
@@ -64,9 +67,9 @@ def dequantize(out, qweight, codebook, {pointers}units, numel, cols, out_stride,
     if FLAT:
         offset = i[:, None] + lane
         keep = offset < numel
-    elif WHOLE:  # a unit never straddles two rows, and rows start where units do
+    elif WHOLE:  # a unit never straddles two rows
         row = i // cols
-        offset = tl.multiple_of(row * out_stride + (i - row * cols), {codes})[:, None] + lane
+        offset = tl.multiple_of(row * out_stride + (i - row * cols), ALIGN)[:, None] + lane
         keep = mask[:, None] & (lane >= 0)
     else:
         element = i[:, None] + lane
@@ -99,19 +102,22 @@ class _Plan:
         flat = stride == cols
         codes = codes_of_a_lane(operands[0], fmt, out, flat, stride)
         units = -(-numel // codes)
-        if codes == 1:  # a program has as many elements as with words, on four times the warps
-            config = replace(config, block=8 * config.block, num_warps=4 * config.num_warps)
+        if codes == 1:  # a program has half the elements that it has with words, on twice the warps
+            config = replace(config, block=4 * config.block, num_warps=2 * config.num_warps)
+        elif codes > 8:  # as many elements
+            config = replace(config, block=max(1, 8 * config.block // codes))
         kernel = _kernel(fmt, codes)
         self._codebook = codebook_on(fmt, out.device)
         self._order = kernel.order(fmt)
         self.launch = Repeated(
             kernel.function,
             (-(-units // config.block), 1, 1),
-            (units, numel, cols, stride),
+            (units, numel, rows, cols, stride),
             {
                 "BLOCK": config.block,
                 "FLAT": flat,
-                "WHOLE": cols % codes == 0 and stride % codes == 0,
+                "WHOLE": cols % codes == 0,
+                "ALIGN": math.gcd(codes, stride),
                 "WIDE": rows * stride + config.block * codes >= INT32_LIMIT,
             },
             num_warps=config.num_warps,
@@ -133,20 +139,23 @@ def codes_of_a_lane(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, 
     codes = 1
     if fmt.planes:
         codes = 8
+    elif fmt.places and cols % len(fmt.places) == 0:
+        codes = len(fmt.places)
     elif fmt.nibbles:
-        codes = 8 if _fits_words(qweight, out, flat, stride, 8) else 2
+        codes = 8 if _fits_words(qweight, out, flat, stride, 4) else 2
     elif fmt.in_bytes:
-        codes = 4 if _fits_words(qweight, out, flat, stride, 4) else 1
+        codes = 8 if _fits_words(qweight, out, flat, stride, 8) else 1
     run = fmt.run(cols)
     if run % codes and run % 2 == 0 and fmt.nibbles:
         codes = 2
     return 1 if run % codes else codes
 
 
-def _fits_words(qweight: Tensor, out: Tensor, flat: bool, stride: int, codes: int) -> bool:
-    if out.numel() % codes or qweight.data_ptr() % 4:
+def _fits_words(qweight: Tensor, out: Tensor, flat: bool, stride: int, word: int) -> bool:
+    """Whether the codes come in whole words of so many bytes, and 8 elements lie in one row."""
+    if out.numel() % 8 or qweight.data_ptr() % word:
         return False
-    return flat or (out.shape[1] % codes == 0 and stride % codes == 0)
+    return flat or (out.shape[1] % 8 == 0 and stride % 8 == 0)
 
 
 @dataclass(frozen=True)
@@ -209,19 +218,26 @@ class Printed:
 _CAST = ".to(out.dtype.element_ty)"
 
 
-def print_parts(fmt: QuantFormat, codes: int, cast: str, scale_mask: str = "mask") -> Printed:
-    """Print the decode of `fmt` for `codes` codes in a lane, each followed by `cast`."""
-    return _by_element(fmt, cast) if codes == 1 else _by_unit(fmt, codes, cast, scale_mask)
+def print_parts(
+    fmt: QuantFormat, codes: int, cast: str, scale_mask: str = "mask", rows: str = "rows"
+) -> Printed:
+    """Print the decode of `fmt` for `codes` codes in a lane, each followed by `cast`.
+
+    `rows` and `cols` are the names of the weight's sizes.
+    """
+    sizes = {"rows": rows, "columns": "cols"}
+    if codes == 1:
+        return _by_element(fmt, cast, sizes)
+    return _by_unit(fmt, codes, cast, scale_mask, sizes)
 
 
-def _by_element(fmt: QuantFormat, cast: str) -> Printed:
+def _by_element(fmt: QuantFormat, cast: str, sizes: Mapping[str, str]) -> Printed:
     """Let a lane decode one element, with the whole decode as it is printed."""
     decode = decode_function(fmt)
     table = fmt.table.name if fmt.table else ""
     names = ["codebook" if name == table else name for name in fmt.operands[1:]]
     names += ["codebook"] if decode.codebook else []
-    names += ["cols"] if decode.by_rows else []
-    arguments = ", ".join(["u", "mask", "packed", *names])
+    arguments = ", ".join(["u", "mask", "packed", *names, *(sizes[name] for name in decode.sizes)])
     return Printed(
         functions=decode.source,
         pointers=tuple(name for name in fmt.operands[1:] if name != table),
@@ -236,22 +252,24 @@ def _by_element(fmt: QuantFormat, cast: str) -> Printed:
     )
 
 
-def _by_unit(fmt: QuantFormat, codes: int, cast: str, scale_mask: str) -> Printed:
+def _by_unit(
+    fmt: QuantFormat, codes: int, cast: str, scale_mask: str, sizes: Mapping[str, str]
+) -> Printed:
     """Let a lane unpack the codes of a unit and decode them under what they share, found once."""
     device = device_functions(fmt)
-    unit, units, unpacked = _units(fmt, codes)
-    by_rows = ["cols"] if device.by_rows else []
-    arguments = ", ".join(["i", scale_mask, *device.scale_operands, *by_rows])
+    units = _units(fmt, codes, [sizes[name] for name in device.word_sizes])
+    of_weight = [sizes[name] for name in device.sizes]
+    arguments = ", ".join(["i", scale_mask, *device.scale_operands, *of_weight])
     found = tuple(f"found{n}" for n in range(len(device.shared)))  # operands have names, too
     shared = ", ".join(found)
-    decoded = [f"value_fn({code}, {shared}, codebook){cast}" for code in unpacked]
+    decoded = [f"value_fn({code}, {shared}, codebook){cast}" for code in units.codes]
     return Printed(
         functions=device.source + (_NIBBLES_OF_PLANES if fmt.planes else ""),
         pointers=device.scale_operands,
         table=device.table,
-        unit=unit,
-        units=units,
-        loaded=tuple(f"plane{p}" for p in range(fmt.planes)) or ("unit",),
+        unit=units.dtype,
+        units=units.lines,
+        loaded=units.loaded,
         scales=(f"{shared} = scale_fn({arguments})",),
         shared=found,
         values=(*_gathered(fmt.planes), *[f"v{e} = {value}" for e, value in enumerate(decoded)]),
@@ -259,25 +277,46 @@ def _by_unit(fmt: QuantFormat, codes: int, cast: str, scale_mask: str) -> Printe
     )
 
 
-def _units(fmt: QuantFormat, codes: int) -> tuple[str, str, list[str]]:
-    """Return the dtype of what a lane loads, the loads, and each of its codes as an expression."""
+class _Units(NamedTuple):
+    """The dtype of what a lane loads, the loads, what they give, and each of the lane's codes."""
+
+    dtype: str
+    lines: str
+    loaded: tuple[str, ...]
+    codes: list[str]
+
+
+def _units(fmt: QuantFormat, codes: int, sizes: Sequence[str]) -> _Units:
+    """Print how the units `u` of so many codes are loaded."""
     load = "    unit = tl.load(packed + u, mask=mask, other=0).to(tl.int32)"
     if fmt.in_bytes:
-        return "tl.int32", load, [f"(unit >> {8 * e}) & 255" for e in range(codes)]
+        if codes == 4:
+            shifts = [8 * e for e in range(4)]
+            return _Units("tl.int32", load, ("unit",), [f"(unit >> {s}) & 255" for s in shifts])
+        load = load.removesuffix(".to(tl.int32)")
+        halves = [f"(unit >> {32 * (e // 4)}).to(tl.int32)" for e in range(8)]
+        unpacked = [f"({half} >> {8 * (e % 4)}) & 255" for e, half in enumerate(halves)]
+        return _Units("tl.int64", load, ("unit",), unpacked)
     if fmt.nibbles:
         shifts = [8 * (e // 2) + fmt.nibbles[e % 2] for e in range(codes)]
-        return (
-            "tl.int32" if codes == 8 else "tl.uint8",
-            load,
-            [f"(unit >> {s}) & 15" for s in shifts],
-        )
+        unit = "tl.int32" if codes == 8 else "tl.uint8"
+        return _Units(unit, load, ("unit",), [f"(unit >> {s}) & 15" for s in shifts])
+    if fmt.places:
+        low = (1 << fmt.packing.bits) - 1
+        words = tuple(f"word{n}" for n in range(1 + max(word for word, _ in fmt.places)))
+        arguments = ", ".join([f"u * {codes}", "mask", "packed", *sizes])
+        load = f"    {', '.join(words)} = words_fn({arguments})"
+        unpacked = [f"({words[word]} >> {bit}) & {low}" for word, bit in fmt.places]
+        return _Units(f"tl.{fmt.packing.unit}", load, words, unpacked)
     assert fmt.planes, f"{fmt.name=}"
     per_block = BLOCK // 8  # bytes of a plane, each with 8 neighbouring codes
     lines = [f"    first = (u // {per_block}) * {per_block * fmt.planes} + u % {per_block}"]
-    for p in range(fmt.planes):
+    planes = tuple(f"plane{p}" for p in range(fmt.planes))
+    for p, plane in enumerate(planes):
         at = f"packed + first + {per_block * p}"
-        lines.append(f"    plane{p} = tl.load({at}, mask=mask, other=0).to(tl.int32)")
-    return "tl.uint8", "\n".join(lines), [_from_planes(fmt.planes, e) for e in range(codes)]
+        lines.append(f"    {plane} = tl.load({at}, mask=mask, other=0).to(tl.int32)")
+    unpacked = [_from_planes(fmt.planes, e) for e in range(codes)]
+    return _Units("tl.uint8", "\n".join(lines), planes, unpacked)
 
 
 #: The bits of four planes' bytes, as one word, brought together: bit e of byte p goes to bit p of a

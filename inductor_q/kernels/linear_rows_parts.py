@@ -41,7 +41,7 @@ def store(out, total, feature, features, token, rows):
 #: Features behind the last are the last once more, which nobody stores.
 PRODUCT = """
 @triton.jit
-def fetch(x, qweight, codebook, {pointers}row, token, rows, cols, blocks, step, end,
+def fetch(x, qweight, codebook, {pointers}row, features, token, rows, cols, blocks, step, end,
           GROUP: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, ALIGN: tl.constexpr,
           EVEN: tl.constexpr, ROWS: tl.constexpr):
     GROUPS: tl.constexpr = DEPTH // GROUP
@@ -77,11 +77,11 @@ def product(x, qweight, codebook, {pointers}feature, features, token, rows, cols
         row = row.to(tl.int64)
     dtype: tl.constexpr = tl.float32 if IS_SUM else x.dtype.element_ty
     total = tl.zeros([FEATURES, DEPTH if IS_SUM else ROWS], tl.float32)
-    {held}, part = fetch(x, qweight, codebook, {pointers}row, token, rows, cols, blocks, begin, end,
-                         GROUP, FEATURES, DEPTH, ALIGN, EVEN, ROWS)
+    {held}, part = fetch(x, qweight, codebook, {pointers}row, features, token, rows, cols, blocks,
+                         begin, end, GROUP, FEATURES, DEPTH, ALIGN, EVEN, ROWS)
     for step in range(begin, end):
         {following}, next_part = fetch(
-            x, qweight, codebook, {pointers}row, token, rows, cols, blocks, step + 1, end,
+            x, qweight, codebook, {pointers}row, features, token, rows, cols, blocks, step + 1, end,
             GROUP, FEATURES, DEPTH, ALIGN, EVEN, ROWS)
 {values}
         w = tl.reshape({joined}, [FEATURES, DEPTH])

@@ -205,6 +205,8 @@ def codes_of_a_lane(call: LinearRows) -> int:
     widths: tuple[int, ...] = ()
     if fmt.planes:
         widths = (8,)
+    elif fmt.places:
+        widths = (len(fmt.places),)
     elif fmt.nibbles:
         widths = (8, 2) if aligned else (2,)
     elif fmt.in_bytes:
@@ -260,7 +262,7 @@ class Kernel:
 @functools.cache
 def _kernel(fmt: QuantFormat, codes: int, count: int, gated: bool) -> Kernel:
     """Print the kernel of `fmt` for `codes` codes in a lane and so many weights."""
-    printed = print_parts(fmt, codes, ".to(dtype)", scale_mask="of_group")
+    printed = print_parts(fmt, codes, ".to(dtype)", scale_mask="of_group", rows="features")
     operands = ("qweight", "codebook", *printed.pointers)
     source = printed.functions + FINISH + _product(printed, codes)
     source += LINEAR_ROWS.format(

@@ -93,7 +93,7 @@ def _row_amax(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> 
     if not fmt.largest:
         return dequantize(operands, format, shape, torch.float32).abs().amax(-1)
     index = torch.arange(0, rows * columns, fmt.group(columns), device=operands[0].device)
-    scales = fmt.shared[0].decode(Eager(_named(fmt, operands), columns), index)
+    scales = fmt.shared[0].decode(Eager(_named(fmt, operands), columns, rows), index)
     return scales.abs().view(rows, -1).amax(-1) * fmt.largest
 
 

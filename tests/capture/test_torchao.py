@@ -17,6 +17,9 @@ import inductor_q
 from inductor_q import capture, ops, testing
 from inductor_q.capture import torchao
 from inductor_q.capture.library import Stored
+from inductor_q.formats import FORMATS
+from inductor_q.kernels import dequantize_triton
+from inductor_q.kernels.calls import Dequantize
 from inductor_q.passes.unwrap_weights import IN_REGION, NO_PRODUCT, TRAINS
 from tests.support.captured import CapturedStage
 from tests.support.compiling import Compiled, compile_step, no_codegen, partition, step
@@ -212,6 +215,22 @@ def test_int4_layouts_of_gpus(case: str) -> None:
     assert name.startswith(f"int4_{case.split(',')[0]}_g")
     assert_same_bits(ops.dequantize(operands, name, shape, torch.float32), exact.float())
     assert_same_bits(ops.dequantize(operands, name, shape, BF16), exact.float().to(BF16))
+
+
+@pytest.mark.parametrize("case", ["tiles", "tiles, padded"])
+def test_tiles_are_read_where_torchao_has_them(case: str) -> None:
+    """Kernels refuse an operand that is a strided view."""
+    weight, _ = GPU_LAYOUTS[case]()
+    module = nn.Module()
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    packed = capture.packed_weight(module, "weight")
+    assert packed is not None and packed.read is not None, packed
+    operands, name, shape = packed.read()
+    stored = (weight.qdata, weight.scale_and_zero)
+    assert [t.data_ptr() for t in operands] == [t.data_ptr() for t in stored]
+    assert all(t.is_contiguous() for t in operands)
+    out = torch.empty(shape, dtype=BF16)
+    assert dequantize_triton.KERNEL.refuses(Dequantize(operands, FORMATS[name], out)) == ""
 
 
 @pytest.mark.parametrize("case", ["plain", "tiles"])

@@ -289,7 +289,7 @@ def test_operands_are_found_by_running_decode(fmt: QuantFormat) -> None:
 
     block = 64
     operands, values = sample(fmt, (2, block))
-    recorder = Recorder(dict(zip(fmt.operands, operands, strict=True)), block)
+    recorder = Recorder(dict(zip(fmt.operands, operands, strict=True)), block, 2)
     decoded = fmt.decode(recorder, torch.arange(2 * block))
     assert_same_bits(decoded.reshape(2, block), values)
     assert read == set(fmt.operands)

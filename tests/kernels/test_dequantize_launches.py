@@ -40,7 +40,7 @@ class Jit:
 
     def __init__(self, pointers: int) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        types = ["u64"] * pointers + ["u32"] * 4 + [*triton_launch.SCRATCH]
+        types = ["u64"] * pointers + ["u32"] * 5 + [*triton_launch.SCRATCH]
         ptx = ".entry k(" + ",".join(f" .param .{t} k_{i}" for i, t in enumerate(types)) + ")"
         metadata = SimpleNamespace(num_ctas=1, num_warps=1, shared=0)
         self.compiled = SimpleNamespace(metadata=metadata, asm={"ptx": ptx}, function=0)
@@ -84,13 +84,13 @@ def test_later_launches_go_through_the_driver(name: str, monkeypatch: pytest.Mon
         seen.append([t.data_ptr() for t in given])
     units = 48 * 256 // 8
     (first,) = jit.calls
-    assert [t.data_ptr() for t in first[:-4]] == seen[0]
-    sizes = (units, 48 * 256, 256, 256)
-    assert first[-4:] == sizes
+    assert [t.data_ptr() for t in first[:-5]] == seen[0]
+    sizes = (units, 48 * 256, 48, 256, 256)
+    assert first[-5:] == sizes
     assert cuda.launched == [(*pointers, *sizes, 0, 0) for pointers in seen[1:]]
     [plan] = launches.values()
     plan.launch.by_jit(plan.tensors(operands, out))  # what bench_launch compares with
-    assert [t.data_ptr() for t in jit.calls[1][:-4]] == seen[-1]
+    assert [t.data_ptr() for t in jit.calls[1][:-5]] == seen[-1]
     assert len(cuda.launched) == 3
 
 
@@ -194,10 +194,10 @@ def test_parameters_of_a_compiled_kernel(name: str) -> None:
     """Those that a launch through the driver fills in: pointers, integers, and Triton's own."""
     kernel = dequantize_triton._kernel(FORMATS[name], 8)
     pointers = ["out", "qweight", "codebook", *kernel.pointers]
-    constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
+    constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "ALIGN": 8, "WIDE": False}
     types = {**dict.fromkeys(pointers, "*fp32"), "qweight": "*u8", "out": "*bf16", "absmax": "*u8"}
     found = triton_launch.parameters(compiled(kernel.function, constants, types).asm["ptx"])
-    assert found == ["u64"] * len(pointers) + ["u32"] * 4 + [*triton_launch.SCRATCH]
+    assert found == ["u64"] * len(pointers) + ["u32"] * 5 + [*triton_launch.SCRATCH]
 
 
 @pytest.mark.parametrize(

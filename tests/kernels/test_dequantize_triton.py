@@ -42,6 +42,7 @@ def test_printed_source() -> None:
     assert printed.source == (
         "@triton.jit\n"
         "def scale_fn(i, mask, absmax, nested_codebook, nested_absmax, nested_offset):\n"
+        "    i = i.to(tl.uint64 if i.dtype == tl.int64 else tl.uint32)\n"
         "    t0 = i // 64\n"
         "    t1 = tl.load(absmax + t0, mask=mask, other=0)\n"
         "    t2 = tl.load(nested_codebook + t1.to(tl.int32), mask=mask, other=0)\n"

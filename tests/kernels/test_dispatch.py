@@ -204,7 +204,9 @@ def test_the_plan_of_the_hopper_kernel_takes_the_tensors_of_each_call(
         numbers.append(options["numbers"])
         return lambda *pointers: launched.append(pointers)
 
+    scales = torch.empty(0)
     monkeypatch.setattr(scatter2scatter_cuda, "_prepared", prepare)
+    monkeypatch.setattr(scatter2scatter_cuda, "ExpandScales", lambda *_, **__: lambda _: scales)
     gpu = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(triton_rows, "plan_rows_out", lambda _: lambda call, y: y)
@@ -215,20 +217,17 @@ def test_the_plan_of_the_hopper_kernel_takes_the_tensors_of_each_call(
     first = made().call()
     plan = scatter2scatter_cuda.KERNEL.plan(first)
     _, n, k = first.shape
-    assert numbers == [(n, k // 64), (n, k, 0, first.top_k)]
-    planes, factor = scatter2scatter_cuda._codebook(first.fmt, first.device)
+    assert numbers == [(n, k, 0, first.top_k)]
+    assert first.fmt is not None
+    planes, _ = scatter2scatter_cuda._codebook(first.fmt, first.device)
     for call in (first, made().call()):
         launched.clear()
         y, rank = plan(call)
         assert y.shape == (call.rows, call.out_features) and rank.shape == (call.rows, 0)
         assert call.fmt is not None and call.bias is not None
         place = dict(zip(call.fmt.operands, [t.data_ptr() for t in call.operands], strict=True))
-        expand, product = launched
-        scale = call.fmt.blockwise
-        assert scale is not None
-        assert list(expand[: len(scale.operands)]) == [place[name] for name in scale.operands]
-        assert expand[4:6] == (factor.data_ptr(), call.offsets.data_ptr())
+        (product,) = launched
         assert product == (
-            *(call.x.data_ptr(), place["qweight"], expand[6], 0, 0, call.bias.data_ptr()),
+            *(call.x.data_ptr(), place["qweight"], scales.data_ptr(), 0, 0, call.bias.data_ptr()),
             *(y.data_ptr(), call.order.data_ptr(), call.tiles.data_ptr(), planes.data_ptr()),
         )

@@ -87,7 +87,8 @@ def test_compiles_adapters_and_what_adds_parts(gated: bool, rows: int) -> None:
     ("name", "columns", "codes"),
     [
         *((NESTED, 64, 8), (NESTED, 36, 2), (NESTED, 35, 1), ("kbit5_fp16", 64, 8)),
-        *(("kbit5_fp16", 36, 1), ("nvfp4", 64, 8), ("int8_row", 20, 4), ("int4_tiles_g32", 64, 1)),
+        *(("kbit5_fp16", 36, 1), ("nvfp4", 64, 8), ("int8_row", 20, 4), ("int4_tiles_g32", 48, 1)),
+        ("int4_tiles_g32", 64, 32),
     ],
 )
 def test_codes_of_a_lane_share_their_scales(name: str, columns: int, codes: int) -> None:

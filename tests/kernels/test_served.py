@@ -40,9 +40,7 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("scatter2scatter", "cpu", "reference"): EVERY | {DENSE},
     ("scatter2scatter", "cpu", "grouped_mm"): {DENSE},
     ("scatter2scatter", "cpu", "dequantize"): EVERY | {DENSE},
-    ("scatter2scatter", "cuda", "cuda"): {
-        f"{quant}_b64{nested}" for quant in ("nf4", "fp4") for nested in ("", "_nested")
-    },
+    ("scatter2scatter", "cuda", "cuda"): NIBBLES | E2M1,
     ("scatter2scatter", "cuda", "triton"): NIBBLES | E2M1 | {DENSE},
     ("scatter2scatter", "cuda", "grouped_mm"): {DENSE},
     ("scatter2scatter", "cuda", "dequantize"): EVERY | {DENSE},

@@ -54,7 +54,7 @@ def test_quantize_kbit(k: int, absmax: str) -> None:
 @pytest.mark.parametrize(("k", "absmax"), CASES)
 def test_dequantize_kbit(k: int, absmax: str) -> None:
     kernel = dequantize_triton._kernel(FORMATS[f"kbit{k}_{absmax}"], 8)
-    constants = {"BLOCK": 128, "FLAT": False, "WHOLE": True, "WIDE": True}
+    constants = {"BLOCK": 128, "FLAT": False, "WHOLE": True, "ALIGN": 8, "WIDE": True}
     ptx(kernel.function, constants, {"absmax": "*u8" if absmax == "e4m4" else "*fp16"})
 
 
@@ -69,7 +69,7 @@ def test_softmax_loss(gradient: bool) -> None:
 @pytest.mark.parametrize("codes", [2, 8])
 def test_dequantize_nf4(codes: int) -> None:
     kernel = dequantize_triton._kernel(FORMATS["nf4_b64"], codes)
-    constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "WIDE": False}
+    constants = {"BLOCK": 128, "FLAT": True, "WHOLE": True, "ALIGN": codes, "WIDE": False}
     ptx(kernel.function, constants, dict.fromkeys(kernel.pointers, "*fp32"))
 
 
@@ -78,6 +78,7 @@ PRINTED = {
     "nvfp4": (8,),
     "int4_g128": (8, 1),
     "int4_plain_g32": (8,),
+    "int4_tiles_g128": (32, 1),
     "hqq4_g64_bf16": (8, 1),
     "hqq3_g64_fp16": (8,),
     "int8_g32": (4, 1),
@@ -95,7 +96,8 @@ def test_dequantize_families(name: str, codes: int) -> None:
     """By the word, by the byte and by the element; subnormal scales are not flushed to zero."""
     fmt = FORMATS[name]
     kernel = dequantize_triton._kernel(fmt, codes)
-    constants = {"BLOCK": 128, "FLAT": False, "WHOLE": codes > 1, "WIDE": codes == 1}
+    constants = {"BLOCK": 128, "FLAT": False, "WHOLE": codes > 1, "ALIGN": codes}
+    constants["WIDE"] = codes == 1
     types = {
         "uint8": "*u8",
         "int8": "*i8",
@@ -107,6 +109,22 @@ def test_dequantize_families(name: str, codes: int) -> None:
     required = [operand for operand in fmt.requirements((64, 256)) if operand.dtypes]
     text = ptx(kernel.function, constants, {o.name: types[o.dtypes[0]] for o in required})
     assert not re.search(r"\.ftz|fma\.rn\.f32", text)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_dequantize_tiles(flat: bool) -> None:
+    """A lane loads the four words of 32 columns, a scale and a zero point, all of them once; what
+    it has decoded is stored in 16 bytes at a time, also in rows that are longer by a LoRA's rank.
+    """
+    fmt = FORMATS["int4_tiles_g128"]
+    words = len(fmt.places)
+    constants = {"BLOCK": 32, "FLAT": flat, "WHOLE": True, "ALIGN": 16, "WIDE": False}
+    kernel = dequantize_triton._kernel(fmt, words).function
+    pointers = POINTERS | {"scale_and_zero": "*bf16"}
+    text: str = compiled(kernel, constants, pointers, num_warps=1).asm["ptx"]
+    loads, stores = (re.findall(rf"{op}\.global\.\S+", text) for op in ("ld", "st"))
+    assert sorted(loads) == ["ld.global.b16"] * 2 + ["ld.global.b32"] * 4
+    assert stores == ["st.global.v4.b32"] * (words // 8)
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [("*fp8e4nv", 89), ("*fp8e4nv", 90), ("*i8", 80)])

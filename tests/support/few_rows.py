@@ -85,5 +85,5 @@ def finite(fmt: QuantFormat, shape: tuple[int, int], seed: int) -> tuple[list[Te
     if fmt.in_bytes:
         operands[0] &= 0xBF  # below 2
     named = dict(zip(fmt.operands, operands, strict=True))
-    values = fmt.decode(Eager(named, shape[1]), torch.arange(math.prod(shape)))
+    values = fmt.decode(Eager(named, shape[1], shape[0]), torch.arange(math.prod(shape)))
     return operands, values.reshape(shape)

@@ -29,7 +29,8 @@ def environment_without_checkout() -> dict[str, str]:
 #: Formats of a test in the interpreter: a few, of other packing, codec and scale each; or all.
 FEW_OR_ALL = [
     pytest.param(
-        ("nf4_b64_nested", "kbit3_e4m4", "int4_plain_g32", "mxfp8_e4m3"), id="few formats"
+        ("nf4_b64_nested", "kbit3_e4m4", "int4_plain_g32", "int4_tiles_g32", "mxfp8_e4m3"),
+        id="few formats",
     ),
     pytest.param((), id="every format", marks=pytest.mark.slow),
 ]

@@ -165,7 +165,9 @@ def sample_any(
     else:
         named = dict(zip(fmt.operands, operands, strict=True))
         index = torch.arange(math.prod(shape))
-        values = fmt.decode(Eager(named, shape[-1]), index).reshape(tuple(shape))
+        values = fmt.decode(Eager(named, shape[-1], math.prod(shape[:-1])), index).reshape(
+            tuple(shape)
+        )
     missing = -operands[0].nbytes % storage.itemsize
     in_bytes = torch.nn.functional.pad(operands[0].reshape(-1).view(torch.uint8), (0, missing))
     if not fmt.requirements(shape)[0].dtypes:  # bytes, stored in any dtype
