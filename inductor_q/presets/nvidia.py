@@ -46,9 +46,9 @@ SM_90 = replace(
         ),
         "linear_rows.max_rows": Entry(
             value=32,
-            evidence="a linear layer of 12288x4096 in nf4, nested, and 1, 16 or 32 rows: 20, 23, "
-            "61 us against 30, 71, 73 us of bitsandbytes and 69, 70, 70 us of dequantization and a "
-            "product; the kernel takes no more rows (one H200, torch 2.11.0+cu130, 2026-11-22, "
+            evidence="a linear layer of 12288x4096 in nf4, nested, and 1, 16 or 32 rows: 20, 30, "
+            "64 us against 30, 71, 73 us of bitsandbytes and 70, 69, 70 us of dequantization and a "
+            "product; the kernel takes no more rows (one H200, torch 2.11.0+cu130, 2026-11-24, "
             "benchmarks/results/rows-h200.json)",
         ),
         "extend_k.min_rows": Entry(
@@ -65,11 +65,11 @@ SM_90 = replace(
             "benchmarks/results/loss-h200.json)",
         ),
         "recompute_products.max_kept": Entry(
-            value=6,
+            value=5,
             evidence="with 8192 tokens all products of a decoder layer of Qwen3-8B but one of "
             "gate_proj's and up_proj's are kept: the whole step takes less time and memory than "
-            "stock Inductor's, which keeps them all (one H200, torch 2.11.0+cu130, 2026-11-22, "
-            "benchmarks/results/step_packed-h200.json)",
+            "stock Inductor's, which keeps them all; with 6 the first layer kept both (one "
+            "H200, torch 2.11.0+cu130, 2026-11-24, benchmarks/results/step_packed-h200.json)",
         ),
     },
 )
