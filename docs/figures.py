@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs import moe_figures, step_figures
+from docs import format_figures, moe_figures, step_figures
 from docs.read_results import (
     cases,
     exists,
@@ -306,6 +306,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "start": start,
     "quality-cpu": lambda: quality("cpu"),
     "quality-h200": lambda: quality("h200"),
+    "format-decodes": format_figures.decodes,
+    "format-training": format_figures.training,
+    "moe-formats": format_figures.experts,
     "moe-recipes": moe_figures.recipes,
     "moe-providers": moe_figures.providers,
     "moe": moe_figures.moe,
