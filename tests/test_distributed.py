@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
-import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import inductor_q
 from inductor_q import last_report, report, testing
 from inductor_q.backend import qfuse
+from tests.support import ranks
 from tests.support.compiling import SMALL, no_codegen
 
 BATCHES = 3
@@ -53,13 +54,6 @@ def _join(rank: int, port: int, device_type: str) -> torch.device:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=2)
     return device
-
-
-def _spawn(work: Callable[..., None], *arguments: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(work, args=(port, *arguments), nprocs=2)
 
 
 def _train(rank: int, port: int, folder: str, device_type: str) -> None:
@@ -107,11 +101,26 @@ def _train(rank: int, port: int, folder: str, device_type: str) -> None:
 
 
 def check_two_ranks(folder: Path, device_type: str) -> None:
-    _spawn(_train, str(folder), device_type)
+    ranks.on_two_ranks(folder, _train, str(folder), device_type)
     (first, error, limit), (second, *_) = (torch.load(folder / f"{rank}.pt") for rank in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len(first) == BATCHES * 14
     assert 0 < error <= 1.25 * limit, (error, limit)
+
+
+def _wait(rank: int, port: int) -> None:
+    if rank:
+        threading.Event().wait()
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SECONDS", 20.0)
+    with pytest.raises(
+        pytest.fail.Exception, match=r"not done in 20 s(?s:.*)rank 1:(?s:.*)in _wait"
+    ):
+        ranks.on_two_ranks(tmp_path, _wait)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow
@@ -319,5 +328,6 @@ def _shard_and_resume(rank: int, port: int, folder: str) -> None:
 @pytest.mark.slow
 def test_fsdp2_of_two_ranks(tmp_path: Path) -> None:
     """Losses are DDP's; a rank holds half of the packed bytes; a saved run goes on as it would."""
-    _spawn(_shard_and_resume, str(tmp_path))
-    assert any(tmp_path.iterdir())  # what rank 0 has saved; each rank asserts, and fails the join
+    saved = tmp_path / "saved"
+    ranks.on_two_ranks(tmp_path, _shard_and_resume, str(saved))
+    assert any(saved.iterdir())  # what rank 0 has saved; each rank asserts, and fails the join

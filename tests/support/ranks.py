@@ -1,0 +1,61 @@
+"""Run a function on two ranks, each a process of its own, and end them whatever happens."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.multiprocessing.spawn import ProcessContext, spawn
+
+#: Ranks that wait for one another wait for ever; alone they take about a minute.
+SECONDS = 400.0
+
+
+def on_two_ranks(folder: Path, work: Callable[..., None], *arguments: str) -> None:
+    """Call `work(rank, port, *arguments)` on ranks 0 and 1; raise what one of them raises.
+
+    A rank that is not done in time fails the test with the stack of each thread of each rank.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        # A pool of compile workers in each rank would only compete, and may outlive its rank.
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        context = spawn(_rank, args=(work, str(folder), port, *arguments), nprocs=2, join=False)
+    assert isinstance(context, ProcessContext)
+    try:
+        end = time.monotonic() + SECONDS
+        while not context.join(timeout=max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                pytest.fail(
+                    f"two ranks were not done in {SECONDS:g} s:\n{_stacks(context, folder)}"
+                )
+    finally:
+        for process in context.processes:
+            process.kill()  # SIGTERM would leave one that waits in a destructor
+            process.join()
+
+
+def _rank(rank: int, work: Callable[..., None], folder: str, *arguments: object) -> None:
+    """Run in a new process, whose stacks SIGUSR1 has written to a file."""
+    faulthandler.register(signal.SIGUSR1, _file(Path(folder), rank).open("w"), all_threads=True)
+    work(rank, *arguments)
+
+
+def _stacks(context: ProcessContext, folder: Path) -> str:
+    for process in context.processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(2.0)
+    return "\n".join(f"rank {rank}:\n{_file(folder, rank).read_text()}" for rank in range(2))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"stacks-{rank}.txt"
