@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 6945,
+    "benchmarks": 7120,
     "csrc": 3270,
     "docs": 1320,
     "examples": 1020,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1000,
     "lowerings": 735,
     "passes": 6025,
-    "tests": 36780,
+    "tests": 37100,
 }
 
 

@@ -1,7 +1,8 @@
 """Run every benchmark by ``python -m benchmarks``, at the sizes this machine can take.
 
-``python -m benchmarks origin FILE...`` compares results with the commits that they name, and
-``python -m benchmarks plot FILE...`` draws them.
+``python -m benchmarks origin FILE...`` compares results with the commits that they name,
+``python -m benchmarks plot FILE...`` draws them, and ``python -m benchmarks together FILE`` runs
+the commands of a file side by side.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import origin, plots
+from benchmarks import origin, plots, together
 
 NAMES = (
     "bench_attention",
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return origin.main(arguments[1:])
     if arguments[:1] == ["plot"]:
         return plots.main(arguments[1:])
+    if arguments[:1] == ["together"]:
+        return together.main(arguments[1:])
     return run(arguments)
 
 

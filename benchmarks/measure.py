@@ -8,6 +8,7 @@ Rules that the functions here enforce:
 - Kernels: device events around each call, the cache flushed before it, and the device kept busy
   until the host has queued everything, so launch gaps of Python code are not counted as GPU time.
 - Steps: the host clock around whole blocks of steps, synchronized at both ends.
+- Where several benchmarks run side by side (`benchmarks.together`), one measures at a time.
 - Ceilings (a large copy, a large matrix product) are measured in the same run; a roof is the larger
   of bytes over the one and operations over the other.
 """
@@ -22,6 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+
+from benchmarks.alone import alone
 
 
 @dataclass(frozen=True)
@@ -99,22 +102,24 @@ def time_kernels(
         for _ in range(warmup):
             call()
         synchronize(device)
-        start = time.perf_counter()
-        flush.zero_()
-        call()
-        synchronize(device)
-        once = time.perf_counter() - start
-        start = time.perf_counter()
-        call()
-        host[name] = time.perf_counter() - start  # on a GPU: how long the host takes to queue it
+        with alone():
+            start = time.perf_counter()
+            flush.zero_()
+            call()
+            synchronize(device)
+            once = time.perf_counter() - start
+            start = time.perf_counter()
+            call()
+            host[name] = time.perf_counter() - start  # on a GPU: how long the host takes to queue
         counts[name] = min(max_samples, max(3, int(budget / max(once, 1e-6))))
         synchronize(device)
     if device.type == "cpu":  # peers take turns by call: neighbours come and go within a round
         rounds, counts = rounds * min(counts.values()), dict.fromkeys(counts, 1)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for order in rotations(list(candidates), rounds):
-        for name in order:
-            samples[name] += sample(candidates[name], flush, counts[name], host[name])
+    with alone():
+        for order in rotations(list(candidates), rounds):
+            for name in order:
+                samples[name] += sample(candidates[name], flush, counts[name], host[name])
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
@@ -188,15 +193,16 @@ def time_steps(
         for _ in range(warmup):
             call()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for order in rotations(list(candidates), rounds):
-        for name in order:
-            candidates[name]()  # the first call after another peer pays for its cold caches
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(per_round):
-                candidates[name]()
-            synchronize(device)
-            samples[name].append((time.perf_counter() - start) / per_round)
+    with alone():
+        for order in rotations(list(candidates), rounds):
+            for name in order:
+                candidates[name]()  # the first call after another peer pays for its cold caches
+                synchronize(device)
+                start = time.perf_counter()
+                for _ in range(per_round):
+                    candidates[name]()
+                synchronize(device)
+                samples[name].append((time.perf_counter() - start) / per_round)
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
@@ -249,7 +255,8 @@ def measure_ceilings(device: torch.device, *, quick: bool = False) -> Ceilings:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    return Ceilings(
-        copy_gbps=2 * copy_bytes / best(lambda: target.copy_(source)) / 1e9,
-        matmul_tflops=2 * side**3 / best(lambda: a @ b) / 1e12,
-    )
+    with alone():
+        return Ceilings(
+            copy_gbps=2 * copy_bytes / best(lambda: target.copy_(source)) / 1e9,
+            matmul_tflops=2 * side**3 / best(lambda: a @ b) / 1e12,
+        )
