@@ -7,6 +7,9 @@ under torch.compile: there it repeats keys and values, a whole static cache in e
 
 Scores, softmax and sums are those of the program, so it is the same under strict numerics; kernels
 may add in another order.
+
+Without gradients `qfuse.attention_rows` computes it where a preset says so: sdpa's kernels for a
+mask give one query of a head to one program, which reads all keys in a row.
 """
 
 from __future__ import annotations
@@ -20,19 +23,26 @@ from torch import fx
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
+from inductor_q.ops.registry import define_ops
 from inductor_q.passes.causal_attention import ATTENTION, arguments_of
 from inductor_q.passes.causal_mask import same_size
 from inductor_q.passes.grouped_keys import unrepeated
 from inductor_q.passes.runner import CAPTURED, Site
 
+define_ops()  # the vocabulary
+
+ATTENTION_ROWS = torch.ops.qfuse.attention_rows.default
+
 
 @dataclass(frozen=True)
 class _Plan:
-    """How attention is called, and the number of heads of its queries and of its keys."""
+    """How attention is called, the number of heads of its queries and of its keys, and whether
+    `qfuse.attention_rows` computes it."""
 
     arguments: dict[str, Any]
     heads: int | torch.SymInt
     groups: int | torch.SymInt
+    by_rows: bool
 
 
 class GroupQueries:
@@ -56,8 +66,11 @@ class GroupQueries:
                 continue
             key, value = found
             grouped = {"key": key, "value": value, "enable_gqa": False}
-            plan = _Plan({**arguments, **grouped}, query[1], _shape(key)[1])
-            yield Site(node, plan=plan, provider="sdpa, grouped queries")
+            arguments |= grouped
+            by_rows = _by_rows(node, arguments, context)
+            plan = _Plan(arguments, query[1], _shape(key)[1], by_rows)
+            how = "qfuse.attention_rows" if by_rows else "sdpa"
+            yield Site(node, plan=plan, provider=f"{how}, grouped queries")
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         plan: _Plan = site.plan
@@ -69,7 +82,12 @@ class GroupQueries:
         sizes = (groups, int(plan.heads) // groups)
         with graph.inserting_before(node):
             grouped = _view(_view(query, "unflatten", 1, sizes), "squeeze", 3)
-            new = graph.call_function(ATTENTION, (grouped, key, value), arguments)
+            if plan.by_rows:
+                scale = _scale(grouped, arguments["scale"])
+                given = (grouped, key, value, arguments["attn_mask"], scale)
+                new = graph.call_function(ATTENTION_ROWS, given)
+            else:
+                new = graph.call_function(ATTENTION, (grouped, key, value), arguments)
             result = node.meta["example_value"]
             new.meta = {**node.meta, "example_value": result.unflatten(1, sizes).squeeze(3)}
             apart = _view(_view(new, "flatten", 1, 2), "unsqueeze", 2)
@@ -107,6 +125,27 @@ def _refused(arguments: dict[str, Any], found: tuple[fx.Node, fx.Node]) -> str:
     return ""
 
 
+def _by_rows(node: fx.Node, arguments: dict[str, Any], context: Context) -> bool:
+    """Whether `qfuse.attention_rows` computes attention, which takes no gradient and one mask."""
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    mask = _shape(arguments["attn_mask"])
+    values = [x.meta["example_value"] for x in (node, query, key, value)]
+    return (
+        len(mask) == 4
+        and arguments["attn_mask"].meta["example_value"].dtype is torch.bool
+        and same_size(mask[-1], _shape(key)[2])
+        and (_is(mask[0], 1) or same_size(mask[0], _shape(query)[0]))
+        and same_size(_shape(key)[-1], _shape(value)[-1])
+        and not any(x.requires_grad for x in values)
+        and len({x.dtype for x in values}) == 1  # autocast casts inside of the call
+        and hint(mask[-1]) >= context.threshold("attention_rows.min_keys")
+    )
+
+
+def _scale(query: fx.Node, scale: float | None) -> float:
+    return float(_shape(query)[-1]) ** -0.5 if scale is None else float(scale)
+
+
 def _is_transformed(node: fx.Node) -> bool:
     """Whether the value belongs to a transform, outside of which nothing is computed from it."""
     value = node.meta.get("example_value")
@@ -120,7 +159,8 @@ def _is(size: Any, number: int) -> bool:
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
-    return tuple(getattr(node.meta.get("example_value"), "shape", ()))
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return tuple(getattr(value, "shape", ()))
 
 
 def _view(x: fx.Node, name: str, *args: Any) -> fx.Node:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inductor_q.kernels import (
+    attention_rows_reference,
+    attention_rows_triton,
     dropout_reference,
     dropout_triton,
     grouped_gram_triton,
@@ -78,6 +80,10 @@ PROVIDERS: dict[str, Table] = {
             linear_rows_triton.KERNEL,
             linear_rows_reference.KERNEL,
         ),
+    },
+    "attention_rows": {
+        "cpu": (attention_rows_reference.KERNEL,),
+        "cuda": (attention_rows_triton.KERNEL, attention_rows_reference.KERNEL),
     },
     "softmax_loss": {
         "cpu": (softmax_loss_reference.KERNEL,),

@@ -375,6 +375,46 @@ class LinearRows(Call):
 
 
 @dataclass(frozen=True)
+class AttentionRows(Call):
+    """One call as a kernel gets it: return attention of a few queries that see the same keys,
+    [B, G, R, D] and contiguous. Queries that see no key give zero."""
+
+    query: Tensor  # [B, G, R, D]
+    key: Tensor  # [B, G, K, D]
+    value: Tensor  # [B, G, K, D]
+    mask: Tensor  # [B, 1, 1, K] or [1, 1, 1, K], bool
+    scale: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    def check(self) -> None:
+        """Raise unless the tensors fit."""
+        (b, g, _, d), (keys, rows) = self.query.shape, (self.key.shape[2], self.mask.shape[0])
+        _expect("key", self.key.shape, (b, g, keys, d))
+        _expect("value", self.value.shape, (b, g, keys, d))
+        _expect("mask", self.mask.shape, (1 if rows == 1 else b, 1, 1, keys))
+        dtype = self.query.dtype
+        dtypes = {"key": dtype, "value": dtype, "mask": torch.bool}
+        for name, expected in dtypes.items():
+            if (got := getattr(self, name).dtype) is not expected:
+                raise WrongDtype(what=name, expected=expected, got=got)
+        check_device("attention_rows", (self.key, self.value, self.mask), self.query)
+
+    def result(self) -> Tensor:
+        """Return memory for the result."""
+        return torch.empty_like(self.query, memory_format=torch.contiguous_format)
+
+    def empty(self) -> Tensor | None:
+        return None if self.query.numel() and self.key.numel() else self.result().zero_()
+
+    def kind(self) -> Hashable:
+        laid_out = _laid_out(self.query, self.key, self.value, self.mask)
+        return self.query.device, self.scale, laid_out
+
+
+@dataclass(frozen=True)
 class Requantize(Call):
     """One call as a kernel gets it: write a weight's values over its rows' scales into `out`.
 

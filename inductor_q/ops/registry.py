@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from inductor_q.ops.attention import define_attention
+from inductor_q.ops.attention_rows import define_attention_rows
 from inductor_q.ops.compare import define_compare
 from inductor_q.ops.copies import define_copies
 from inductor_q.ops.dequantize import define_dequantize
@@ -27,6 +28,7 @@ def define_ops() -> None:
     """Define the `qfuse::` ops (further calls do nothing)."""
     for define in (
         define_attention,
+        define_attention_rows,
         define_compare,
         define_copies,
         define_dequantize,

@@ -135,6 +135,11 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: attention under a mask computes the "
             "masked half too; measured where a preset says otherwise",
         ),
+        # Keys from which attention of one query in decoding has a kernel of ours.
+        "attention_rows.min_keys": Entry(
+            value=1 << 40,
+            evidence="a start value, which is never: the kernel has not been measured",
+        ),
         # How many times as large as an adapter's projection its input is, for the projection to be
         # kept under checkpointing.
         "keep_checkpointed.min_ratio": Entry(

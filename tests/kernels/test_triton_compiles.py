@@ -12,6 +12,7 @@ import pytest
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
+    attention_rows_triton,
     dequantize_triton,
     dropout_kernels_triton,
     dropout_triton,
@@ -64,6 +65,20 @@ def test_softmax_loss(gradient: bool) -> None:
     pointers = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "scale": "*fp32"}
     text = ptx(softmax_loss_triton._kernel(), constants, pointers)
     assert ("st.global.v4" in text) == gradient
+
+
+@pytest.mark.parametrize(("rows", "features", "dtype"), [(16, 128, "bf16"), (16, 256, "fp32")])
+def test_attention_rows(rows: int, features: int, dtype: str) -> None:
+    """Within the shared memory of every GPU; bfloat16 by tensor cores, float32 as it is."""
+    attend, join = attention_rows_triton._kernels()
+    pointers = dict.fromkeys(("query", "key", "value", "out"), f"*{dtype}") | {"mask": "*u8"}
+    pointers |= dict.fromkeys(("highest", "totals", "values"), "*fp32")
+    constants = {"ROWS": rows, "FEATURES": features, "BLOCK": 32, "SCALE": 0.1}
+    made = compiled(attend, constants, pointers, num_warps=4)
+    assert made.metadata.shared <= 64 << 10
+    assert ("mma.sync" in made.asm["ptx"]) == (dtype == "bf16")
+    taken = {name: pointer for name, pointer in pointers.items() if name in join.arg_names}
+    ptx(join, {"PARTS": 32, "FEATURES": features}, taken)
 
 
 @pytest.mark.parametrize("codes", [2, 8])

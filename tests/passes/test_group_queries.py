@@ -19,6 +19,7 @@ from tests.support.compiling import Compiled, compile_step, no_codegen  # noqa: 
 attend = torch.nn.functional.scaled_dot_product_attention
 GROUPS, REPEATS, LENGTH = 2, 3, 24
 PASS, PROVIDER = "group_queries", "sdpa, grouped queries"
+BY_ROWS = {"qfuse.thresholds": {"attention_rows.min_keys": LENGTH}}
 
 
 def repeated(x: Tensor) -> Tensor:
@@ -86,6 +87,37 @@ def test_heads_of_a_group_are_queries_of_one(
     assert key.op == value.op == "placeholder"
     assert not call.kwargs["enable_gqa"]
     assert call.kwargs["scale"] == (0.3 if fn is plain else None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ((seen(2), 8, torch.float32, False), "qfuse.attention_rows"),
+        ((seen(), 8, torch.float32, False), "qfuse.attention_rows"),
+        ((seen()[0, 0], 8, torch.float32, False), "sdpa"),
+        ((torch.zeros(1, 1, 1, LENGTH), 8, torch.float32, False), "sdpa"),
+        ((None, 8, torch.float32, False), "sdpa"),
+        ((seen(), 4, torch.float32, False), "sdpa"),
+        ((seen(), 8, torch.bfloat16, False), "sdpa"),
+        ((seen(), 8, torch.float32, True), "sdpa"),
+        ((seen()[..., :-1], 8, torch.float32, False), "sdpa"),
+    ],
+)
+def test_a_kernel_of_ours_takes_bits_without_gradients(
+    case: tuple[Tensor | None, int, torch.dtype, bool], expected: str, dynamic: bool
+) -> None:
+    """From a number of keys on, and what autocast leaves as it is."""
+    mask, width, autocast, trains = case
+    q, k, v = tensors(of_values=width)
+    keys = LENGTH if mask is None else mask.shape[-1]
+    inputs: Any = (q.requires_grad_(trains), k[..., :keys, :], v[..., :keys, :], mask)
+    stage = CapturedStage(PASS, **BY_ROWS)
+    torch.compiler.reset()
+    with torch.autocast("cpu", enabled=autocast is torch.bfloat16):
+        got = torch.compile(plain, backend=stage, dynamic=dynamic, fullgraph=True)(*inputs)
+        torch.testing.assert_close(got, plain(*inputs))
+    assert [site.provider for site in stage.sites] == [f"{expected}, grouped queries"]
 
 
 def of_other_widths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,11 +201,12 @@ def test_what_a_transform_maps_stays() -> None:
 LAYERS, PROMPT = 2, 6
 
 
+@pytest.mark.parametrize("by_rows", [False, True], ids=["sdpa", "attention_rows"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     "config", [testing.tiny_llama_config, testing.tiny_qwen3_config], ids=["llama", "qwen3"]
 )
-def test_a_step_over_a_static_cache(config: Callable[..., Any], rows: int) -> None:
+def test_a_step_over_a_static_cache(config: Callable[..., Any], rows: int, by_rows: bool) -> None:
     """No layer copies its cache for the groups; logits are eager's, and so is the cache."""
     from transformers import StaticCache
 
@@ -187,14 +220,18 @@ def test_a_step_over_a_static_cache(config: Callable[..., Any], rows: int) -> No
         out: Tensor = model(input_ids=last, past_key_values=cache, use_cache=True).logits
         return out
 
+    options = {"qfuse.thresholds": {"attention_rows.min_keys": 16 if by_rows else 17}}
     with torch.no_grad():
         expected = [(cache.reset(), step(ids[:, :-1]), step(ids[:, -1:]))[2]]
         layer: Any = cache.layers[-1]
         keys = layer.keys.clone()
         cache.reset()
         step(ids[:, :-1])
-        result: Compiled = compile_step(step, ids[:, -1:], module=model, context=no_codegen())
+        result: Compiled = compile_step(
+            step, ids[:, -1:], module=model, options=options, context=no_codegen()
+        )
     assert result.applied[PASS] == LAYERS
+    assert result.ops["qfuse.attention_rows"] == (LAYERS if by_rows else 0)
     torch.testing.assert_close(result.output, expected[0])
     torch.testing.assert_close(layer.keys, keys)
     # A node of the width of all heads is as long as a query, none as a cache.
