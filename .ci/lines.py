@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 7120,
-    "csrc": 3270,
+    "csrc": 3360,
     "docs": 1320,
     "examples": 1020,
     "inductor_q": 5550,

@@ -1,5 +1,6 @@
 // Multiply a few rows with packed 4-bit weights on a CPU: y = x W' + bias + (x A') B', in float32,
-// rounded once.
+// rounded once. Where the processor multiplies bfloat16, several rows of x in it meet weights rounded to
+// it, as in an eager product: by a matrix unit (amx.h) or by products of pairs (pairs.h).
 //
 // A block's 16 values, scaled, are a table in registers: each code is one look-up, and nothing is
 // written as a weight. x is widened to float32 once and put in the order of the look-ups, those of
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "pairs.h"
 #include "panel.h"
 #include "rounding.h"
 
@@ -29,6 +31,7 @@ constexpr int64_t kBlock = 48;                   // rows of weights between two 
 constexpr int kMost = 4;                         // rows of weights that share what is read of x
 constexpr int64_t kAhead = 512;                  // bytes by which codes are fetched ahead
 constexpr int64_t kTilesFrom = 5;                // rows of x from which the matrix unit is used
+constexpr int64_t kPairsFrom = 3;                // likewise, for products of pairs
 constexpr int64_t kGrain = 1 << 16;              // elements of weights that are worth a thread
 
 inline float widen(const void* p, int64_t i, int dtype) {
@@ -41,7 +44,7 @@ inline float widen(const void* p, int64_t i, int dtype) {
       return value;
     }
     case kFloat16: {
-      _Float16 half;
+      Half half;
       std::memcpy(&half, static_cast<const uint16_t*>(p) + i, 2);
       return static_cast<float>(half);
     }
@@ -49,6 +52,21 @@ inline float widen(const void* p, int64_t i, int dtype) {
     default: return static_cast<const int8_t*>(p)[i];
   }
 }
+
+// How x and the values of codes are multiplied: as float32 of every processor.
+struct Widened {
+  using Number = float;
+  using Values = Table;
+  static constexpr int kLanes = ::kLanes;
+
+  static Values values(Table table) { return table; }
+  static Bytes load(const uint8_t* codes) { return load_bytes(codes); }
+  static Lanes look_up_high(const Values& values, Bytes codes) { return high(values, codes); }
+  static Lanes look_up_low(const Values& values, Bytes codes) { return low(values, codes); }
+  static Lanes add(Lanes sum, Lanes weights, const float* x) {
+    return fma(weights, ::load(x), sum);
+  }
+};
 
 // Puts a row in the order of the look-ups, with zeros behind, at `stride` floats from chunk to chunk.
 template <int kDtype>
@@ -101,8 +119,9 @@ struct Decoder {
 };
 
 // Multiplies R rows of weights with M rows of x, into kTogether sums for each row of weights.
-template <int R, int M, int kZero>
-void multiply(const Panel& panel, const float* x, float* sums) {
+template <class Kind, int R, int M, int kZero>
+void multiply(const Panel& panel, const typename Kind::Number* x, float* sums) {
+  constexpr int kHalf = Kind::kLanes, kChunk = 2 * kHalf;
   // Loops over r and m are unrolled before anything else, so that totals are registers.
   Lanes totals[R][M];
 #pragma GCC unroll 8
@@ -112,21 +131,22 @@ void multiply(const Panel& panel, const float* x, float* sums) {
   const uint8_t* codes = panel.codes;
   const int64_t row_bytes = panel.columns / 2, groups = panel.columns / panel.step;
   for (int64_t g = 0; g < groups; ++g) {
-    Table tables[R];
+    typename Kind::Values values[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      tables[r] = scaled<kZero>(panel, g + r * groups);
+      values[r] = Kind::values(scaled<kZero>(panel, g + r * groups));
       __builtin_prefetch(codes + r * row_bytes + kAhead);
     }
-    for (int64_t i = 0; i < panel.step; i += kChunk, x += M * kChunk, codes += kLanes) {
+    for (int64_t i = 0; i < panel.step; i += kChunk, x += M * kChunk, codes += kHalf) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const Bytes bytes = load_bytes(codes + r * row_bytes);
-        const Lanes one = high(tables[r], bytes), two = low(tables[r], bytes);
+        const auto bytes = Kind::load(codes + r * row_bytes);
+        const auto one = Kind::look_up_high(values[r], bytes);
+        const auto two = Kind::look_up_low(values[r], bytes);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
-          totals[r][m] = fma(one, load(x + m * kChunk), totals[r][m]);
-          totals[r][m] = fma(two, load(x + m * kChunk + kLanes), totals[r][m]);
+          totals[r][m] = Kind::add(totals[r][m], one, x + m * kChunk);
+          totals[r][m] = Kind::add(totals[r][m], two, x + m * kChunk + kHalf);
         }
       }
     }
@@ -137,11 +157,11 @@ void multiply(const Panel& panel, const float* x, float* sums) {
     for (int m = 0; m < M; ++m) sums[r * kTogether + m] = sum(totals[r][m]);
 }
 
-template <int R, int M>
-void multiply(const Panel& panel, const float* x, float* sums) {
-  if (panel.zero == kNone) multiply<R, M, kNone>(panel, x, sums);
-  else if (panel.zero == kCode) multiply<R, M, kCode>(panel, x, sums);
-  else multiply<R, M, kValue>(panel, x, sums);
+template <class Kind, int R, int M>
+void multiply(const Panel& panel, const typename Kind::Number* x, float* sums) {
+  if (panel.zero == kNone) multiply<Kind, R, M, kNone>(panel, x, sums);
+  else if (panel.zero == kCode) multiply<Kind, R, M, kCode>(panel, x, sums);
+  else multiply<Kind, R, M, kValue>(panel, x, sums);
 }
 
 // Multiplies one row of numbers, arranged, with M rows of x.
@@ -164,28 +184,31 @@ constexpr int rows_of_weights(int count) {
   return kLanes == 16 ? (count > 4 ? 3 : 4) : (count > 2 ? 2 : 4);
 }
 
-using Multiply = void (*)(const Panel&, const float*, float*);
+template <class Kind>
+using Multiply = void (*)(const Panel&, const typename Kind::Number*, float*);
 using MultiplyDense = void (*)(const float*, int64_t, const float*, float*);
 
 // The functions for 1 to kTogether rows of x.
-template <size_t... I>
-constexpr std::array<Multiply, kTogether> several(std::index_sequence<I...>) {
-  return {multiply<rows_of_weights(I + 1), I + 1>...};
+template <class Kind, size_t... I>
+constexpr std::array<Multiply<Kind>, kTogether> several(std::index_sequence<I...>) {
+  return {multiply<Kind, rows_of_weights(I + 1), I + 1>...};
 }
-template <size_t... I>
-constexpr std::array<Multiply, kTogether> single(std::index_sequence<I...>) {
-  return {multiply<1, I + 1>...};
+template <class Kind, size_t... I>
+constexpr std::array<Multiply<Kind>, kTogether> single(std::index_sequence<I...>) {
+  return {multiply<Kind, 1, I + 1>...};
 }
 template <size_t... I>
 constexpr std::array<MultiplyDense, kTogether> dense(std::index_sequence<I...>) {
   return {multiply_dense<I + 1>...};
 }
-constexpr auto kSeveral = several(std::make_index_sequence<kTogether>());
-constexpr auto kSingle = single(std::make_index_sequence<kTogether>());
+template <class Kind>
+constexpr auto kSeveral = several<Kind>(std::make_index_sequence<kTogether>());
+template <class Kind>
+constexpr auto kSingle = single<Kind>(std::make_index_sequence<kTogether>());
 constexpr auto kDense = dense(std::make_index_sequence<kTogether>());
 
-// An input, arranged in tiles of kTogether rows: chunk by chunk, and in a chunk row by row. Where the
-// matrix unit multiplies it with weights, also as that reads it.
+// An input, arranged in tiles of kTogether rows: chunk by chunk, and in a chunk row by row. Where
+// weights meet it in bfloat16, it is arranged for that, and for adapters like this.
 class Input {
  public:
   Input(const void* x, int64_t count, int64_t columns, int64_t step, int dtype, bool high_first,
@@ -197,6 +220,16 @@ class Input {
       tiles_ = std::make_unique<amx::Rows>(static_cast<const uint16_t*>(x), count, columns,
                                            high_first);
     if (tiles_ != nullptr && !has_adapters) return;
+#endif
+#ifdef QFUSE_PAIRS
+    if (dtype == kBFloat16 && count >= kPairsFrom && columns > 0 && step % pairs::kColumns == 0
+#ifdef QFUSE_AMX
+        && tiles_ == nullptr
+#endif
+    ) {
+      arrange_pairs(static_cast<const uint16_t*>(x), high_first);
+      if (!has_adapters) return;
+    }
 #endif
     values_.reserve(count * chunks * kChunk);
     at::parallel_for(0, count, kGrain / (columns + 1) + 1, [&](int64_t begin, int64_t end) {
@@ -213,10 +246,29 @@ class Input {
 #ifdef QFUSE_AMX
   const amx::Rows* tiles() const { return tiles_.get(); }
 #endif
+#ifdef QFUSE_PAIRS
+  bool in_pairs() const { return pairs_.data() != nullptr; }
+  const uint16_t* pairs(int64_t first) const {
+    return reinterpret_cast<const uint16_t*>(pairs_.data()) + first * columns;
+  }
+#endif
 
   const int64_t count, columns, chunks;
 
  private:
+#ifdef QFUSE_PAIRS
+  void arrange_pairs(const uint16_t* x, bool high_first) {
+    auto* const out = reinterpret_cast<uint16_t*>(pairs_.reserve((count * columns + 1) / 2));
+    at::parallel_for(0, count, kGrain / (columns + 1) + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) {
+        const int64_t first = m / kTogether * kTogether;
+        pairs::arrange(x + m * columns, columns, high_first, in_tile(first),
+                       out + first * columns + (m - first) * pairs::kColumns);
+      }
+    });
+  }
+  Buffer pairs_;
+#endif
   Buffer values_;
 #ifdef QFUSE_AMX
   std::unique_ptr<amx::Rows> tiles_;
@@ -250,17 +302,25 @@ class Product {
       return;
     }
 #endif
-    float part[kMost * kTogether];
-    for (int64_t m = 0; m < x_.count; m += kTogether) {
-      const int64_t together = x_.in_tile(m), most = rows_of_weights(static_cast<int>(together));
-      for (int64_t r = 0, now; r < rows; r += now) {
-        now = rows - r < most ? 1 : most;
-        start_at(r);
-        (now == 1 ? kSingle : kSeveral)[together - 1](panel, x_.tile(m), part);
-        for (int64_t i = 0; i < now; ++i)
-          std::copy_n(part + i * kTogether, together, sums + (r + i) * x_.count + m);
+    const auto multiply_tiles = [&](auto kind, const auto& tile) {
+      using Kind = decltype(kind);
+      float part[kMost * kTogether];
+      for (int64_t m = 0; m < x_.count; m += kTogether) {
+        const int64_t together = x_.in_tile(m), most = rows_of_weights(static_cast<int>(together));
+        for (int64_t r = 0, now; r < rows; r += now) {
+          now = rows - r < most ? 1 : most;
+          start_at(r);
+          (now == 1 ? kSingle<Kind> : kSeveral<Kind>)[together - 1](panel, tile(m), part);
+          for (int64_t i = 0; i < now; ++i)
+            std::copy_n(part + i * kTogether, together, sums + (r + i) * x_.count + m);
+        }
       }
-    }
+    };
+#ifdef QFUSE_PAIRS
+    if (x_.in_pairs())
+      return multiply_tiles(pairs::Kind(), [&](int64_t m) { return x_.pairs(m); });
+#endif
+    multiply_tiles(Widened(), [&](int64_t m) { return x_.tile(m); });
   }
 
   // Adds the adapter's product and the bias to one row's sums. `projected`: [rank, count].

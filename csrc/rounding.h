@@ -4,6 +4,12 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __aarch64__  // whose C++ compilers know the other name for less long
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 inline uint16_t to_bfloat16(float value) {
@@ -14,7 +20,7 @@ inline uint16_t to_bfloat16(float value) {
 }
 
 inline uint16_t to_float16(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
+  const Half half = static_cast<Half>(value);
   uint16_t bits;
   std::memcpy(&bits, &half, 2);
   return bits;

@@ -52,7 +52,12 @@ def test_formats_that_the_kernel_serves() -> None:
 @pytest.mark.parametrize("fmt", SERVED, ids=lambda fmt: fmt.name)
 def test_every_format_against_float64(fmt: QuantFormat) -> None:
     shape = (29, 4096) if "4096" in fmt.name else (29, 512)
-    for rows, dtype in ((1, torch.bfloat16), (8, torch.float16), (3, torch.float32)):
+    for rows, dtype in (
+        (1, torch.bfloat16),
+        (4, torch.bfloat16),
+        (8, torch.float16),
+        (3, torch.float32),
+    ):
         call, exact = made(fmt, shape, rows, dtype)
         check(call, exact)
 
@@ -179,7 +184,9 @@ def rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "flags", [("-mno-amx-bf16",), ("-mno-avx512f",), ("-mno-avx2", "-mno-avx512f")], ids=str
+    "flags",
+    [("-mno-amx-bf16",), ("-mno-avx512bf16",), ("-mno-avx512f",), ("-mno-avx2", "-mno-avx512f")],
+    ids=str,
 )
 def test_as_other_processors_run_it(
     flags: tuple[str, ...], rebuilt: None, monkeypatch: pytest.MonkeyPatch
