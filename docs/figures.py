@@ -7,6 +7,7 @@ inside a sentence. So `make docs` follows when something is measured again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from docs import format_figures, moe_figures, step_figures
@@ -86,8 +87,8 @@ def few_rows() -> str:
     return f"{table((*header, *more, 'qfuse, share of the roof'), body)}\n\n{source(name)}"
 
 
-def few_rows_cpu() -> str:
-    name, peers = "rows-cpu", ("bitsandbytes", "stock", "decode", "dense", "qfuse")
+def few_rows_cpu(name: str = "rows-cpu") -> str:
+    peers = ("bitsandbytes", "stock", "decode", "dense", "qfuse")
     body = []
     for case in cases(name):
         times = [seconds(name, peer, **case) for peer in peers]
@@ -297,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
     "few-rows-cpu": few_rows_cpu,
+    "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
     "decode": decode,
     "sharded": sharded,
     "kbit": kbit,
