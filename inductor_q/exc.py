@@ -184,6 +184,14 @@ class NoExperts(QfuseError, ValueError):
     )
 
 
+class CannotShard(QfuseError, ValueError):
+    """The experts of a layer cannot be shared among the ranks; `problem` says what to change."""
+
+    what: str
+    problem: str
+    message = "cannot shard the experts of {what}: {problem}"
+
+
 class NothingToQuantize(QfuseError, ValueError):
     """A quantizer would have changed nothing in the model; `found` says what is there."""
 
@@ -478,6 +486,17 @@ class NoRegion(QfuseError, ValueError):
         'compile it with regions="model".'
     )
     model: str
+
+
+class NormOfOneRank(QfuseError, ValueError):
+    """A trainer would clip gradients by another factor on each rank."""
+
+    value: float
+    message = (
+        "max_grad_norm={value} clips each rank by the norm of its own experts, so that what the "
+        "ranks have in common drifts apart. Set max_grad_norm=0.0, or train in a loop of your own "
+        "with inductor_q.experts.clip_grad_norm_"
+    )
 
 
 class OptionsWithoutCompile(QfuseError, ValueError):

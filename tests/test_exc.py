@@ -147,6 +147,18 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.CannotShard(what="mlp.experts", problem="8 experts are no multiple of 3 ranks"),
+        "cannot shard the experts of mlp.experts: 8 experts are no multiple of 3 ranks",
+        ValueError,
+    ),
+    (
+        exc.NormOfOneRank(value=1.0),
+        "max_grad_norm=1.0 clips each rank by the norm of its own experts, so that what the ranks "
+        "have in common drifts apart. Set max_grad_norm=0.0, or train in a loop of your own with "
+        "inductor_q.experts.clip_grad_norm_",
+        ValueError,
+    ),
+    (
         exc.NothingToQuantize(model="Net", found="it has no nn.Linear"),
         "nothing to quantize in Net: it has no nn.Linear",
         ValueError,

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from inductor_q.experts.model import add_lora as add_lora
     from inductor_q.experts.model import quantize as quantize
     from inductor_q.experts.model import use_qfuse as use_qfuse
+    from inductor_q.experts.sharding import clip_grad_norm_ as clip_grad_norm_
+    from inductor_q.experts.sharding import parameters_of_rank as parameters_of_rank
+    from inductor_q.experts.sharding import shard as shard
     from inductor_q.experts.stack import ExpertStack as ExpertStack
     from inductor_q.ops.routing import Routing as Routing
     from inductor_q.ops.routing import route as route
@@ -22,10 +25,13 @@ _PUBLIC = {
     "ExpertStack": "inductor_q.experts.stack",
     "Routing": "inductor_q.ops.routing",
     "add_lora": "inductor_q.experts.model",
+    "clip_grad_norm_": "inductor_q.experts.sharding",
     "load_adapter": "inductor_q.experts.adapter",
+    "parameters_of_rank": "inductor_q.experts.sharding",
     "quantize": "inductor_q.experts.model",
     "route": "inductor_q.ops.routing",
     "save_adapter": "inductor_q.experts.adapter",
+    "shard": "inductor_q.experts.sharding",
     "use_qfuse": "inductor_q.experts.model",
 }
 
@@ -33,10 +39,13 @@ __all__ = [
     "ExpertStack",
     "Routing",
     "add_lora",
+    "clip_grad_norm_",
     "load_adapter",
+    "parameters_of_rank",
     "quantize",
     "route",
     "save_adapter",
+    "shard",
     "use_qfuse",
 ]
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from inductor_q.exc import CorruptAdapter
+from inductor_q.experts.forward import is_sharded, ranks_of
 from inductor_q.experts.model import attach, stacks, use_qfuse
 from inductor_q.experts.modules import PROJECTIONS, as_stack, expert_layers, projections
 from inductor_q.experts.stack import ExpertStack
@@ -27,13 +29,14 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the experts' adapters under PEFT's names and in its shapes."""
+    """Return the experts' adapters under PEFT's names and in its shapes, those of all ranks."""
     adapted = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
     found = {}
     for name, key in _keys([*adapted]).items():
         stack = adapted[name]
         assert stack.lora_A is not None and stack.lora_B is not None
-        a, b = stack.lora_A.detach(), stack.lora_B.detach()
+        ranks = ranks_of(model.get_submodule(name.rpartition(".")[0]))
+        a, b = (_of_all_ranks(part.detach(), ranks) for part in (stack.lora_A, stack.lora_B))
         found[f"{key}.lora_A.weight"] = a.flatten(0, 1).contiguous()
         found[f"{key}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
     return found
@@ -41,6 +44,8 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
     """Write the adapters of `model` as PEFT does, those of a PEFT model around it included.
+
+    After `shard` all ranks call it, and the first one writes.
 
     Raises:
         CorruptAdapter: its experts have none.
@@ -69,9 +74,11 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
         if alpha != config["lora_alpha"]:
             alphas[_short(name)] = int(alpha) if alpha == int(alpha) else alpha
     config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+    state = {**state, **adapter_state_dict(model)}
+    if is_sharded(model) and dist.get_rank():
+        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {**state, **adapter_state_dict(model)}
     tensors = {name: value.contiguous().cpu() for name, value in state.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
@@ -112,8 +119,10 @@ def load_adapter(
     for name, key in _keys(names).items():
         layer_name, _, short = name.rpartition(".")
         stack = as_stack(model.get_submodule(layer_name), short)
+        ranks = ranks_of(model.get_submodule(layer_name))
         a, b = (_take(state, f"{key}.lora_{side}.weight", folder) for side in "AB")
-        e, r = stack.num_experts, a.shape[0] // stack.num_experts
+        e = stack.num_experts * ranks
+        r = a.shape[0] // e
         expected = (e * r, stack.in_features), (stack.out_features, e * r)
         if (tuple(a.shape), tuple(b.shape)) != expected:
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
@@ -121,7 +130,9 @@ def load_adapter(
         alpha = _pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
         scaling = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
         a, b = a.unflatten(0, (e, r)), b.unflatten(1, (r, e)).permute(2, 0, 1)
-        added += attach(stack, a.to(dtype), b.to(dtype).contiguous(), scaling)
+        if ranks > 1:
+            a, b = (part.chunk(ranks)[dist.get_rank()] for part in (a, b))
+        added += attach(stack, a.to(dtype).contiguous(), b.to(dtype).contiguous(), scaling)
     if isinstance(model, PeftModel):
         left = set_peft_model_state_dict(model, state).unexpected_keys  # type: ignore[attr-defined]
     else:
@@ -131,6 +142,15 @@ def load_adapter(
         raise CorruptAdapter(path=str(folder), problem=problem)
     use_qfuse(model)
     return added
+
+
+def _of_all_ranks(part: Tensor, ranks: int) -> Tensor:
+    """Return the parts of all ranks, one behind the other."""
+    if ranks == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(ranks)]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts)
 
 
 def _keys(names: list[str]) -> dict[str, str]:

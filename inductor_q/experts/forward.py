@@ -11,16 +11,19 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.capture.library import Stored
 from inductor_q.experts.modules import packed_experts
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
+from inductor_q.ops.exchange import plan_exchange, to_experts, to_tokens
 from inductor_q.ops.routing import Routing, route
 
 IMPLEMENTATION = "qfuse"
+
+_RANKS = "_qfuse_ranks"  # what `shard` notes on a layer
 
 
 @functools.cache
@@ -39,24 +42,48 @@ def experts_forward(
     Args:
         self: the expert layer; what it says of its layout is transformers'.
         top_k_index, top_k_weights: [tokens, top_k]; an index that is none of this device's experts
-            is a sentinel of expert parallelism.
+            is a sentinel of expert parallelism. After `shard` it is one among those of all ranks.
     """
-    routing = route(top_k_index, self.num_experts)
     x = hidden_states
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (ranks := ranks_of(self)) == 1:
+        return _compute(self, x, top_k_index, top_k_weights).to(hidden_states.dtype)
+    exchange = plan_exchange(top_k_index, self.num_experts, ranks)
+    gates = to_experts(top_k_weights, exchange)
+    y = _compute(self, to_experts(x, exchange), exchange.ids, gates)
+    return to_tokens(y, exchange, x.shape[0]).to(hidden_states.dtype)
+
+
+def _compute(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute tokens that are here through the experts that are here."""
+    routing = route(top_k_index, self.num_experts)
     name = "gate_up_proj" if self.has_gate else "up_proj"
     hidden = project(self, name, x, routing, grouped_out=True)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
     if not getattr(self, "has_post_expert_norm", False):  # transformers 5.23 and later have it
-        out = project(self, "down_proj", hidden, routing, grouped_in=True, gates=top_k_weights)
-        return out.to(hidden_states.dtype)
+        return project(self, "down_proj", hidden, routing, grouped_in=True, gates=top_k_weights)
     rows = project(self, "down_proj", hidden, routing, grouped_in=True, grouped_out=True)
     rows = self.post_expert_norm(rows)[routing.inverse].reshape(*top_k_index.shape, -1)
     # A norm may make something of a sentinel's zeros.
     ours = ((top_k_index >= 0) & (top_k_index < self.num_experts)).unsqueeze(-1)
     weighted = torch.where(ours, rows * top_k_weights.unsqueeze(-1), 0)
-    return weighted.sum(1).to(hidden_states.dtype)
+    return weighted.sum(1)
+
+
+def ranks_of(layer: Any) -> int:
+    """Return how many ranks share a layer's experts."""
+    ranks: int = getattr(layer, _RANKS, 1)
+    return ranks
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some of the model's experts are on other ranks."""
+    return any(ranks_of(module) > 1 for module in model.modules())
+
+
+def note_ranks(layer: Any, ranks: int) -> None:
+    setattr(layer, _RANKS, ranks)
 
 
 def project(layer: Any, name: str, x: Tensor, routing: Routing, **how: Any) -> Tensor:

@@ -8,6 +8,7 @@ that differ in what is no part of the state, such as shapes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator
@@ -21,6 +22,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.parallel import DistributedDataParallel
 
 from inductor_q.backend import qfuse_backend
+from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
 
@@ -39,6 +41,7 @@ class States:
         self.settings = settings
         self.functions: dict[tuple[Any, State], Callable[..., Any]] = {}
         self.latest: State | None = None
+        self.is_sharded = is_sharded(model)
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
@@ -114,7 +117,9 @@ class Region:
 
     Under DDP torch would split the graph where a bucket of gradients is full, to overlap their
     all-reduce with the rest of backward. Adapters' gradients are small, and a part without the
-    embeddings or the mask has less that can be fused, so the graph stays whole here.
+    embeddings or the mask has less that can be fused, so the graph stays whole here. How many
+    tokens come from other ranks to the experts of this one is no number that a graph knows; it
+    stays whole there too.
     """
 
     module: Any
@@ -129,9 +134,12 @@ class Region:
         if args and self.shares and torch.is_grad_enabled():
             args = (_like_the_others(args[0], self.module), *args[1:])
         call = self.states.function(self.module)
-        if DistributedDataParallel._get_active_ddp_module() is None:
-            return call(*args, **kwargs)
-        with dynamo_config.patch(optimize_ddp=False):
+        needed: dict[str, bool] = {}
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            needed["optimize_ddp"] = False
+        if self.states.is_sharded:
+            needed["capture_dynamic_output_shape_ops"] = True
+        with dynamo_config.patch(needed) if needed else contextlib.nullcontext():
             return call(*args, **kwargs)
 
 

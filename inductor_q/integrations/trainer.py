@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from inductor_q.exc import MissingExtra, OptionsWithoutCompile
+from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile
+from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
@@ -53,6 +54,8 @@ class QfuseCallback(TrainerCallback):
 
     Raises:
         OptionsWithoutCompile: there are options, and `enabled` is False.
+        NormOfOneRank: at the start of training, where `experts.shard` has left experts to other
+            ranks, and the trainer clips gradients.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class QfuseCallback(TrainerCallback):
             _take_over(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.max_grad_norm and is_sharded(kwargs["model"]):
+            raise NormOfOneRank(value=args.max_grad_norm)
         if self.enabled:
             model = compile(kwargs["model"], **self.settings)
             if self.settings["dynamic"] is None:

@@ -78,6 +78,17 @@ class ExpertWeights:
         ]
         return self._decode(parts, self._sliceable[1], experts.shape[0], out)
 
+    def share(self, experts: slice) -> list[Tensor] | None:
+        """Copy the operands of some neighbours; None where a block spans two experts."""
+        if self._fmt is None:
+            return [self._operands[0][experts].clone()]
+        if self._numel % self._fmt.period(self._shape[-1]):
+            return None
+        return [
+            part if shared else part[experts].reshape(-1).clone()
+            for part, shared in self._by_expert()
+        ]
+
     def all(self, out: Tensor | None = None) -> Tensor:
         """Decode all experts: [E, rows, cols].
 

@@ -11,6 +11,7 @@ from inductor_q.ops.copies import define_copies
 from inductor_q.ops.dequantize import define_dequantize
 from inductor_q.ops.dropout import define_dropout
 from inductor_q.ops.eight_bits import define_eight_bits
+from inductor_q.ops.exchange import define_exchange
 from inductor_q.ops.extend import define_extend
 from inductor_q.ops.grouped_gram import define_grouped_gram
 from inductor_q.ops.linear import define_linear
@@ -34,6 +35,7 @@ def define_ops() -> None:
         define_dequantize,
         define_dropout,
         define_eight_bits,
+        define_exchange,
         define_extend,
         define_grouped_gram,
         define_linear,
