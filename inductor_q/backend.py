@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,7 @@ FUSION_LIMITS = {
 capture.trace_gathered()  # torch.compile imports this module before it traces anything
 
 _reports: list[Report] = []  # one for each graph of this process
-_breaks_before = 0  # what torch had counted at the last reset
+_counted_before: Counter[str] = Counter()  # what torch had counted at the last reset
 _written: dict[str, list[Report]] = {}  # what this process has put into each report file
 
 
@@ -79,9 +80,23 @@ def reports() -> tuple[Report, ...]:
 
 def graph_breaks() -> int:
     """Return how many graph breaks torch has counted since the last reset."""
+    return _counted()["breaks"]
+
+
+def functions_at_limit() -> int:
+    """Return of how many functions torch has refused another graph since the last reset.
+
+    They go on in eager mode wherever no graph that they have fits.
+    """
+    return _counted()["limits"]
+
+
+def _counted() -> Counter[str]:
     from torch._dynamo.utils import counters
 
-    return max(sum(counters["graph_break"].values()) - _breaks_before, 0)
+    limits = (n for why, n in counters["unimplemented"].items() if "limit exceeded" in why[:60])
+    found = Counter(breaks=sum(counters["graph_break"].values()), limits=sum(limits))
+    return found - _counted_before
 
 
 def qfuse(
@@ -208,10 +223,9 @@ def qfuse_backend() -> Any:
 
 def _reset() -> None:
     """Forget the reports; `torch.compiler.reset()` calls this."""
-    global _breaks_before
     _reports.clear()
     corrections.forget()
-    _breaks_before += graph_breaks()
+    _counted_before.update(_counted())
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()

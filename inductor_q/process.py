@@ -25,12 +25,15 @@ class ProcessReport:
 
     `layers` judges each quantized layer, by module path, as its worst graph does; one that no graph
     read is rejected. `breaks` counts the graph breaks of everything that Dynamo has compiled;
-    `qfuse explain` also finds those that torch's counters miss.
+    `qfuse explain` also finds those that torch's counters miss. `at_limit` counts functions that
+    got no further graph at torch's recompile limit: where none of theirs fits, the layers in them
+    run in eager mode, whatever `layers` says of the graphs.
     """
 
     reports: tuple[Report, ...] = ()
     layers: dict[str, Verdict] = field(default_factory=dict)
     breaks: int = 0
+    at_limit: int = 0
 
     @property
     def graphs(self) -> int:
@@ -42,8 +45,10 @@ class ProcessReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether each layer is fused, or left to its library by choice, without a break."""
-        return not self.breaks and all(verdict.is_accepted for verdict in self.layers.values())
+        """Whether each layer is fused, or left to its library by choice, without a break, and
+        nothing was refused a graph."""
+        accepted = all(verdict.is_accepted for verdict in self.layers.values())
+        return accepted and not self.breaks and not self.at_limit
 
     def reasons(self) -> Counter[str]:
         """Count the reasons why layers are not fused."""
@@ -55,6 +60,9 @@ class ProcessReport:
         line = (
             f"qfuse: {layers}; {_several(self.graphs, 'graph')}, {_several(self.breaks, 'break')}"
         )
+        if self.at_limit:
+            functions = _several(self.at_limit, "function")
+            line += f"; {functions} at the recompile limit, partly in eager mode"
         for reason, count in self.reasons().most_common(1):
             line += f"; {count} not fused: {reason}"
         return line if self.is_clean else f"{line}; run `qfuse explain` for the causes"
@@ -81,7 +89,7 @@ def report(model: nn.Module | None = None) -> ProcessReport:
     if model is None:  # models that are gone by now
         named = {match(path, judged) for path in layers}
         layers |= {path: verdict for path, verdict in judged.items() if path not in named}
-    return ProcessReport(reports, layers, backend.graph_breaks())
+    return ProcessReport(reports, layers, backend.graph_breaks(), backend.functions_at_limit())
 
 
 def _by_path(paths: Iterable[str], judged: dict[str, Verdict]) -> dict[str, Verdict]:

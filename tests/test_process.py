@@ -65,6 +65,20 @@ def test_a_layer_that_no_graph_reads_counts() -> None:
     assert len(inductor_q.report().layers) >= 2  # other tests' models may live
 
 
+def test_what_the_recompile_limit_leaves_in_eager_mode_is_said() -> None:
+    torch.compiler.reset()
+    layers = nn.Sequential(*(testing.lora_linear(64, 64, r=r) for r in (2, 4, 8)))
+    for layer in layers:
+        layer.compile(backend=inductor_q.backend.qfuse)
+    with no_codegen(), torch._dynamo.config.patch(recompile_limit=2):
+        layers(torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    found = inductor_q.report(layers)
+    assert (found.graphs, found.at_limit) == (2, 1) and not found.is_clean
+    assert "1 function at the recompile limit, partly in eager mode; run" in found.summary()
+    torch.compiler.reset()
+    assert inductor_q.report(layers).at_limit == 0
+
+
 def test_a_reset_forgets() -> None:
     model = Two()
     run(model)

@@ -300,6 +300,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quark": ({"quant_method": "quark"}, "quant_method 'quark' has no reader; those that have are"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "from_pretrained loads bitsandbytes packed"),
     "gptq bits": ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
+    "hqq of nothing": (
+        {"quant_method": "hqq", "quant_config": None},
+        "HQQ with quant_config None, which has no weight_quant_params",
+    ),
     "hqq along columns": (
         {
             **{"quant_method": "hqq"},

@@ -28,8 +28,10 @@ _DTYPES = {len(str(dtype)): dtype for dtype in (torch.float16, torch.bfloat16)}
 
 
 def reader(config: Mapping[str, Any]) -> Find | str:
-    said = config["quant_config"]
+    said = config.get("quant_config") or {}
     by_tag = {"": said} if "weight_quant_params" in said else said
+    if not by_tag or any("weight_quant_params" not in (of or ()) for of in by_tag.values()):
+        return f"HQQ with quant_config {said or None!r}, which has no weight_quant_params"
     for of in by_tag.values():
         if problem := _unread(of["weight_quant_params"]):
             return problem
