@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7120,
+    "benchmarks": 7160,
     "csrc": 3360,
     "docs": 1330,
     "examples": 1020,

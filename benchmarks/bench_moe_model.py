@@ -43,6 +43,19 @@ CASES = {
 }
 RANK, ALPHA = 16, 32
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 40_960,
+}
+
 Step = Callable[[], torch.Tensor]
 
 
@@ -102,7 +115,7 @@ def _run_case(
         gc.collect()
         before = harness.held_bytes(suite.device) or 0
         adapts_experts = "experts" in adapted
-        model = _model(
+        model = moe_model(
             config, suite.device, recipe, packed=peer == "packed", experts=adapts_experts
         )
         static = harness.held_bytes(suite.device)
@@ -136,22 +149,10 @@ def _run_case(
 def _config(layers: int, *, on_gpu: bool) -> Any:
     if not on_gpu:
         return testing.tiny_qwen3_moe_config(num_hidden_layers=layers)
-    return testing.tiny_qwen3_moe_config(
-        vocab_size=32_000,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        max_position_embeddings=40_960,
-    )
+    return testing.tiny_qwen3_moe_config(num_hidden_layers=layers, **QWEN3_30B_A3B)
 
 
-def _model(
+def moe_model(
     config: Any,
     device: torch.device,
     recipe: Recipe = BENCHMARK,

@@ -9,6 +9,10 @@ Peers come one after the other, so that a peak is of one model alone. ``inductor
 behind our capture of bitsandbytes' gathered weights, without which it breaks at each linear layer
 under FSDP2.
 
+``--wraps experts`` takes layers of Qwen3-30B-A3B with LoRA on attention and experts, of which each
+rank keeps its share (``experts.shard``), beside DDP for all else; ``experts-ddp`` is the same model
+with all experts on each rank. Every peer has qfuse's experts there, eager and stock Inductor too.
+
 ``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others.
 
 ``--large`` takes some steps of a model in the shape of Llama-3-70B (80 layers, gradient
@@ -38,7 +42,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import inductor_q
 from benchmarks import harness
+from benchmarks.bench_moe_model import QWEN3_30B_A3B, moe_model
 from inductor_q import testing
+from inductor_q.experts import shard
 
 LARGE = {
     "vocab_size": 128_256,
@@ -56,7 +62,8 @@ SCALE = 0.02
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__)
-    parser.add_argument("--wraps", nargs="+", choices=("ddp", "fsdp2"), default=["ddp", "fsdp2"])
+    wraps = ("ddp", "fsdp2", "experts", "experts-ddp")
+    parser.add_argument("--wraps", nargs="+", choices=wraps, default=["ddp", "fsdp2"])
     parser.add_argument("--regions", choices=("layers", "model"), default="layers")
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU; --large: 80, 2")
     parser.add_argument("--vocab", type=int, help="default: that of the model")
@@ -73,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         warnings.filterwarnings("ignore", category=FutureWarning)
         suite = harness.start("bench_ranks", arguments)
         suite.settings |= {"ranks": dist.get_world_size(), "regions": arguments.regions}
-        with dynamo_config.patch(recompile_limit=64):
+        # Stock Inductor's graph of experts that are shared out stays whole by the second, as ours.
+        with dynamo_config.patch(recompile_limit=64, capture_dynamic_output_shape_ops=True):
             if arguments.large:
                 _large(suite, arguments)
             else:
@@ -91,21 +99,32 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> None:
     on_gpu = suite.device.type == "cuda"
     layers = arguments.layers or (8 if on_gpu else 2)
-    vocab = {"vocab_size": arguments.vocab} if arguments.vocab else {}
-    make = testing.qwen3_8b_config if on_gpu else testing.tiny_qwen3_config
-    config = make(num_hidden_layers=layers, **vocab)
+    sizes = {"vocab_size": arguments.vocab} if arguments.vocab else {}
+    if is_moe := wrap.startswith("experts"):
+        # a toy's experts of whole blocks of nested scales
+        toy = {"hidden_size": 128, "moe_intermediate_size": 128}
+        sizes = {**(QWEN3_30B_A3B if on_gpu else toy), **sizes}
+        make = testing.tiny_qwen3_moe_config
+    else:
+        make = testing.qwen3_8b_config if on_gpu else testing.tiny_qwen3_config
+    config = make(num_hidden_layers=layers, **sizes)
     ids = _ids(config.vocab_size, arguments.seq_len or (2048 if on_gpu else 32), suite.device)
     timings: dict[str, harness.Timing] = {}
     extra: dict[str, dict[str, Any]] = {}
     for peer in harness.available(arguments.backends):
-        model = testing.qlora_model(
-            config,
-            quant_storage=torch.bfloat16,
-            adapter_dtype=torch.bfloat16,
-            randomize_adapters=True,
-            device=suite.device,
-            seed=arguments.seed,
-        )
+        if is_moe:
+            model = moe_model(config, suite.device, packed=True, experts=True)
+        else:
+            model = testing.qlora_model(
+                config,
+                quant_storage=torch.bfloat16,
+                adapter_dtype=torch.bfloat16,
+                randomize_adapters=True,
+                device=suite.device,
+                seed=arguments.seed,
+            )
+        if wrap == "experts":
+            shard(model)
         call = _parallel(model, wrap, peer, arguments.regions, suite.device)
 
         def step(model: Any = model, call: Any = call) -> torch.Tensor:
@@ -124,7 +143,7 @@ def _parallel(
     model: Any, wrap: str, peer: str, regions: str, device: torch.device
 ) -> Callable[..., Any]:
     """Return what calls `model` on this rank, as `peer` runs it."""
-    whole = wrap == "ddp" and regions == "model"
+    whole = wrap != "fsdp2" and regions == "model"
     call: Any = model
     if wrap == "fsdp2":
         _shard(_layers(model), model)

@@ -20,6 +20,7 @@ which at most ``--whole-layers`` deep is compiled as a whole, a GPU the shapes o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -188,9 +189,9 @@ def first_step(
 
     harness.synchronize(on)
     seen: Seen = {"imports_s": imported - began, "build_s": time.perf_counter() - imported}
-    cpu = _cpu_seconds()
+    cpu = cpu_seconds()
     seen["first_s"] = harness.first_call(step, on)
-    seen |= {"cpu_s": _cpu_seconds() - cpu, **_counted()}
+    seen |= {"cpu_s": cpu_seconds() - cpu, **_counted()}
     if steps:
         seen["step_s"] = harness.time_steps({"step": step}, on, rounds=steps, per_round=1)["step"]
         seen["step_s"] = seen["step_s"].best
@@ -209,10 +210,23 @@ def _compile(peer: str, regions: str, model: Any) -> None:
         part.compile(backend=peer)
 
 
-def _cpu_seconds() -> float:
-    """Return what the processors gave to this process and to compilers that have ended."""
+def cpu_seconds() -> float:
+    """Return what the processors gave to this process and to compilers, those alive included, as
+    Inductor's workers are."""
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, who))
+    own = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, who))
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = file.read_text().rpartition(")")[2].split()
+            parents[int(file.parent.name)] = int(fields[1])
+            ticks[int(file.parent.name)] = sum(map(int, fields[11:15]))  # with its own children
+    below, found = {os.getpid()}, set[int]()
+    while below:
+        below = {process for process, parent in parents.items() if parent in below}
+        found |= below
+    return own + sum(ticks[process] for process in found) / os.sysconf("SC_CLK_TCK")
 
 
 def _counted() -> Seen:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,18 @@ def test_a_first_step_of_layers_and_what_it_took(peer: str, graphs: int) -> None
     assert 0 < seen["dynamo_s"] < seen["first_s"]
     assert (seen["passes_s"] > 0) == (peer == "qfuse")
     assert 0 < seen["step_s"] < seen["first_s"]
+
+
+def test_seconds_of_a_process_that_is_still_alive_count() -> None:
+    work = "while time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    command = [sys.executable, "-c", f"import time\n{work}"]
+    before = bench_start.cpu_seconds()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert bench_start.cpu_seconds() - before > 0.45
+        process.communicate(b"\n")
+    assert 0.45 < bench_start.cpu_seconds() - before < 2
 
 
 @pytest.mark.slow
