@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5490,
     "inductor_q/experts": 1000,
     "inductor_q/formats": 1730,
-    "inductor_q/integrations": 910,
+    "inductor_q/integrations": 955,
     "inductor_q/kbit": 830,
     "inductor_q/kernels": 6655,
     "inductor_q/loading": 1440,

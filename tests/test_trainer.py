@@ -13,6 +13,7 @@ import torch
 import inductor_q
 from inductor_q import testing
 from inductor_q.integrations import prepare_checkpointing
+from inductor_q.integrations.backend_name import forget_backend
 from tests.support.compiling import SMALL
 
 accelerate = pytest.importorskip("accelerate")
@@ -110,6 +111,7 @@ def test_checkpointing_does_not_break_the_graph_of_a_prepared_model(tmp_path: Pa
 
 
 def test_accelerate_takes_no_name_of_a_backend_that_it_does_not_know() -> None:
-    """What `TrainingArguments(torch_compile_backend="qfuse")` runs into."""
+    """What `TrainingArguments(torch_compile_backend="qfuse")` without a callback runs into."""
+    forget_backend()
     with pytest.raises(ValueError, match="not a valid DynamoBackend"):
         accelerate.utils.TorchDynamoPlugin(backend="qfuse")

@@ -1,8 +1,8 @@
 """Put qfuse under a program that does not know of it, for `qfuse run`.
 
-This is the one place where anything of another library is changed, and all of it is taken back at
-the end: what torch.compile compiles goes to qfuse, each Trainer of transformers has a
-`QfuseCallback`, and accelerate knows a backend of that name.
+What this changes of other libraries is taken back at the end: what torch.compile compiles goes to
+qfuse, each Trainer of transformers has a `QfuseCallback`, and accelerate knows a backend of that
+name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from inductor_q.late import after_import
-
-_NAME = "QFUSE"
 
 
 @contextlib.contextmanager
@@ -56,16 +54,11 @@ def _with_callback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Add a member to accelerate's enumeration of backends, which refuses every other name."""
-    from accelerate.utils.dataclasses import DynamoBackend
+    from inductor_q.integrations.backend_name import forget_backend, name_backend
 
-    if _NAME in DynamoBackend._value2member_map_:
-        yield
-        return
-    member: Any = str.__new__(DynamoBackend, _NAME)
-    member._name_ = member._value_ = _NAME
-    DynamoBackend._value2member_map_[_NAME] = member
+    is_new = name_backend()
     try:
         yield
     finally:
-        del DynamoBackend._value2member_map_[_NAME]
+        if is_new:
+            forget_backend()

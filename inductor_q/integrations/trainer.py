@@ -8,6 +8,7 @@ This module imports transformers, and is imported only when somebody asks for wh
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile
 from inductor_q.experts.forward import is_sharded
+from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
@@ -41,7 +43,8 @@ class QfuseCallback(TrainerCallback):
 
     What is compiled, and what is prepared for it, is as of `inductor_q.compile`. After the first
     step one line says how many layers are fused, in how many graphs with how many breaks; at the
-    end another one does where that has changed.
+    end another one does where that has changed. Where a callback is made before the trainer,
+    `TrainingArguments(torch_compile_backend="qfuse")` may be said.
 
     Args:
         options, mode, dynamic: as of `torch.compile(backend="qfuse")`. Where the rows of the
@@ -82,6 +85,8 @@ class QfuseCallback(TrainerCallback):
         self.settings: dict[str, Any] = {**given, "dynamic": dynamic, "regions": regions}
         self.profile = StepProfile(Path(profile), profile_steps) if profile else None
         self._said = ""
+        if enabled and find_spec("accelerate"):
+            name_backend()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.enabled:
@@ -145,6 +150,6 @@ def _take_over(args: Any) -> None:
     from accelerate.utils import DynamoBackend
 
     AcceleratorState().dynamo_plugin.backend = DynamoBackend.NO
-    if args.torch_compile_backend != "qfuse":  # which accelerate takes under `qfuse run`
+    if args.torch_compile_backend != "qfuse":
         backend = args.torch_compile_backend
         log.warning("torch_compile_backend=%r is ignored: QfuseCallback compiles", backend)

@@ -15,6 +15,7 @@ import inductor_q
 from examples.common import byte_tokenizer
 from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
 from inductor_q.integrations import QfuseCallback
+from inductor_q.integrations.backend_name import forget_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
 from inductor_q.integrations.regions import base_model, compiled_regions
 from tests.support.trainers import COMMON, model, rows, train
@@ -121,6 +122,22 @@ def test_options_reach_the_backend_and_are_checked_at_once(tmp_path: Path) -> No
     train(lambda: trainer(tmp_path, max_steps=1), compiled=True, options=options)
     report = inductor_q.last_report()
     assert report is not None and report.numerics == "strict"
+
+
+def test_a_callback_lets_the_backend_be_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def named() -> Any:
+        given: Any = {"torch_compile": True, "torch_compile_backend": "qfuse"}
+        return trainer(tmp_path, max_steps=1, **given)
+
+    forget_backend()
+    with pytest.raises(ValueError, match="'QFUSE' is not a valid DynamoBackend"):
+        named()
+    QfuseCallback()
+    compiled = train(named, compiled=True)
+    assert (compiled.graphs, compiled.breaks) == (1, [])
+    assert "is ignored" not in caplog.text
 
 
 def test_options_without_compile_are_refused() -> None:
