@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = "INDUCTOR_Q_BENCHMARKS_TOGETHER"
+LOCK = "lock"  # a file of that folder, which is locked while something is measured
 
 #: What a process had queued on a device when it was stopped is computed by then.
 DRAIN_SECONDS = 0.2
@@ -30,7 +31,7 @@ def alone() -> Iterator[None]:
     if folder is None or _depth:
         yield
         return
-    with Path(folder, "lock").open("w") as lock:
+    with Path(folder, LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _depth += 1
         others = groups(Path(folder)) - {os.getpgrp()}

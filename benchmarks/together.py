@@ -15,6 +15,7 @@ the cores.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shlex
 import signal
@@ -25,7 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.alone import FOLDER, groups, signal_groups
+from benchmarks.alone import FOLDER, LOCK, groups, signal_groups
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,9 +62,12 @@ def run(commands: Mapping[str, Sequence[str]], out: Path, limit: float) -> int:
     out.mkdir(parents=True, exist_ok=True)
     began, failed = time.monotonic(), []
     with tempfile.TemporaryDirectory() as scratch:
-        running = {
-            name: _start(name, command, out, Path(scratch)) for name, command in commands.items()
-        }
+        with Path(scratch, LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # nobody measures before all are there to be stopped
+            running = {
+                name: _start(name, command, out, Path(scratch))
+                for name, command in commands.items()
+            }
         while running:
             time.sleep(0.2)
             late = time.monotonic() - began > limit

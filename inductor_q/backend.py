@@ -61,7 +61,7 @@ FUSION_LIMITS = {
 capture.trace_gathered()  # torch.compile imports this module before it traces anything
 
 _reports: list[Report] = []  # one for each graph of this process
-_counted_before: Counter[str] = Counter()  # what torch had counted at the last reset
+_before: Counter[str] = Counter()  # what torch had counted at the last reset
 _written: dict[str, list[Report]] = {}  # what this process has put into each report file
 
 
@@ -92,11 +92,18 @@ def functions_at_limit() -> int:
 
 
 def _counted() -> Counter[str]:
+    """Return what torch has counted since the last reset, or since its counters were cleared."""
+    return Counter(
+        {what: n - (_before[what] if n >= _before[what] else 0) for what, n in _all().items()}
+    )
+
+
+def _all() -> Counter[str]:
+    """Return what torch has counted."""
     from torch._dynamo.utils import counters
 
     limits = (n for why, n in counters["unimplemented"].items() if "limit exceeded" in why[:60])
-    found = Counter(breaks=sum(counters["graph_break"].values()), limits=sum(limits))
-    return found - _counted_before
+    return Counter(breaks=sum(counters["graph_break"].values()), limits=sum(limits))
 
 
 def qfuse(
@@ -223,9 +230,10 @@ def qfuse_backend() -> Any:
 
 def _reset() -> None:
     """Forget the reports; `torch.compiler.reset()` calls this."""
+    global _before
     _reports.clear()
     corrections.forget()
-    _counted_before.update(_counted())
+    _before = _all()
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()
