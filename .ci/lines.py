@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 7160,
-    "csrc": 3360,
+    "csrc": 3375,
     "docs": 1330,
     "examples": 1020,
     "inductor_q": 5590,

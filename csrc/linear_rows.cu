@@ -4,14 +4,15 @@
 //
 // Up to four weights of one width share a launch. `project` computes what their adapters project x onto.
 //
-// A program takes 16 rows of a weight at a time (a tile), and of these 4096 columns (a stage). Stages
-// are copied into a ring in shared memory, several ahead. Of a stage each of the 16 warps has a run of 256
-// columns. A lane reads 8 bytes of a row, which are 16 neighbouring codes, and the four lanes of a quad
-// have the 64 of a chunk together. What a lane decodes is at once its part of the first operand of
-// mma.m16n8k16: a product sums over k, so any order of k serves as long as the rows of x, the second
-// operand, are read in the same one. The sums of 64 products are scaled in fp32. At the end of a tile the
-// warps' sums are added up in the order of the warps, so a result is the same every time and does not
-// depend on the other rows of x. A tile's rows of B come with its last stage.
+// A program takes 16 rows of a weight at a time (a tile), and of these 4096 columns (a stage), of which
+// each of the 16 warps has a run of 256. A lane reads 8 bytes of a row, which are 16 neighbouring codes,
+// and the four lanes of a quad have the 64 of a chunk together. It reads them into registers, where the
+// next stages of its warp are on their way while one is decoded: no warp waits for another before the end
+// of a tile. What a lane decodes is at once its part of the first operand of mma.m16n8k16: a product sums
+// over k, so any order of k serves as long as the rows of x, the second operand, are read in the same one.
+// The sums of 64 products are scaled in fp32. At the end of a tile the warps' sums are added up in the
+// order of the warps, so a result is the same every time and does not depend on the other rows of x. A
+// tile's rows of B are copied to shared memory during the tile before.
 //
 // Two codes, a byte, are decoded by one look-up in a table of 256 pairs of values. Each lane has a copy of
 // its own, in its own bank of shared memory, so that no two lanes wait for each other.
@@ -23,9 +24,7 @@ constexpr int kTile = 16;                    // rows of the weight
 constexpr int kChunk = 64;                   // columns whose products are scaled together
 constexpr int kRun = 4;                      // chunks of a warp
 constexpr int kChunks = kWarps * kRun;       // of a stage
-constexpr int kBytes = kChunks * kChunk / 2; // of a row in a stage
-constexpr int kPitch = kBytes + 32;          // rows lie so far apart that four have all banks
-constexpr int kScales = kChunks + 4;         // likewise, for the 16 bytes of a run's scales
+constexpr int kPitch = kTile + 4;            // sums of a token lie so far apart that lanes write to all banks
 constexpr int kEntry = 256;                  // bytes from one entry of the table, in 32 copies, to the next
 constexpr int kTable = 256 * kEntry;
 constexpr int kTokens = 8;                   // rows of x that one mma takes
@@ -52,9 +51,9 @@ __device__ void multiply<Float16>(float (&sum)[4], uint32 a0, uint32 a1, uint32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Copies 16 bytes to shared memory, or writes as many zeros.
-__device__ inline void copy16(uint32 to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// Copies 16 bytes to shared memory.
+__device__ inline void copy16(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // A scale is absmax itself; or a code of a table, times the absmax of the 256 that share it, plus an offset.
@@ -146,11 +145,13 @@ __device__ float adapter(const char* b, const float* projected, int rank, bool w
   float sum = 0;
   const float4* const from = reinterpret_cast<const float4*>(projected);
   if (wide) {
+#pragma unroll 2
     for (int r = 0; r < rank / 4; ++r) {
       const float4 values = reinterpret_cast<const float4*>(b)[r];
       sum = dot(from[r], values.x, values.y, values.z, values.w, sum);
     }
   } else {
+#pragma unroll 2
     for (int r = 0; r < rank / 8; ++r) {
       const uint4 words = reinterpret_cast<const uint4*>(b)[r];
       const auto low = [](uint32 word) { return Type::decode(static_cast<uint16>(word)); };
@@ -162,89 +163,106 @@ __device__ float adapter(const char* b, const float* projected, int rank, bool w
   return sum;
 }
 
-// Where `kGated`, there are two weights of one shape, and out is silu(first) * second.
+// Brings a line into the cache of the device; no register waits for it.
+__device__ inline void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+// Reads 8 bytes of what nobody reads again, or makes zeros.
+__device__ inline uint2 stream8(const void* from, bool there) {
+  uint2 words = make_uint2(0, 0);
+  if (there)
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words.x), "=r"(words.y)
+                 : "l"(from));
+  return words;
+}
+
+// Where `kGated`, there are two weights of one shape, and out is silu(first) * second. A warp has kDepth
+// stages on their way.
 template <class Type, class Scale, int kTiles, int kDepth, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
   constexpr int kColumns = kTokens * kTiles;
   extern __shared__ char shared[];
-  char* const ring = shared + kTable;                                               // [kDepth][kTile][kPitch]
-  float* const scales = reinterpret_cast<float*>(ring + kDepth * kTile * kPitch);   // [2][kTile][kScales]
-  float* const scale_tables = scales + 2 * kTile * kScales;                         // [kWeights][256]
-  float* const offsets = scale_tables + kWeights * 256;                             // [kWeights]
-  float* const sums = offsets + kWeights;                                           // [kWarps][kTile][kColumns]
-  char* const lora = reinterpret_cast<char*>(sums + kWarps * kTile * kColumns);     // [kDepth][kTile][room]
+  float* const scale_tables = reinterpret_cast<float*>(shared + kTable);             // [kWeights][256]
+  float* const offsets = scale_tables + kWeights * 256;                              // [kWeights]
+  float* const sums = offsets + kWeights;                                            // [2][kWarps][kColumns][kPitch]
+  char* const lora = reinterpret_cast<char*>(sums + 2 * kWarps * kColumns * kPitch);  // [2][kTile][room]
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, member = lane & 3;
   const int m = static_cast<int>(a.m), chunks = static_cast<int>(a.k / kChunk), parts = (chunks + kChunks - 1) / kChunks;
   const int tiles = static_cast<int>(a.end[kGated ? 0 : kWeights - 1]);
   const int mine = tiles > blockIdx.x ? (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
-  const int stages = mine * parts * (kGated ? 2 : 1);
+  const int turns = mine * (kGated ? 2 : 1), stages = turns * parts;
 
-  // A thread copies 16 bytes of every fourth row. Every stage has the same number of copies in flight
-  // behind it, empty ones at the end.
-  constexpr int kPieces = kBytes / 16, kApart = kThreads / kPieces;
+  // The codes of the next stages, and their scales: a lane loads those of its quad's two rows for one chunk.
+  Walk<kGated> reading;
+  reading.settle(a);
+  uint2 words[kDepth][kRun][2];
+  Scale scales[kDepth];
+  int of[kDepth];
+  bool inside[kDepth][2];
   const int64 row_bytes = a.k / 2;
-  const int at = threadIdx.x % kPieces * 16, top = threadIdx.x / kPieces;
-  const uint32 target = static_cast<uint32>(__cvta_generic_to_shared(ring)) + top * kPitch + at;
-  const int room = static_cast<int>(a.room) * kTile;
-  Walk<kGated> copying;
-  copying.settle(a);
+  int read = 0, read_part = 0;
   const uint8* source;
-  int copied = 0, copy_part = 0, slot = 0, left;
-  const auto copy_from = [&] {
-    const int row = copying.row(a) + top;
-    source = a.weights[copying.weight].qweight + row * row_bytes + at;
-    left = static_cast<int>(a.n[copying.weight]) - row;
-  };
-  copy_from();
-  const auto copy = [&] {
-    if (copied < stages) {
-      const int bytes = copy_part * kBytes + at < row_bytes ? 16 : 0;
-#pragma unroll
-      for (int i = 0; i < kTile / kApart; ++i)
-        copy16(target + slot * (kTile * kPitch) + i * kApart * kPitch, source + i * kApart * row_bytes,
-               i * kApart < left ? bytes : 0);
-      source += kBytes;
-      if (++copy_part == parts) {
-        const int row = copying.row(a), rank = static_cast<int>(a.rank[copying.weight]);
-        if (rank > 0) {
-          const int length = rank * (a.wide ? 4 : 2), there = min(kTile, static_cast<int>(a.n[copying.weight]) - row) * length;
-          const char* const b = static_cast<const char*>(a.weights[copying.weight].lora_b) + static_cast<int64>(row) * length;
-          const uint32 to = static_cast<uint32>(__cvta_generic_to_shared(lora)) + slot * room;
-          for (int i = threadIdx.x * 16; i < there; i += kThreads * 16) copy16(to + i, b + i, 16);
-        }
-        copy_part = 0;
-        copying.next(a);
-        copy_from();
-      }
-    }
-    ++copied;
-    slot = slot == kDepth - 1 ? 0 : slot + 1;
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  for (int i = 0; i < kDepth - 1; ++i) copy();
-
-  // A warp decodes the scales of one row of a stage, a lane two of them, one stage ahead.
-  Scale ahead;
-  Walk<kGated> scaling;
-  scaling.settle(a);
-  int scale_part = 0, of = 0;
-  bool inside[2];
-  const auto load_scales = [&] {
-    of = scaling.weight;
-    const Weight& weight = a.weights[of];
-    const int feature = scaling.row(a) + warp;
-    const int chunk = scale_part * kChunks + 2 * lane;
-    const uint32 block = static_cast<uint32>(feature) * chunks + chunk;
+  int rows_left, chunks_left;
+  const auto aim = [&](int d) {
+    of[d] = reading.weight;
+    const Weight& weight = a.weights[reading.weight];
+    const int feature = reading.row(a) + quad, chunk = read_part * kChunks + warp * kRun;
+    rows_left = read < stages ? static_cast<int>(a.n[reading.weight]) - feature : 0;
+    chunks_left = chunks - chunk;
+    source = weight.qweight + feature * row_bytes + chunk * (kChunk / 2) + 8 * member;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      inside[i] = feature < a.n[of] && chunk + i < chunks;
-      if (inside[i])
-        ahead.load(i, static_cast<const typename Scale::Raw*>(weight.absmax), weight.nested_absmax, (block + i) >> a.shift);
+      inside[d][i] = 8 * i < rows_left && member < chunks_left;
+      const uint32 block = static_cast<uint32>(feature + 8 * i) * chunks + chunk + member;
+      if (inside[d][i])
+        scales[d].load(i, static_cast<const typename Scale::Raw*>(weight.absmax), weight.nested_absmax, block >> a.shift);
     }
-    if (++scale_part == parts) scale_part = 0, scaling.next(a);
+    ++read;
+    if (++read_part == parts) read_part = 0, reading.next(a);
   };
-  if (stages > 0) load_scales();
+  const auto fetch = [&](int d, int c) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      words[d][c][i] = stream8(source + i * 8 * row_bytes + c * (kChunk / 2), 8 * i < rows_left && c < chunks_left);
+  };
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    aim(d);
+#pragma unroll
+    for (int c = 0; c < kRun; ++c) fetch(d, c);
+  }
+  // Scales are few and far apart: they are brought near before they are asked for, a row by a warp.
+  {
+    Walk<kGated> far;
+    far.settle(a);
+    const int bytes = max((chunks >> a.shift) * static_cast<int>(sizeof(typename Scale::Raw)), 1);
+    for (int i = 0; i < turns; ++i, far.next(a)) {
+      const Weight& weight = a.weights[far.weight];
+      const int feature = far.row(a) + warp;
+      if (feature >= a.n[far.weight]) continue;
+      const uint32 block = static_cast<uint32>(feature) * chunks >> a.shift;
+      if (lane * 32 < bytes + 31)
+        prefetch(static_cast<const char*>(weight.absmax) + block * sizeof(typename Scale::Raw) + min(lane * 32, bytes - 1));
+      if (lane == 31 && weight.nested_absmax != nullptr) prefetch(weight.nested_absmax + (block >> 8));
+    }
+  }
+
+  // A tile's rows of B, while the one before is computed.
+  const int room = static_cast<int>(a.room) * kTile;
+  const auto copy_adapter = [&](const Walk<kGated>& at, int slot) {
+    const int row = at.row(a), rank = static_cast<int>(a.rank[at.weight]);
+    const int length = rank * (a.wide ? 4 : 2), there = min(kTile, static_cast<int>(a.n[at.weight]) - row) * length;
+    const char* const b = static_cast<const char*>(a.weights[at.weight].lora_b) + static_cast<int64>(row) * length;
+    const uint32 to = static_cast<uint32>(__cvta_generic_to_shared(lora)) + slot * room;
+    for (int i = threadIdx.x * 16; i < there; i += kThreads * 16) copy16(to + i, b + i);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  Walk<kGated> walk;
+  walk.settle(a);
+  if (stages > 0) copy_adapter(walk, 0);
 
   // The copies of an entry are 128 bytes; a thread begins with another part of them than its neighbour.
   {
@@ -258,26 +276,24 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
       *reinterpret_cast<uint4*>(shared + entry * kEntry + ((2 * i + threadIdx.x) & 7) * 16) =
           make_uint4(pair, pair, pair, pair);
   }
+  // All of them are asked for before the first is waited for.
+  float table[kWeights];
+#pragma unroll
   for (int i = 0; i < kWeights; ++i) {
     const Weight& weight = a.weights[i];
-    if (weight.nested_codebook != nullptr && threadIdx.x < 256)
-      scale_tables[i * 256 + threadIdx.x] = weight.nested_codebook[threadIdx.x];
-    if (weight.nested_offset != nullptr && threadIdx.x == 256) offsets[i] = *weight.nested_offset;
+    if (threadIdx.x < 256)
+      table[i] = weight.nested_codebook != nullptr ? weight.nested_codebook[threadIdx.x] : 0.0f;
+    else
+      table[i] = weight.nested_offset != nullptr ? *weight.nested_offset : 0.0f;
   }
+#pragma unroll
+  for (int i = 0; i < kWeights; ++i)
+    if (threadIdx.x < 256)
+      scale_tables[i * 256 + threadIdx.x] = table[i];
+    else if (threadIdx.x == 256)
+      offsets[i] = table[i];
   const float stretch = __uint_as_float(static_cast<uint32>(a.factor));
   __syncthreads();
-  const auto store_scales = [&](int stage) {
-    float* const to = scales + ((stage & 1) * kTile + warp) * kScales + 2 * lane;
-    float decoded[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      decoded[i] = inside[i] ? ahead.decode(i, scale_tables + of * 256, offsets[of]) : 0.0f;
-    *reinterpret_cast<float2*>(to) = make_float2(decoded[0], decoded[1]);
-  };
-  if (stages > 0) {
-    store_scales(0);
-    load_scales();
-  }
 
   // The address of an entry is its byte behind the lane's own, so one instruction makes it.
   const uint32 own = lane * 4;
@@ -296,93 +312,96 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     }
   };
 
-  Walk<kGated> walk;
-  walk.settle(a);
-  int part = 0, held_part = -1, from_slot = 0;
+  int part = 0, held_part = -1, turn = 0;
   wait_for_previous();  // only weights were read so far
   float gate = 0;
   float total[kTiles][4] = {};
-  for (int stage = 0; stage < stages; ++stage) {
-    if (kHeld && held_part != part) {
+  for (int first = 0; first < stages; first += kDepth) {
 #pragma unroll
-      for (int c = 0; c < (kHeld ? kRun : 0); ++c)
+    for (int d = 0; d < kDepth; ++d) {
+      if (d > 0 && first + d >= stages) break;
+      if (kHeld && held_part != part) {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) tokens_of(part * kChunks + warp * kRun + c, t, held[c][t]);
-      held_part = part;
-    }
-    asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 2) : "memory");
-    __syncthreads();  // the stage is there, and nobody reads the one before
-    copy();
-    store_scales(stage + 1);
-    load_scales();
-
-    const char* const from = ring + from_slot * (kTile * kPitch) + quad * kPitch + warp * (kRun * kChunk / 2) + 8 * member;
-    const float* const scale = scales + ((stage & 1) * kTile + quad) * kScales + warp * kRun;
-    const float4 low = *reinterpret_cast<const float4*>(scale), high = *reinterpret_cast<const float4*>(scale + 8 * kScales);
-    const float factors[2][kRun] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+        for (int c = 0; c < (kHeld ? kRun : 0); ++c)
 #pragma unroll
-    for (int c = 0; c < kRun; ++c) {
-      uint32 values[2][8];
+          for (int t = 0; t < kTiles; ++t) tokens_of(part * kChunks + warp * kRun + c, t, held[c][t]);
+        held_part = part;
+      }
+      float decoded[2], factors[2][kRun];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint2 words = *reinterpret_cast<const uint2*>(from + half * 8 * kPitch + c * (kChunk / 2));
+      for (int i = 0; i < 2; ++i) {
+        decoded[i] = inside[d][i] ? scales[d].decode(i, scale_tables + of[d] * 256, offsets[of[d]]) : 0.0f;
 #pragma unroll
-        for (int w = 0; w < 2; ++w) {
-          const uint32 word = w ? words.y : words.x;
+        for (int c = 0; c < kRun; ++c) factors[i][c] = __shfl_sync(kWarp, decoded[i], c, 4);
+      }
+      aim(d);
 #pragma unroll
-          for (int byte = 0; byte < 4; ++byte) values[half][4 * w + byte] = pair(word, byte);
+      for (int c = 0; c < kRun; ++c) {
+        uint32 values[2][8];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int w = 0; w < 2; ++w) {
+            const uint32 word = w ? words[d][c][half].y : words[d][c][half].x;
+#pragma unroll
+            for (int byte = 0; byte < 4; ++byte) values[half][4 * w + byte] = pair(word, byte);
+          }
+        fetch(d, c);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          uint4 loaded[2];
+          if (!kHeld) tokens_of(part * kChunks + warp * kRun + c, t, loaded);
+          const uint4(&tokens)[2] = kHeld ? held[kHeld ? c : 0][t] : loaded;
+          float sum[4] = {};
+          multiply<Type>(sum, values[0][0], values[1][0], values[0][1], values[1][1], tokens[0].x, tokens[0].y);
+          multiply<Type>(sum, values[0][2], values[1][2], values[0][3], values[1][3], tokens[0].z, tokens[0].w);
+          multiply<Type>(sum, values[0][4], values[1][4], values[0][5], values[1][5], tokens[1].x, tokens[1].y);
+          multiply<Type>(sum, values[0][6], values[1][6], values[0][7], values[1][7], tokens[1].z, tokens[1].w);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) total[t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[t][i]);
         }
       }
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        uint4 loaded[2];
-        if (!kHeld) tokens_of(part * kChunks + warp * kRun + c, t, loaded);
-        const uint4(&tokens)[2] = kHeld ? held[kHeld ? c : 0][t] : loaded;
-        float sum[4] = {};
-        multiply<Type>(sum, values[0][0], values[1][0], values[0][1], values[1][1], tokens[0].x, tokens[0].y);
-        multiply<Type>(sum, values[0][2], values[1][2], values[0][3], values[1][3], tokens[0].z, tokens[0].w);
-        multiply<Type>(sum, values[0][4], values[1][4], values[0][5], values[1][5], tokens[1].x, tokens[1].y);
-        multiply<Type>(sum, values[0][6], values[1][6], values[0][7], values[1][7], tokens[1].z, tokens[1].w);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) total[t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[t][i]);
-      }
-    }
-    const char* const b = lora + from_slot * room;
-    from_slot = from_slot == kDepth - 1 ? 0 : from_slot + 1;
-    if (++part < parts) continue;
+      if (++part < parts) continue;
 
-    float* const to = sums + warp * kTile * kColumns;
+      float* const to = sums + (turn * kWarps + warp) * kColumns * kPitch;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+      for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        to[(quad + 8 * (i / 2)) * kColumns + t * kTokens + 2 * member + i % 2] = total[t][i];
-        total[t][i] = 0;
-      }
-    __syncthreads();
-    // What is added up here is written again behind the next stage's barrier.
-    static_assert(kTile * kColumns <= kThreads, "a thread has one result");
-    const Weight& weight = a.weights[walk.weight];
-    const int row = threadIdx.x % kTile, token = threadIdx.x / kTile, feature = walk.row(a) + row;
-    const int n = static_cast<int>(a.n[walk.weight]), rank = static_cast<int>(a.rank[walk.weight]);
-    if (token < m && feature < n) {
-      float sum = 0;
+        for (int i = 0; i < 4; ++i) {
+          const int token = t * kTokens + 2 * member + i % 2;
+          if (token < m) to[token * kPitch + quad + 8 * (i / 2)] = total[t][i];
+          total[t][i] = 0;
+        }
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
+      // whose place the next one takes.
+      __syncthreads();
+      const Weight& weight = a.weights[walk.weight];
+      static_assert(kTile * kColumns <= kThreads, "a thread has one result");
+      const int row = threadIdx.x % kTile, token = threadIdx.x / kTile, feature = walk.row(a) + row;
+      const int n = static_cast<int>(a.n[walk.weight]), rank = static_cast<int>(a.rank[walk.weight]), which = walk.weight;
+      const char* const b = lora + turn * room;
+      const float* const from = sums + turn * kWarps * kColumns * kPitch + token * kPitch + row;
+      part = 0, turn ^= 1, walk.next(a);
+      if (first + d + 1 < stages) copy_adapter(walk, turn);
+      if (token < m && feature < n) {
+        float sum = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += sums[(w * kTile + row) * kColumns + token];
-      sum *= stretch;
-      if (rank > 0)
-        sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[walk.weight], rank,
-                             a.wide);
-      using Raw = typename Type::Raw;
-      if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
-      if (kGated && walk.weight == 0) {
-        gate = sum / (1 + __expf(-sum));
-      } else {
-        if (kGated) sum *= gate;
-        static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
+        for (int w = 0; w < kWarps; ++w) sum += from[w * kColumns * kPitch];
+        sum *= stretch;
+        if (rank > 0)
+          sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[which], rank,
+                               a.wide);
+        using Raw = typename Type::Raw;
+        if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
+        if (kGated && which == 0) {
+          gate = sum / (1 + __expf(-sum));
+        } else {
+          if (kGated) sum *= gate;
+          static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
+        }
       }
     }
-    part = 0, walk.next(a);
   }
 }
 

@@ -33,10 +33,8 @@ MOST_ROWS = TOKENS * STRIPS[-1]
 OUTER = 256  # scales that share an outer one
 WEIGHTS = 4  # of one launch
 MOST_RANK = 256  # of an adapter
-DEPTH = 2  # stages in the ring: one is read while the next is copied
-#: With a gate, where shared memory has room, for up to MOST_DEEPER mmas that share a weight: three
-#: stages were faster than two on an H200, and slower without a gate.
-DEEPER, MOST_DEEPER = 3, 2
+#: Stages that a warp has on their way, where one mma takes all rows of x and where it does not.
+DEEP, SHALLOW = 2, 1
 
 
 class Cuda(Provider[LinearRows]):
@@ -82,7 +80,7 @@ class Cuda(Provider[LinearRows]):
         if refused := _refuses_adapters(call):
             return refused
         properties: Any = torch.cuda.get_device_properties(x.device)  # annotations are partial
-        needed = shared_bytes(_strips(x.shape[0]), _room(call), DEPTH)
+        needed = shared_bytes(_strips(x.shape[0]), _room(call))
         if properties.major < 8 or _most_shared(x.device.index) < needed:
             arch = f"sm_{properties.major}{properties.minor}"
             return f"{arch} has less than {needed:,} bytes of shared memory for a block"
@@ -117,7 +115,7 @@ class Cuda(Provider[LinearRows]):
                 *(columns, call.x.shape[0], (scale.block // CHUNK).bit_length() - 1),
                 *_codebook(call.fmt, call.x.dtype),
             ),
-            shared_bytes(_strips(call.x.shape[0]), _room(call), _depth(call)),
+            shared_bytes(_strips(call.x.shape[0]), _room(call)),
             projected is not None,
         )
         tensors: list[Tensor | None] = [call.x, projected]
@@ -187,7 +185,8 @@ def kernel_name(call: LinearRows) -> str:
     scale = call.fmt.blockwise
     assert scale is not None
     kind, gated = "Plain" if scale.is_float else "Nested", str(call.gated).lower()
-    strips, depth = _strips(call.x.shape[0]), _depth(call)
+    strips = _strips(call.x.shape[0])
+    depth = DEEP if strips == 1 else SHALLOW
     return f"linear<{TYPES[call.x.dtype]}, {kind}, {strips}, {depth}, {gated}>"
 
 
@@ -201,15 +200,6 @@ def _together(rows: int) -> int:
     return 1 if rows == 1 else TOKENS
 
 
-def _depth(call: LinearRows) -> int:
-    """Return how many stages the ring has."""
-    strips = _strips(call.x.shape[0])
-    if not call.gated or strips > MOST_DEEPER:
-        return DEPTH
-    fits = shared_bytes(strips, _room(call), DEEPER) <= _most_shared(call.x.device.index)
-    return DEEPER if fits else DEPTH
-
-
 @functools.cache
 def _most_shared(device: int) -> int:
     """Return the bytes of shared memory that a block may have."""
@@ -217,12 +207,11 @@ def _most_shared(device: int) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def shared_bytes(strips: int, room: int, depth: int) -> int:
-    """Add up what csrc/linear_rows.cu holds: table; ring; scales, twice; their tables and offsets;
-    sums; rows of B."""
-    table, ring, scales = 256 * 256, depth * TILE * (2048 + 32), 2 * TILE * (64 + 4) * 4
-    sums = THREADS // 32 * TILE * TOKENS * strips * 4
-    return table + ring + scales + WEIGHTS * (1024 + 4) + sums + depth * TILE * room
+def shared_bytes(strips: int, room: int) -> int:
+    """Add up what csrc/linear_rows.cu holds: table; tables of scales and offsets; sums and rows of
+    B, both twice."""
+    sums = THREADS // 32 * TOKENS * strips * (TILE + 4) * 4
+    return 256 * 256 + WEIGHTS * (1024 + 4) + 2 * (sums + TILE * room)
 
 
 def _strips(rows: int) -> int:

@@ -1,6 +1,6 @@
 """csrc/linear_rows.cu on a CPU: the CUDA source compiled as C++, a program of fibers (block.h).
 
-What it finds out about lanes, tiles, rings and edges, it finds without a GPU: copies arrive as late
+What it finds out about lanes, tiles, turns and edges, it finds without a GPU: copies arrive as late
 as they may, or at once.
 """
 
@@ -21,7 +21,7 @@ from tests.support.emulated import built, needs_compiler
 from tests.support.few_rows import error, made
 
 ROOT = Path(__file__).parents[2]
-DEPTHS = (2, 3, 4)
+DEPTHS = (linear_rows_cuda.SHALLOW, linear_rows_cuda.DEEP)
 MOST_SHARED = 227 << 10  # of an H100
 KERNELS = [
     *(
@@ -30,16 +30,17 @@ KERNELS = [
         for strips in linear_rows_cuda.STRIPS
         for depth in DEPTHS
         for gated in ("false", "true")
-        if depth != 3 or gated == "true"
     ),
     *(f"project<BFloat16, {wide}, {rows}>" for wide in ("false", "true") for rows in (1, 8)),
 ]
 #: What stands for each instruction of the source.
 INSTRUCTIONS = {
     "mma.sync": "block::multiply(sum, a0, a1, a2, a3, b0, b1);",
-    "cp.async.cg": "block::copy16(to, from, bytes);",
+    "cp.async.cg": "block::copy16(to, from);",
     "cp.async.commit": "block::commit();",
-    "cp.async.wait_group": "block::wait(kDepth - 2);",
+    "cp.async.wait_group": "block::wait(0);",
+    "ld.global": "words = __ldg(static_cast<const uint2*>(from));",
+    "prefetch": "__ldg(static_cast<const char*>(from));",
     "griddepcontrol": "",
 }
 
@@ -110,13 +111,13 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=SLOW), 9, pytest.param(18, marks=SLOW)])
-@pytest.mark.parametrize("depth", [2, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_source_against_float64(
     kernel: Any, case: str, depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_rows_cuda, "DEPTH", depth)
-    monkeypatch.setattr(linear_rows_cuda, "DEEPER", min(depth + 1, max(DEPTHS)))
+    monkeypatch.setattr(linear_rows_cuda, "DEEP", depth)
+    monkeypatch.setattr(linear_rows_cuda, "SHALLOW", depth)
     name, shape, ranks, adapter, gated = CASES[case]
     bias = rows in (3, 9)
     call, exact = made(
@@ -130,7 +131,7 @@ def test_the_source_against_float64(
         bias=bias,
     )
     strips, room = linear_rows_cuda._strips(rows), linear_rows_cuda._room(call)
-    if linear_rows_cuda.shared_bytes(strips, room, depth) > MOST_SHARED:
+    if linear_rows_cuda.shared_bytes(strips, room) > MOST_SHARED:
         pytest.skip("more shared memory than a block has")
     for mine, result in zip(kernel.run(call), exact, strict=True):
         assert error(mine, result) < 5e-3

@@ -50,14 +50,10 @@ SOURCES = {
         [
             f"linear<{dtype}, {scale}, {strips}, {depth}, {gated}>"
             for dtype in ("BFloat16", "Float16")
-            for depth, gated in (
-                (linear_rows_cuda.DEPTH, "false"),
-                (linear_rows_cuda.DEPTH, "true"),
-                (linear_rows_cuda.DEEPER, "true"),
-            )
-            for scale in ("Plain", "Nested")
             for strips in linear_rows_cuda.STRIPS
-            if depth == linear_rows_cuda.DEPTH or strips <= linear_rows_cuda.MOST_DEEPER
+            for depth in (linear_rows_cuda.DEEP if strips == 1 else linear_rows_cuda.SHALLOW,)
+            for scale in ("Plain", "Nested")
+            for gated in ("false", "true")
         ]
         + [
             f"project<{dtype}, {wide}, {rows}>"

@@ -60,17 +60,13 @@ inline bool at_once;
 struct Copy {
   unsigned to;
   const void* from;
-  int bytes;
-  void arrive() const {
-    std::memset(shared + to, 0, 16);
-    std::memcpy(shared + to, from, bytes);
-  }
+  void arrive() const { std::memcpy(shared + to, from, 16); }
 };
 inline std::vector<std::vector<Copy>> under_way[kThreads];
 inline std::vector<Copy> open[kThreads];
 
-inline void copy16(unsigned to, const void* from, int bytes) {
-  const Copy copy{to, from, bytes};
+inline void copy16(unsigned to, const void* from) {
+  const Copy copy{to, from};
   if (to % 16 || reinterpret_cast<size_t>(from) % 16) std::abort();
   if (at_once)
     copy.arrive();
@@ -117,6 +113,11 @@ inline void __syncthreads() { block::meet(); }
 inline float __shfl_xor_sync(unsigned, float value, int mask) {
   const unsigned source = threadIdx.x ^ mask;
   return block::given(value)[source];
+}
+
+inline float __shfl_sync(unsigned, float value, int lane, int width) {
+  const int first = static_cast<int>(threadIdx.x) / width * width;
+  return block::given(value)[first + lane];
 }
 
 template <class T>
