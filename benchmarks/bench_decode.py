@@ -57,7 +57,7 @@ def _measure(suite: harness.Suite, arguments: Any, batch: int, adapted: str) -> 
         before = harness.held_bytes(suite.device)
         decoder = _Decoder(arguments, suite.device, batch, quantized=peer != "bf16", lora=adapted)
         expected = decoder.exact()
-        decoder.compile(PEERS[peer] if suite.device.type == "cuda" else peer)
+        decoder.compile(_with_graphs(peer) if suite.device.type == "cuda" else peer)
         with testing.CompileTrace() as trace:
             first = harness.first_call(decoder.step, suite.device)
         for _ in range(2):  # what records the graph, and what replays it
@@ -80,6 +80,12 @@ def _measure(suite: harness.Suite, arguments: Any, batch: int, adapted: str) -> 
         extra[peer]["throughput"] = batch / timing.median
         case = {"batch": batch, "LoRA": adapted}
         suite.add(case, {peer: timing}, roof=roofs[peer], extra=extra)
+
+
+def _with_graphs(peer: str) -> str:
+    """Return what a peer is on a GPU; one with options of its own keeps them."""
+    name, _, options = peer.partition("[")
+    return f"{PEERS[name].removesuffix(']')};{options}" if options else PEERS[name]
 
 
 class _Decoder:
