@@ -18,7 +18,8 @@ def compile_as(peer: str, fn: Callable[..., Any], *, dynamic: bool | None = Fals
     """Return ``fn`` as ``peer`` runs it.
 
     Peers are ``eager``; ``inductor`` and ``max-autotune`` (stock); ``qfuse``; and for ablations
-    ``qfuse[key=value;key=value]`` or ``inductor[...]``, where the pairs are the backend's options.
+    ``qfuse[key=value;key=value]`` or ``inductor[...]``, where the pairs are the backend's options;
+    ``guard_filter_fn`` names a function of torch.compiler.
     """
     if peer == "eager":
         return fn
@@ -45,6 +46,8 @@ def _peer_options(peer: str) -> dict[str, Any] | None:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[key] = value  # a bare word
+    if "guard_filter_fn" in options:
+        options["guard_filter_fn"] = getattr(torch.compiler, options["guard_filter_fn"])
     return options
 
 

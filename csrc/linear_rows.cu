@@ -5,11 +5,11 @@
 // Up to four weights of one width share a launch. `project` computes what their adapters project x onto.
 //
 // A program takes 16 rows of a weight at a time (a tile), and of these 4096 columns (a stage), of which
-// each of the 16 warps has a run of 256. A lane reads 8 bytes of a row, which are 16 neighbouring codes,
-// and the four lanes of a quad have the 64 of a chunk together. It reads them into registers, where the
-// next stages of its warp are on their way while one is decoded: no warp waits for another before the end
-// of a tile. What a lane decodes is at once its part of the first operand of mma.m16n8k16: a product sums
-// over k, so any order of k serves as long as the rows of x, the second operand, are read in the same one.
+// each of the 16 warps has a run of 256. Codes are read into registers, where the next stage of a warp is on
+// its way while one is decoded: no warp waits for another before the end of a tile. A lane has 8 bytes of
+// each row of a chunk, which are 16 neighbouring codes, and the four lanes of a quad have its 64 together.
+// What a lane decodes is at once its part of the first operand of mma.m16n8k16: a product sums over k, so
+// any order of k serves as long as the rows of x, the second operand, are read in the same one.
 // The sums of 64 products are scaled in fp32. At the end of a tile the warps' sums are added up in the
 // order of the warps, so a result is the same every time and does not depend on the other rows of x. A
 // tile's rows of B are copied to shared memory during the tile before.
@@ -163,24 +163,31 @@ __device__ float adapter(const char* b, const float* projected, int rank, bool w
   return sum;
 }
 
-// Brings a line into the cache of the device; no register waits for it.
-__device__ inline void prefetch(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
-// Reads 8 bytes of what nobody reads again, or makes zeros.
-__device__ inline uint2 stream8(const void* from, bool there) {
-  uint2 words = make_uint2(0, 0);
+// Reads 16 bytes of what nobody reads again, or makes zeros.
+__device__ inline uint4 stream16(const void* from, bool there) {
+  uint4 words = make_uint4(0, 0, 0, 0);
   if (there)
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(words.x), "=r"(words.y)
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                  : "l"(from));
   return words;
 }
 
-// Where `kGated`, there are two weights of one shape, and out is silu(first) * second. A warp has kDepth
-// stages on their way.
-template <class Type, class Scale, int kTiles, int kDepth, bool kGated>
+// The quarter of each chunk that a lane of a quad has.
+__device__ inline int quarter(int member) { return (member & 1) * 2 + (member >> 1); }
+
+// A quad's lanes have read the halves of two chunks, one after the other, 16 bytes each: a load of the
+// device's memory takes time for each line it touches, so few wide ones are better. Gives every lane its
+// quarter of both.
+__device__ inline void trade(const uint4& read, bool second, uint2 (&words)[2]) {
+  const uint32 x = __shfl_xor_sync(kWarp, second ? read.x : read.z, 2);
+  const uint32 y = __shfl_xor_sync(kWarp, second ? read.y : read.w, 2);
+  words[0] = second ? make_uint2(x, y) : make_uint2(read.x, read.y);
+  words[1] = second ? make_uint2(read.z, read.w) : make_uint2(x, y);
+}
+
+// Where `kGated`, there are two weights of one shape, and out is silu(first) * second.
+template <class Type, class Scale, int kTiles, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
   constexpr int kColumns = kTokens * kTiles;
   extern __shared__ char shared[];
@@ -195,60 +202,42 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   const int mine = tiles > blockIdx.x ? (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
   const int turns = mine * (kGated ? 2 : 1), stages = turns * parts;
 
-  // The codes of the next stages, and their scales: a lane loads those of its quad's two rows for one chunk.
+  // The codes of the next stage, and its scales: a lane loads those of its quad's two rows for one chunk.
   Walk<kGated> reading;
   reading.settle(a);
-  uint2 words[kDepth][kRun][2];
-  Scale scales[kDepth];
-  int of[kDepth];
-  bool inside[kDepth][2];
+  uint4 codes[kRun / 2][2];
+  Scale scales;
+  int of;
+  bool inside[2];
   const int64 row_bytes = a.k / 2;
   int read = 0, read_part = 0;
   const uint8* source;
   int rows_left, chunks_left;
-  const auto aim = [&](int d) {
-    of[d] = reading.weight;
-    const Weight& weight = a.weights[reading.weight];
+  const auto aim = [&] {
+    of = reading.weight;
+    const Weight& weight = a.weights[of];
     const int feature = reading.row(a) + quad, chunk = read_part * kChunks + warp * kRun;
-    rows_left = read < stages ? static_cast<int>(a.n[reading.weight]) - feature : 0;
+    rows_left = read < stages ? static_cast<int>(a.n[of]) - feature : 0;
     chunks_left = chunks - chunk;
-    source = weight.qweight + feature * row_bytes + chunk * (kChunk / 2) + 8 * member;
+    source = weight.qweight + feature * row_bytes + chunk * (kChunk / 2) + 16 * member;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      inside[d][i] = 8 * i < rows_left && member < chunks_left;
+      inside[i] = 8 * i < rows_left && member < chunks_left;
       const uint32 block = static_cast<uint32>(feature + 8 * i) * chunks + chunk + member;
-      if (inside[d][i])
-        scales[d].load(i, static_cast<const typename Scale::Raw*>(weight.absmax), weight.nested_absmax, block >> a.shift);
+      if (inside[i])
+        scales.load(i, static_cast<const typename Scale::Raw*>(weight.absmax), weight.nested_absmax, block >> a.shift);
     }
     ++read;
     if (++read_part == parts) read_part = 0, reading.next(a);
   };
-  const auto fetch = [&](int d, int c) {
+  const auto fetch = [&](int pair) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      words[d][c][i] = stream8(source + i * 8 * row_bytes + c * (kChunk / 2), 8 * i < rows_left && c < chunks_left);
+      codes[pair][i] = stream16(source + i * 8 * row_bytes + pair * kChunk, 8 * i < rows_left && 2 * pair + member / 2 < chunks_left);
   };
+  aim();
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d) {
-    aim(d);
-#pragma unroll
-    for (int c = 0; c < kRun; ++c) fetch(d, c);
-  }
-  // Scales are few and far apart: they are brought near before they are asked for, a row by a warp.
-  {
-    Walk<kGated> far;
-    far.settle(a);
-    const int bytes = max((chunks >> a.shift) * static_cast<int>(sizeof(typename Scale::Raw)), 1);
-    for (int i = 0; i < turns; ++i, far.next(a)) {
-      const Weight& weight = a.weights[far.weight];
-      const int feature = far.row(a) + warp;
-      if (feature >= a.n[far.weight]) continue;
-      const uint32 block = static_cast<uint32>(feature) * chunks >> a.shift;
-      if (lane * 32 < bytes + 31)
-        prefetch(static_cast<const char*>(weight.absmax) + block * sizeof(typename Scale::Raw) + min(lane * 32, bytes - 1));
-      if (lane == 31 && weight.nested_absmax != nullptr) prefetch(weight.nested_absmax + (block >> 8));
-    }
-  }
+  for (int pair = 0; pair < kRun / 2; ++pair) fetch(pair);
 
   // A tile's rows of B, while the one before is computed.
   const int room = static_cast<int>(a.room) * kTile;
@@ -262,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   };
   Walk<kGated> walk;
   walk.settle(a);
-  if (stages > 0) copy_adapter(walk, 0);
+  if (room > 0 && stages > 0) copy_adapter(walk, 0);
 
   // The copies of an entry are 128 bytes; a thread begins with another part of them than its neighbour.
   {
@@ -297,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
 
   // The address of an entry is its byte behind the lane's own, so one instruction makes it.
   const uint32 own = lane * 4;
-  const auto pair = [&](uint32 word, int byte) {
+  const auto values_of = [&](uint32 word, int byte) {
     return *reinterpret_cast<const uint32*>(shared + __byte_perm(word, own, 0x5504u | byte << 4));
   };
   constexpr bool kHeld = kTiles <= kMostHeld;
@@ -307,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     const int token = t * kTokens + quad;
     tokens[0] = tokens[1] = make_uint4(0, 0, 0, 0);
     if (token < m && chunk < chunks) {
-      const uint4* source = reinterpret_cast<const uint4*>(x + token * a.k + chunk * kChunk + 16 * member);
+      const uint4* source = reinterpret_cast<const uint4*>(x + token * a.k + chunk * kChunk + 16 * quarter(member));
       tokens[0] = __ldg(source), tokens[1] = __ldg(source + 1);
     }
   };
@@ -316,37 +305,39 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   wait_for_previous();  // only weights were read so far
   float gate = 0;
   float total[kTiles][4] = {};
-  for (int first = 0; first < stages; first += kDepth) {
+  for (int stage = 0; stage < stages; ++stage) {
+    if (kHeld && held_part != part) {
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      if (d > 0 && first + d >= stages) break;
-      if (kHeld && held_part != part) {
+      for (int c = 0; c < (kHeld ? kRun : 0); ++c)
 #pragma unroll
-        for (int c = 0; c < (kHeld ? kRun : 0); ++c)
+        for (int t = 0; t < kTiles; ++t) tokens_of(part * kChunks + warp * kRun + c, t, held[c][t]);
+      held_part = part;
+    }
+    float factors[2][kRun];
 #pragma unroll
-          for (int t = 0; t < kTiles; ++t) tokens_of(part * kChunks + warp * kRun + c, t, held[c][t]);
-        held_part = part;
-      }
-      float decoded[2], factors[2][kRun];
+    for (int i = 0; i < 2; ++i) {
+      const float decoded = inside[i] ? scales.decode(i, scale_tables + of * 256, offsets[of]) : 0.0f;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        decoded[i] = inside[d][i] ? scales[d].decode(i, scale_tables + of[d] * 256, offsets[of[d]]) : 0.0f;
+      for (int c = 0; c < kRun; ++c) factors[i][c] = __shfl_sync(kWarp, decoded, c, 4);
+    }
+    aim();
 #pragma unroll
-        for (int c = 0; c < kRun; ++c) factors[i][c] = __shfl_sync(kWarp, decoded[i], c, 4);
-      }
-      aim(d);
+    for (int pair = 0; pair < kRun / 2; ++pair) {
+      uint2 words[2][2];  // of each row's two chunks
 #pragma unroll
-      for (int c = 0; c < kRun; ++c) {
+      for (int i = 0; i < 2; ++i) trade(codes[pair][i], member >= 2, words[i]);
+      fetch(pair);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int c = 2 * pair + half;
         uint32 values[2][8];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < 2; ++i)
 #pragma unroll
-          for (int w = 0; w < 2; ++w) {
-            const uint32 word = w ? words[d][c][half].y : words[d][c][half].x;
-#pragma unroll
-            for (int byte = 0; byte < 4; ++byte) values[half][4 * w + byte] = pair(word, byte);
+          for (int byte = 0; byte < 4; ++byte) {
+            values[i][byte] = values_of(words[i][half].x, byte);
+            values[i][4 + byte] = values_of(words[i][half].y, byte);
           }
-        fetch(d, c);
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           uint4 loaded[2];
@@ -361,45 +352,45 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
           for (int i = 0; i < 4; ++i) total[t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[t][i]);
         }
       }
-      if (++part < parts) continue;
+    }
+    if (++part < parts) continue;
 
-      float* const to = sums + (turn * kWarps + warp) * kColumns * kPitch;
+    float* const to = sums + (turn * kWarps + warp) * kColumns * kPitch;
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
+    for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = t * kTokens + 2 * member + i % 2;
-          if (token < m) to[token * kPitch + quad + 8 * (i / 2)] = total[t][i];
-          total[t][i] = 0;
-        }
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-      // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
-      // whose place the next one takes.
-      __syncthreads();
-      const Weight& weight = a.weights[walk.weight];
-      static_assert(kTile * kColumns <= kThreads, "a thread has one result");
-      const int row = threadIdx.x % kTile, token = threadIdx.x / kTile, feature = walk.row(a) + row;
-      const int n = static_cast<int>(a.n[walk.weight]), rank = static_cast<int>(a.rank[walk.weight]), which = walk.weight;
-      const char* const b = lora + turn * room;
-      const float* const from = sums + turn * kWarps * kColumns * kPitch + token * kPitch + row;
-      part = 0, turn ^= 1, walk.next(a);
-      if (first + d + 1 < stages) copy_adapter(walk, turn);
-      if (token < m && feature < n) {
-        float sum = 0;
+      for (int i = 0; i < 4; ++i) {
+        const int token = t * kTokens + 2 * member + i % 2;
+        if (token < m) to[token * kPitch + quad + 8 * (i / 2)] = total[t][i];
+        total[t][i] = 0;
+      }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
+    // whose place the next one takes.
+    __syncthreads();
+    const Weight& weight = a.weights[walk.weight];
+    static_assert(kTile * kColumns <= kThreads, "a thread has one result");
+    const int row = threadIdx.x % kTile, token = threadIdx.x / kTile, feature = walk.row(a) + row;
+    const int n = static_cast<int>(a.n[walk.weight]), rank = static_cast<int>(a.rank[walk.weight]), which = walk.weight;
+    const char* const b = lora + turn * room;
+    const float* const from = sums + turn * kWarps * kColumns * kPitch + token * kPitch + row;
+    part = 0, turn ^= 1, walk.next(a);
+    if (room > 0 && stage + 1 < stages) copy_adapter(walk, turn);
+    if (token < m && feature < n) {
+      float sum = 0;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += from[w * kColumns * kPitch];
-        sum *= stretch;
-        if (rank > 0)
-          sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[which], rank,
-                               a.wide);
-        using Raw = typename Type::Raw;
-        if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
-        if (kGated && which == 0) {
-          gate = sum / (1 + __expf(-sum));
-        } else {
-          if (kGated) sum *= gate;
-          static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
-        }
+      for (int w = 0; w < kWarps; ++w) sum += from[w * kColumns * kPitch];
+      sum *= stretch;
+      if (rank > 0)
+        sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[which], rank,
+                             a.wide);
+      using Raw = typename Type::Raw;
+      if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
+      if (kGated && which == 0) {
+        gate = sum / (1 + __expf(-sum));
+      } else {
+        if (kGated) sum *= gate;
+        static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
       }
     }
   }

@@ -33,8 +33,6 @@ MOST_ROWS = TOKENS * STRIPS[-1]
 OUTER = 256  # scales that share an outer one
 WEIGHTS = 4  # of one launch
 MOST_RANK = 256  # of an adapter
-#: Stages that a warp has on their way, where one mma takes all rows of x and where it does not.
-DEEP, SHALLOW = 2, 1
 
 
 class Cuda(Provider[LinearRows]):
@@ -186,8 +184,7 @@ def kernel_name(call: LinearRows) -> str:
     assert scale is not None
     kind, gated = "Plain" if scale.is_float else "Nested", str(call.gated).lower()
     strips = _strips(call.x.shape[0])
-    depth = DEEP if strips == 1 else SHALLOW
-    return f"linear<{TYPES[call.x.dtype]}, {kind}, {strips}, {depth}, {gated}>"
+    return f"linear<{TYPES[call.x.dtype]}, {kind}, {strips}, {gated}>"
 
 
 def project_name(call: LinearRows) -> str:

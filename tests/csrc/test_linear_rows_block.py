@@ -21,14 +21,12 @@ from tests.support.emulated import built, needs_compiler
 from tests.support.few_rows import error, made
 
 ROOT = Path(__file__).parents[2]
-DEPTHS = (linear_rows_cuda.SHALLOW, linear_rows_cuda.DEEP)
 MOST_SHARED = 227 << 10  # of an H100
 KERNELS = [
     *(
-        f"linear<BFloat16, {scale}, {strips}, {depth}, {gated}>"
+        f"linear<BFloat16, {scale}, {strips}, {gated}>"
         for scale in ("Plain", "Nested")
         for strips in linear_rows_cuda.STRIPS
-        for depth in DEPTHS
         for gated in ("false", "true")
     ),
     *(f"project<BFloat16, {wide}, {rows}>" for wide in ("false", "true") for rows in (1, 8)),
@@ -39,8 +37,7 @@ INSTRUCTIONS = {
     "cp.async.cg": "block::copy16(to, from);",
     "cp.async.commit": "block::commit();",
     "cp.async.wait_group": "block::wait(0);",
-    "ld.global": "words = __ldg(static_cast<const uint2*>(from));",
-    "prefetch": "__ldg(static_cast<const char*>(from));",
+    "ld.global": "words = __ldg(static_cast<const uint4*>(from));",
     "griddepcontrol": "",
 }
 
@@ -111,13 +108,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=SLOW), 9, pytest.param(18, marks=SLOW)])
-@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_source_against_float64(
-    kernel: Any, case: str, depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear_rows_cuda, "DEEP", depth)
-    monkeypatch.setattr(linear_rows_cuda, "SHALLOW", depth)
+def test_the_source_against_float64(kernel: Any, case: str, rows: int) -> None:
     name, shape, ranks, adapter, gated = CASES[case]
     bias = rows in (3, 9)
     call, exact = made(

@@ -48,10 +48,9 @@ SOURCES = {
     "linear_rows.cu": Source(
         tuple(arch for arch in ARCHS if arch != "sm_75"),
         [
-            f"linear<{dtype}, {scale}, {strips}, {depth}, {gated}>"
+            f"linear<{dtype}, {scale}, {strips}, {gated}>"
             for dtype in ("BFloat16", "Float16")
             for strips in linear_rows_cuda.STRIPS
-            for depth in (linear_rows_cuda.DEEP if strips == 1 else linear_rows_cuda.SHALLOW,)
             for scale in ("Plain", "Nested")
             for gated in ("false", "true")
         ]

@@ -140,15 +140,6 @@ def test_which_devices_have_enough_shared_memory(shared: int, most: int) -> None
     assert max((n for n in STRIPS if needed[n] <= room), default=0) == most
 
 
-@pytest.mark.parametrize(("rows", "strips", "depth"), [(1, 1, 2), (8, 1, 2), (9, 2, 1), (32, 4, 1)])
-def test_a_warp_is_two_stages_ahead_where_registers_suffice(
-    rows: int, strips: int, depth: int
-) -> None:
-    call, _ = made(FORMATS[NESTED], (32, 64), rows, torch.bfloat16)
-    expected = f"linear<BFloat16, Nested, {strips}, {depth}, false>"
-    assert linear_rows_cuda.kernel_name(call) == expected
-
-
 def linear(device: str = "cpu", *, bias: bool = False) -> Any:
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(128, 64, generator=generator).to(device, torch.bfloat16) * 0.1

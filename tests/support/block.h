@@ -110,7 +110,8 @@ inline void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, uns
 
 inline void __syncthreads() { block::meet(); }
 
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
   const unsigned source = threadIdx.x ^ mask;
   return block::given(value)[source];
 }
