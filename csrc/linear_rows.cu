@@ -284,6 +284,19 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   const float stretch = __uint_as_float(static_cast<uint32>(a.factor));
   __syncthreads();
 
+  // A lane decodes the scales of one chunk for its quad, and asks for the next ones.
+  float factors[2][kRun];
+  const auto decode_scales = [&] {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float decoded = inside[i] ? scales.decode(i, scale_tables + of * 256, offsets[of]) : 0.0f;
+#pragma unroll
+      for (int c = 0; c < kRun; ++c) factors[i][c] = __shfl_sync(kWarp, decoded, c, 4);
+    }
+    aim();
+  };
+  decode_scales();
+
   // The address of an entry is its byte behind the lane's own, so one instruction makes it.
   const uint32 own = lane * 4;
   const auto values_of = [&](uint32 word, int byte) {
@@ -313,14 +326,6 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
         for (int t = 0; t < kTiles; ++t) tokens_of(part * kChunks + warp * kRun + c, t, held[c][t]);
       held_part = part;
     }
-    float factors[2][kRun];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float decoded = inside[i] ? scales.decode(i, scale_tables + of * 256, offsets[of]) : 0.0f;
-#pragma unroll
-      for (int c = 0; c < kRun; ++c) factors[i][c] = __shfl_sync(kWarp, decoded, c, 4);
-    }
-    aim();
 #pragma unroll
     for (int pair = 0; pair < kRun / 2; ++pair) {
       uint2 words[2][2];  // of each row's two chunks
@@ -353,6 +358,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
         }
       }
     }
+    decode_scales();  // here, so that nothing waits for codes before more are asked for
     if (++part < parts) continue;
 
     float* const to = sums + (turn * kWarps + warp) * kColumns * kPitch;

@@ -57,6 +57,13 @@ SM_90 = replace(
             "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.29 at "
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
+        "attention_rows.min_keys": Entry(
+            value=1024,
+            evidence="a decoding step of 8 layers of Qwen3-8B, a cache of 1,024 keys, with and "
+            "without it: 0.72 / 0.88 ms at batch 1, 1.09 / 1.08 at batch 16; with adapters 0.82 / "
+            "1.09, 1.21 / 1.20; fewer keys not measured (one H200, torch 2.11.0+cu130, "
+            "2026-11-24, benchmarks/results/decode_guards-h200.json)",
+        ),
         "chunk_loss.elements": Entry(
             value=80 << 20,
             evidence="4,096 rows of a vocabulary of 151,936, forward and backward, whole, in "

@@ -138,7 +138,7 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         # Keys from which attention of one query in decoding has a kernel of ours.
         "attention_rows.min_keys": Entry(
             value=1 << 40,
-            evidence="a start value, which is never: the kernel has not been measured",
+            evidence="a start value, which is never: measured where a preset says otherwise",
         ),
         # How many times as large as an adapter's projection its input is, for the projection to be
         # kept under checkpointing.

@@ -246,7 +246,9 @@ def test_a_gpu_decodes_few_rows_in_a_graph() -> None:
     """Captured in a CUDA graph, with other weights of the same shape, through compiled code."""
     module = linear("cuda")
     exact = values(module)
-    run: Any = torch.compile(module, backend="qfuse", options={"triton.cudagraphs": True})
+    run: Any = torch.compile(
+        module, backend=testing.qfuse_backend(), options={"triton.cudagraphs": True}
+    )
     with torch.no_grad():
         for seed in range(4):
             torch.manual_seed(seed)
