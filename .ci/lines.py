@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7160,
+    "benchmarks": 7165,
     "csrc": 3375,
-    "docs": 1330,
+    "docs": 1360,
     "examples": 1020,
     "inductor_q": 5590,
     "inductor_q/capture": 2130,

@@ -320,7 +320,27 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-qlora": moe_figures.qlora,
 }
 
+
+def decode_split(with_it: bool) -> str:
+    peer = "guard_filter_fn=skip_guard_on_all_nn_modules_unsafe"
+    peer += ";qfuse.thresholds=attention_rows.min_keys=1" if with_it else ""
+    return ms(seconds("decode_guards-h200", f"qfuse[{peer}]", batch=1, LoRA="no"))
+
+
+def packed_transient() -> str:
+    """Return the share of stock Inductor's memory, beside weights and states, that a step takes."""
+    name = "step_packed_memory-h200"
+    own, stock = (
+        extra(name, peer, "peak_bytes") - extra(name, peer, "static_bytes")
+        for peer in ("qfuse", "inductor")
+    )
+    return f"{own / stock:.3f}"
+
+
 VALUES: dict[str, Callable[[], str]] = {
+    "decode.split": lambda: decode_split(True),
+    "decode.sdpa": lambda: decode_split(False),
+    "packed.transient": packed_transient,
     "attention.mask": lambda: ms(seconds("attention-h200", "mask")),
     "attention.causal": lambda: ms(seconds("attention-h200", "causal")),
     "attention.grouped": lambda: ms(seconds("attention-h200", "grouped")),

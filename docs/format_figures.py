@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
-from docs.read_results import cases, exists, extra, gb, number, percent, row, seconds, source, table
+from typing import Any
+
+from docs.read_results import (
+    cases,
+    exists,
+    extra,
+    gb,
+    number,
+    percent,
+    row,
+    rows,
+    seconds,
+    source,
+    table,
+)
 
 ONE = "formats-h200"
 STEPS = ("formats_step_intx4-h200", "formats_step_fp8_128x128-h200", "formats_step-h200")
+#: A format that no other peer can train, or decode in a compiled graph.
+ALONE = "formats_step_int4-h200"
 EXPERTS = ("moe_mxfp4-h200", "moe_nvfp4-h200")
 
 
 def decodes() -> str:
     """Write how long a decode takes, and which share of the roof it and a copy reach."""
     body = []
-    for case in (c for c in cases(ONE) if c["part"] == "dequantize"):
-        times = (seconds(ONE, peer, **case) for peer in ("eager", "inductor", "qfuse"))
-        shares = (percent(row(ONE, peer, **case)["roof_fraction"]) for peer in ("qfuse", "copy"))
-        shown = (number(1e6 * time) for time in times)
+    for name, case in ((n, c) for n in (ONE, ALONE) for c in cases(n) if c["part"] == "dequantize"):
+        shares = (percent(row(name, peer, **case)["roof_fraction"]) for peer in ("qfuse", "copy"))
+        shown = (_time(name, peer, case, 1e6) for peer in ("eager", "inductor", "qfuse"))
         body.append((case["format"], case["size"].replace("x", " x "), *shown, *shares))
     header = ("format", "N x K", "its library", "the same under stock Inductor", "qfuse")
     more = ("qfuse, share of the roof", "a copy, share of the roof")
-    return f"{table((*header, *more), body)}\n\n{source(ONE)}"
+    return f"{table((*header, *more), body)}\n\n{source(ONE, ALONE)}"
+
+
+def _time(name: str, peer: str, case: dict[str, Any], scale: float) -> str:
+    return number(scale * seconds(name, peer, **case)) if rows(name, peer, **case) else "none"
 
 
 def training() -> str:
     """Write a linear layer's and a step's time and peak memory beside stock Inductor's."""
     body = []
     files = [(ONE, "linear"), *((name, "step") for name in STEPS)]
-    for name, part in files:
+    for name, part in (*files, (ALONE, "linear"), (ALONE, "step")):
         for case in (c for c in cases(name) if c["part"] == part):
-            times = [seconds(name, peer, **case) for peer in ("eager", "inductor", "qfuse")]
-            peaks = [extra(name, p, "peak_bytes", **case) for p in ("inductor", "qfuse")]
+            shown = (_time(name, peer, case, 1e3) for peer in ("eager", "inductor", "qfuse"))
+            peers = [peer for peer in ("inductor", "qfuse") if rows(name, peer, **case)]
+            peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
+            ratio = "none"
+            if len(peers) == 2:
+                own, stock = (seconds(name, peer, **case) for peer in ("qfuse", "inductor"))
+                ratio = f"{own / stock:.2f}"
             what = "linear" if part == "linear" else case["size"]
-            shown = (number(1e3 * time) for time in times)
             share = percent(row(name, "qfuse", **case)["roof_fraction"])
-            sizes = (f"{times[2] / times[1]:.2f}", share, *map(gb, peaks))
+            sizes = (ratio, share, *["none"] * (2 - len(peaks)), *peaks)
             body.append((case["format"], what, *shown, *sizes))
     header = ("format", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
     more = ("qfuse, share of the roof", "peak, stock", "peak, qfuse")
-    return f"{table((*header, *more), body)}\n\n{source(ONE, *STEPS)}"
+    return f"{table((*header, *more), body)}\n\n{source(ONE, *STEPS, ALONE)}"
 
 
 def experts() -> str:

@@ -99,6 +99,17 @@ def _rows_h200() -> str:
     return f"{ours} us against {bnb} us of bitsandbytes and {decode} us of dequantization"
 
 
+def _attention_rows_h200() -> str:
+    guards = "guard_filter_fn=skip_guard_on_all_nn_modules_unsafe"
+    peers = (f"qfuse[{guards};qfuse.thresholds=attention_rows.min_keys=1]", f"qfuse[{guards}]")
+    found = {}
+    for case in results.cases("decode_guards-h200"):
+        times = (results.seconds("decode_guards-h200", peer, **case) for peer in peers)
+        found[case["LoRA"], case["batch"]] = " / ".join(f"{1e3 * s:.2f}" for s in times)
+    plain = f"{found['no', 1]} ms at batch 1, {found['no', 16]} at batch 16"
+    return f"{plain}; with adapters {found['r=16', 1]}, {found['r=16', 16]}"
+
+
 def _steps(name: str, counts: tuple[int, ...], digits: Callable[[float], str]) -> list[str]:
     peers = ("qfuse[qfuse.thresholds=extend_k.min_rows=1]", "qfuse[qfuse.passes=-extend_k]")
     found = []
@@ -168,7 +179,10 @@ def _few_rows() -> str:
 
 #: Figures of code that a result file has: the words as they have to stand there.
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
-    "inductor_q/presets/nvidia.py": (_gemm_4bit, _rows_h200, _extend_k_h200, _loss_h200),
+    "inductor_q/presets/nvidia.py": (
+        *(_gemm_4bit, _rows_h200, _extend_k_h200, _loss_h200),
+        _attention_rows_h200,
+    ),
     "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
     "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
 }

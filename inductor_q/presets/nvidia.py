@@ -46,8 +46,8 @@ SM_90 = replace(
         ),
         "linear_rows.max_rows": Entry(
             value=32,
-            evidence="a linear layer of 12288x4096 in nf4, nested, and 1, 16 or 32 rows: 20, 30, "
-            "64 us against 30, 71, 73 us of bitsandbytes and 70, 69, 70 us of dequantization and a "
+            evidence="a linear layer of 12288x4096 in nf4, nested, and 1, 16 or 32 rows: 18, 24, "
+            "47 us against 30, 71, 73 us of bitsandbytes and 70, 69, 69 us of dequantization and a "
             "product; the kernel takes no more rows (one H200, torch 2.11.0+cu130, 2026-11-24, "
             "benchmarks/results/rows-h200.json)",
         ),
