@@ -40,7 +40,7 @@ class Tiles:
 
 #: Up to 64 ranks.
 NARROW = Tiles(columns=128, part=512)
-#: More of them, not measured on a GPU yet (benchmarks.bench_families --only "Qwen3, r = 128" does).
+#: More of them, measured in whole steps alone (benchmarks.bench_families --only "Qwen3, r = 128").
 #: A tile of A, [ranks, columns], and the accumulator of its gradient are as large as those of 64
 #: ranks: compiled for sm_90, the kernels of three adapters of 128 ranks have no more registers than
 #: those of 64, and with tiles of 128 columns `grad_x` would spill. Twice as much is added up, so
