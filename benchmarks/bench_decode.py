@@ -1,11 +1,11 @@
 """Time one decoding step of a whole model: one token for each sequence, over a static cache.
 
 The model has eight layers of Qwen3-8B's shapes; 512 tokens are in a cache of 1024, and the peers
-run in CUDA graphs. ``bf16`` is not quantized and stock Inductor compiles it, as it does NF4 for
-``inductor``; LoRA adapters (r = 16, seven projections, bf16) are not merged. Steps are queued one
-behind another, as generation without a stop does, so the time is the larger of what the host and
-the GPU take. ``error`` is that of the logits, against the same model in eager with sdpa's math
-kernel. The roof is the time of reading weights and cache once.
+run in CUDA graphs, ``eager`` (NF4, not compiled) aside. ``bf16`` is not quantized and stock
+Inductor compiles it, as it does NF4 for ``inductor``; LoRA adapters (r = 16, seven projections,
+bf16) are not merged. Steps are queued one behind another, as generation without a stop does, so the
+time is the larger of what the host and the GPU take. ``error`` is that of the logits, against the
+same model in eager with sdpa's math kernel. The roof is the time of reading weights and cache once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import harness
 from inductor_q import testing
 
-#: With CUDA graphs.
+#: What each is on a GPU: with CUDA graphs, but for eager mode.
 PEERS = {
+    "eager": "eager",
     "bf16": "inductor[triton.cudagraphs=True]",
     "inductor": "inductor[triton.cudagraphs=True]",
     "qfuse": "qfuse[qfuse.mode=reduce-overhead]",
