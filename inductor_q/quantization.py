@@ -6,6 +6,7 @@ weights of torchao's, `KBitLinear`. No library is imported before its format is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -68,7 +69,8 @@ def quantize(
             "fp8_row", "fp8_tensor", "int4_g128", "nvfp4", "kbit4". Or a mapping with one key:
             `{"bnb": {"quant_type": "nf4", "blocksize": 64, "nested": True}}`, `{"torchao":
             {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`. Or a configuration
-            of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`.
+            of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`. Inductor's
+            settings stay as they are, also where `set_inductor_config` of torchao's is true.
         skip: names or shell patterns of layers to leave alone; by default the one called "lm_head".
         checkpoint: a safetensors file, an index of shards or a folder with either; `model` then
             only says what there is, and is never held unquantized (`kbit.meta_parameters`).
@@ -253,8 +255,14 @@ def _kbit(k: int, absmax: str, linear: nn.Linear) -> nn.Module:
 
 
 def _torchao(config: Any, linear: nn.Linear) -> nn.Module:
+    """Quantize by torchao, without the settings of Inductor that it would change for the process.
+
+    They include coordinate descent tuning, with which 8 layers compiled for minutes on an H200.
+    """
     from torchao.quantization import quantize_
 
+    if getattr(config, "set_inductor_config", False):
+        config = dataclasses.replace(config, set_inductor_config=False)
     holder = nn.Sequential(linear)
     quantize_(holder, config)
     return _frozen(holder[0])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import inductor_q
 from inductor_q import capture, exc, kbit, ops, testing
@@ -141,6 +142,13 @@ def test_configurations_of_torchao() -> None:
         assert resolve(asked) is config
     net = inductor_q.quantize(Net(), config, skip=["lm_head", "down"], progress=False)
     assert packed(net) == {"up": "int8_g32"}
+
+
+@pytest.mark.parametrize("asked", ["fp8_row", torchao.Int8WeightOnlyConfig()], ids=str)
+def test_inductor_stays_as_it_is(asked: Any) -> None:
+    with inductor_config.patch(coordinate_descent_tuning=False):
+        inductor_q.quantize(Net(), asked, progress=False)
+        assert not inductor_config.coordinate_descent_tuning
 
 
 REFUSED = [
