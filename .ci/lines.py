@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 3375,
     "docs": 1360,
     "examples": 1020,
-    "inductor_q": 5590,
+    "inductor_q": 5640,
     "inductor_q/capture": 2130,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 520,
