@@ -3,6 +3,8 @@ benchmarks.bench_ranks``.
 
 A GPU gets 8 layers of Qwen3-8B from its configuration and 1 x 2048 tokens a rank, a CPU a toy over
 gloo. FSDP2 shards each decoder layer, then the model; the packed weights are stored in bfloat16.
+``fsdp2-parts`` shards the embeddings, and the last norm with the head, by themselves too, as
+torchtitan does: layers then compute while the head is gathered.
 What is compiled is each layer, or under DDP with ``--regions model`` all of the model: by
 ``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
 Peers come one after the other, so that a peak is of one model alone. ``inductor`` is stock Inductor
@@ -13,7 +15,10 @@ under FSDP2.
 rank keeps its share (``experts.shard``), beside DDP for all else; ``experts-ddp`` is the same model
 with all experts on each rank. Every peer has qfuse's experts there, eager and stock Inductor too.
 
-``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others.
+``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others, ``nccl``
+that of all of them. ``host`` is the time until the host has issued a step. ``link_gbps`` is the
+rate at which a rank receives in an all-gather of 256 MiB, ``built_bytes`` what a rank has
+allocated before the first step; what was allocated before the model is left out of both peaks.
 
 ``--large`` takes some steps of a model in the shape of Llama-3-70B (80 layers, gradient
 checkpointing, AdamW), which is packed layer by layer, so that no rank ever holds all of it.
@@ -25,6 +30,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import tempfile
 import time
 import warnings
@@ -56,13 +62,16 @@ LARGE = {
     "rope_theta": 500_000.0,
 }
 
+TIMES = ("first_s", "host_s", "nccl_s", "exposed_s")
+SHOWN = (*TIMES, "peak_bytes", "breaks", "graphs", "fused", "loss")
+
 #: What a model on meta gets: weights of adapters and of embeddings are small, norms are one.
 SCALE = 0.02
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__)
-    wraps = ("ddp", "fsdp2", "experts", "experts-ddp")
+    wraps = ("ddp", "fsdp2", "fsdp2-parts", "experts", "experts-ddp")
     parser.add_argument("--wraps", nargs="+", choices=wraps, default=["ddp", "fsdp2"])
     parser.add_argument("--regions", choices=("layers", "model"), default="layers")
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU; --large: 80, 2")
@@ -80,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         warnings.filterwarnings("ignore", category=FutureWarning)
         suite = harness.start("bench_ranks", arguments)
         suite.settings |= {"ranks": dist.get_world_size(), "regions": arguments.regions}
+        if suite.device.type == "cuda":
+            suite.settings["link_gbps"] = _link_gbps(suite.device)
         # Stock Inductor's graph of experts that are shared out stays whole by the second, as ours.
         with dynamo_config.patch(recompile_limit=64, capture_dynamic_output_shape_ops=True):
             if arguments.large:
@@ -87,9 +98,10 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
             else:
                 for wrap in arguments.wraps:
                     _compare(suite, arguments, wrap)
-        shown = ("first_s", "peak_bytes", "exposed_s", "breaks", "graphs", "fused", "loss")
+                    if dist.get_rank() == 0:
+                        harness.keep(suite, arguments)
         if dist.get_rank() == 0:
-            harness.finish(suite, arguments, extras=shown)
+            harness.finish(suite, arguments, extras=SHOWN)
     finally:
         harness.console.quiet = False
         dist.destroy_process_group()
@@ -112,6 +124,7 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
     timings: dict[str, harness.Timing] = {}
     extra: dict[str, dict[str, Any]] = {}
     for peer in harness.available(arguments.backends):
+        before = _allocated(suite.device)
         if is_moe:
             model = moe_model(config, suite.device, packed=True, experts=True)
         else:
@@ -133,7 +146,8 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
             model.zero_grad(set_to_none=True)
             return loss
 
-        timings[peer], extra[peer] = _time(step, model, arguments.steps or 12, suite.device)
+        steps = arguments.steps or 12
+        timings[peer], extra[peer] = _time(step, model, steps, suite.device, before)
         del step, call, model
         _forget()
     suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
@@ -143,10 +157,11 @@ def _parallel(
     model: Any, wrap: str, peer: str, regions: str, device: torch.device
 ) -> Callable[..., Any]:
     """Return what calls `model` on this rank, as `peer` runs it."""
-    whole = wrap != "fsdp2" and regions == "model"
+    is_sharded = wrap.startswith("fsdp2")
+    whole = not is_sharded and regions == "model"
     call: Any = model
-    if wrap == "fsdp2":
-        _shard(_layers(model), model)
+    if is_sharded:
+        _shard(model, parts=wrap == "fsdp2-parts")
     else:
         devices = [device.index] if device.type == "cuda" else None
         call = nn.parallel.DistributedDataParallel(model, device_ids=devices)
@@ -166,10 +181,20 @@ def _compile(model: Any, peer: str, regions: Literal["layers", "model"]) -> None
             part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
 
 
-def _shard(parts: Iterable[nn.Module], model: nn.Module) -> None:
+def _shard(model: Any, *, parts: bool) -> None:
+    """Shard each layer and then the model, and what stands around the layers if asked for."""
     mesh = dist.device_mesh.init_device_mesh(_device_type(model), (dist.get_world_size(),))
-    for part in (*parts, model):
-        fully_shard(part, mesh=mesh)
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh)
+    if parts:
+        _shard_ends(model.get_base_model(), mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _shard_ends(base: Any, mesh: dist.device_mesh.DeviceMesh) -> None:
+    """Shard the embeddings, and the last norm with the head, which backward needs at once."""
+    fully_shard(base.model.embed_tokens, mesh=mesh)
+    fully_shard([base.model.norm, base.lm_head], mesh=mesh, reshard_after_forward=False)
 
 
 def _device_type(model: nn.Module) -> str:
@@ -197,29 +222,39 @@ def _forget() -> None:
 
 
 def _time(
-    step: Callable[[], torch.Tensor], model: nn.Module, steps: int, device: torch.device
+    step: Callable[[], torch.Tensor],
+    model: nn.Module,
+    steps: int,
+    device: torch.device,
+    before: int,
 ) -> tuple[harness.Timing, dict[str, Any]]:
-    """Time steps, each from a barrier to the end of this rank's work."""
+    """Time steps, each from a barrier to the end of this rank's work.
+
+    `before` are the bytes that the device had allocated when there was no model.
+    """
     counters.clear()
+    extra: dict[str, Any] = {"built_bytes": _allocated(device) - before}
     start = time.perf_counter()
     step()
     harness.synchronize(device)
-    extra: dict[str, Any] = {"first_s": time.perf_counter() - start}
+    extra["first_s"] = time.perf_counter() - start
     for _ in range(2):
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    samples = []
+    samples, issued = [], []
     for _ in range(steps):
         dist.barrier()
         harness.synchronize(device)
         start = time.perf_counter()
         loss = step()
+        issued.append(time.perf_counter() - start)
         harness.synchronize(device)
         samples.append(time.perf_counter() - start)
+    extra["host_s"] = statistics.median(issued)
     if device.type == "cuda":
-        extra["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        extra["exposed_s"] = _exposed(step, device)
+        extra["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+        extra |= _communication(step, device)
     extra |= {
         "breaks": sum(counters["graph_break"].values()),
         "graphs": counters["stats"]["unique_graphs"],
@@ -231,8 +266,31 @@ def _time(
     return harness.Timing.of(samples), extra
 
 
-def _exposed(step: Callable[[], object], device: torch.device, steps: int = 3) -> float:
-    """Return the seconds of a step in which only NCCL's kernels run, by torch's profiler."""
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _link_gbps(device: torch.device, size: int = 2**28) -> float:
+    """Return the GB/s that a rank receives from the others in an all-gather."""
+    ranks = dist.get_world_size()
+    own = torch.ones(size // ranks, dtype=torch.uint8, device=device)
+    every = torch.empty(size, dtype=torch.uint8, device=device)
+    samples = []
+    for _ in range(8):
+        dist.barrier()
+        harness.synchronize(device)
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(every, own)
+        harness.synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return 1e-9 * (size - own.numel()) / statistics.median(samples)
+
+
+def _communication(
+    step: Callable[[], object], device: torch.device, steps: int = 3
+) -> dict[str, float]:
+    """Return the seconds of a step in which NCCL's kernels run, and those in which no others do, by
+    torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
@@ -243,7 +301,8 @@ def _exposed(step: Callable[[], object], device: torch.device, steps: int = 3) -
         events = json.loads(path.read_text())["traceEvents"]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     spans = [("nccl" in e["name"].lower(), e["ts"], e["ts"] + e["dur"]) for e in kernels]
-    return exposed(spans) * 1e-6 / steps
+    nccl = exposed(span for span in spans if span[0])
+    return {"exposed_s": exposed(spans) * 1e-6 / steps, "nccl_s": nccl * 1e-6 / steps}
 
 
 def exposed(spans: Iterable[tuple[bool, float, float]]) -> float:
@@ -271,7 +330,7 @@ def _large(suite: harness.Suite, arguments: argparse.Namespace) -> None:
     config = testing.tiny_llama_config(**(LARGE if on_gpu else {}), num_hidden_layers=layers)
     ids = _ids(config.vocab_size, arguments.seq_len or (2048 if on_gpu else 32), suite.device)
     for peer in harness.available(arguments.backends):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), _allocated(suite.device)
         model = large_model(config, suite.device, arguments.seed)
         _compile(model, peer, "layers")
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -286,9 +345,8 @@ def _large(suite: harness.Suite, arguments: argparse.Namespace) -> None:
             return loss
 
         if on_gpu:
-            built["built_bytes"] = torch.cuda.memory_allocated(suite.device)
             built["build_peak_bytes"] = torch.cuda.max_memory_allocated(suite.device)
-        timing, extra = _time(step, model, arguments.steps or 5, suite.device)
+        timing, extra = _time(step, model, arguments.steps or 5, suite.device, before)
         suite.add(
             {"wrap": "fsdp2", "layers": layers, "tokens": ids.numel()},
             {peer: timing},
@@ -322,8 +380,7 @@ def large_model(config: Any, device: torch.device, seed: int) -> Any:
     with device:
         base.model.rotary_emb = type(base.model.rotary_emb)(config=config)
     _fill(model, device)
-    fully_shard(base.model.embed_tokens, mesh=mesh)
-    fully_shard([base.model.norm, base.lm_head], mesh=mesh)
+    _shard_ends(base, mesh)
     fully_shard(model, mesh=mesh)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
