@@ -4,7 +4,8 @@ benchmarks.bench_ranks``.
 A GPU gets 8 layers of Qwen3-8B from its configuration and 1 x 2048 tokens a rank, a CPU a toy over
 gloo. FSDP2 shards each decoder layer, then the model; the packed weights are stored in bfloat16.
 ``fsdp2-parts`` shards the embeddings, and the last norm with the head, by themselves too, as
-torchtitan does: layers then compute while the head is gathered.
+torchtitan does: layers then compute while the head is gathered. ``fsdp2-ahead`` also asks for each
+layer's weights before the layer in front of it is called.
 What is compiled is each layer, or under DDP with ``--regions model`` all of the model: by
 ``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
 Peers come one after the other, so that a peak is of one model alone. ``inductor`` is stock Inductor
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -71,7 +73,7 @@ SCALE = 0.02
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__)
-    wraps = ("ddp", "fsdp2", "fsdp2-parts", "experts", "experts-ddp")
+    wraps = ("ddp", "fsdp2", "fsdp2-parts", "fsdp2-ahead", "experts", "experts-ddp")
     parser.add_argument("--wraps", nargs="+", choices=wraps, default=["ddp", "fsdp2"])
     parser.add_argument("--regions", choices=("layers", "model"), default="layers")
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU; --large: 80, 2")
@@ -161,7 +163,7 @@ def _parallel(
     whole = not is_sharded and regions == "model"
     call: Any = model
     if is_sharded:
-        _shard(model, parts=wrap == "fsdp2-parts")
+        _shard(model, parts=wrap != "fsdp2", ahead=wrap == "fsdp2-ahead")
     else:
         devices = [device.index] if device.type == "cuda" else None
         call = nn.parallel.DistributedDataParallel(model, device_ids=devices)
@@ -181,14 +183,17 @@ def _compile(model: Any, peer: str, regions: Literal["layers", "model"]) -> None
             part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
 
 
-def _shard(model: Any, *, parts: bool) -> None:
-    """Shard each layer and then the model, and what stands around the layers if asked for."""
+def _shard(model: Any, *, parts: bool, ahead: bool) -> None:
+    """Shard each layer and then the model, and first what stands around the layers, if asked to."""
     mesh = dist.device_mesh.init_device_mesh(_device_type(model), (dist.get_world_size(),))
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
     if parts:
         _shard_ends(model.get_base_model(), mesh)
     fully_shard(model, mesh=mesh)
+    if ahead:
+        for layer, following in itertools.pairwise(_layers(model)):
+            layer.set_modules_to_forward_prefetch([following])
 
 
 def _shard_ends(base: Any, mesh: dist.device_mesh.DeviceMesh) -> None:
@@ -201,8 +206,8 @@ def _device_type(model: nn.Module) -> str:
     return next(p.device.type for p in model.parameters() if p.device.type != "meta")
 
 
-def _layers(model: Any) -> list[nn.Module]:
-    found: list[nn.Module] = list(model.get_base_model().model.layers)
+def _layers(model: Any) -> list[Any]:
+    found: list[Any] = list(model.get_base_model().model.layers)
     return found
 
 

@@ -187,6 +187,7 @@ def _function(name: str) -> Callable[..., Any]:
     return call
 
 
+@functools.cache
 def _wide_limit() -> dict[str, int]:
     """Let more graphs of one function be taken, where `torch.compile` can be told (2.13)."""
     known = inspect.signature(torch.compile).parameters
