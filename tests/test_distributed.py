@@ -268,6 +268,21 @@ def test_layers_that_fsdp_shards_are_whole(prepare: Callable[[Any], Any]) -> Non
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("prepare", (_compiled_after, _compiled_by_us, _fsdp1))
+def test_no_decoded_weight_is_kept_of_sharded_layers(prepare: Callable[[Any], Any]) -> None:
+    torch.compiler.reset()
+    model = prepare(_model(layers=1))
+    ids = torch.arange(40)[None]  # more rows than are multiplied with packed weights
+    with no_codegen():
+        model(input_ids=ids, labels=ids).loss.backward()
+    told = last_report()
+    assert told is not None
+    kept = {site.module for site in told.sites if site.pass_name == "keep_packed"}
+    # without checkpointing nobody asks for the gradient of what enters the layer
+    assert kept >= {"self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+
+
+@pytest.mark.usefixtures("group")
 def test_ddp_does_not_split_the_graph(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

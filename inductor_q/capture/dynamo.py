@@ -73,6 +73,16 @@ def frozen_weights(sources: Sequence[str], example_inputs: Sequence[Any]) -> fro
     )
 
 
+def held_by_modules(sources: Sequence[str]) -> frozenset[int]:
+    """Tell which of Dynamo's inputs modules hold: parameters, buffers, and other attributes, as the
+    states of quantized weights are. They live across steps.
+
+    Torch says so of all of these but in layers that FSDP has sharded, where it says it of
+    parameters alone.
+    """
+    return frozenset(i for i, s in enumerate(sources) if module_names(s) or parameter_name(s))
+
+
 def _weight_path(source: str) -> str:
     """Return the module's path, with the weight's name where a module may have several weights."""
     path, name = module_path(source), parameter_name(source)
