@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if small and device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1e9 * args.memory / whole, device)
+        torch.cuda.set_per_process_memory_fraction(1e9 * args.memory / whole)  # of this device
         settings["memory_gb"] = args.memory
     torch.manual_seed(0)
     config = configuration(args.size)
