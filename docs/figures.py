@@ -318,6 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-layers": moe_figures.expert_layers,
     "moe-parallel": moe_figures.expert_parallel,
     "moe-qlora": moe_figures.qlora,
+    "moe-budget": moe_figures.budget,
 }
 
 

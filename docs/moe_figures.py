@@ -161,6 +161,37 @@ def qlora() -> str:
     return f"{table(header, body)}\n\n{source(*QLORA)}"
 
 
+#: The same model within a budget, from its own packing and requantized; shown once measured.
+BUDGET = {
+    "moe_qlora-gpt-oss-20b-16gb-mxfp4-h200": "MXFP4, as shipped",
+    "moe_qlora-gpt-oss-20b-16gb-nf4-h200": "NF4, from the same values",
+}
+
+
+def budget() -> str:
+    files = list(filter(exists, BUDGET))
+    if not files:
+        return "Not measured yet (`python -m examples.moe_qlora --size gpt-oss-20b --memory 16`)."
+    body = []
+    for name in files:
+        found = result(name)
+        gigabytes = (f"{found[f'{kind}_gb']:.2f} GB" for kind in ("static", "peak", "reserved"))
+        body.append(
+            (
+                BUDGET[name],
+                f"{found['batch']} x {found['length']}",
+                f"{number(found['step_ms'])} ms",
+                f"{found['tokens_per_s']:,.0f}",
+                *gigabytes,
+                f"{found['loss'][0]:.2f}, {found['loss'][-1]:.2f}",
+                f"{found['first_step_s']:.0f} s",
+            )
+        )
+    memory = ("memory: model and adapters", "memory: peak", "memory: reserved")
+    header = ("experts", "tokens", "step", "tokens per second", *memory)
+    return f"{table((*header, 'loss: first, last', 'first step'), body)}\n\n{source(*files)}"
+
+
 #: What trainers run, as `bench_moe_model --recipe` names it; shown once measured.
 RECIPES = {
     "moe_model_trainer-h200": "a trainer's defaults",
