@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7165,
+    "benchmarks": 7195,
     "csrc": 3375,
     "docs": 1395,
     "examples": 1130,
