@@ -363,7 +363,7 @@ def test_an_adapter_is_merged_into_ordinary_layers(case: str, dora: bool, tmp_pa
     with pytest.raises((RuntimeError, TypeError)):
         adapted.merge_adapter()
     assert all(torch.equal(t, before[name]) for name, t in adapted.state_dict().items())
-    plain = kbit.dequantize_model(copy.deepcopy(adapted), torch.float32).float()
+    plain: Any = kbit.dequantize_model(copy.deepcopy(adapted), torch.float32).float()
     merged = plain.merge_and_unload()
     assert type(merged.packed) is nn.Linear
     assert relative_error(merged(x.float()), expected) < 0.02  # of bfloat16
