@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 7195,
     "csrc": 3375,
-    "docs": 1395,
+    "docs": 1420,
     "examples": 1130,
     "inductor_q": 5640,
     "inductor_q/capture": 2130,
