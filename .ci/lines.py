@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7225,
+    "benchmarks": 7270,
     "csrc": 3375,
-    "docs": 1395,
+    "docs": 1420,
     "examples": 1140,
     "inductor_q": 5640,
     "inductor_q/capture": 2130,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1000,
     "lowerings": 735,
     "passes": 6065,
-    "tests": 37700,
+    "tests": 37800,
 }
 
 

@@ -11,9 +11,12 @@ with LoRA on attention. "experts": also those of LoRA (r = 16) on both projectio
 under PEFT's ``target_parameters``; ``packed`` is the module after ``experts.quantize`` to NF4 and
 ``experts.add_lora``. These run in eager torch; ``qfuse`` is the packed module compiled.
 
-``static`` is the module, adapters included; ``peak`` is beyond modules, inputs and what is
-returned. ``error`` is that of the output, ``grad_error`` that of the gradient of the hidden states:
-both are against float64 on the weights that the peer holds, relative to those of eager on its own.
+``--format mxfp4`` packs as gpt-oss ships its experts; torchao rounds to it here.
+
+``weight`` is what the experts' own values take, ``static`` the module, adapters included; ``peak``
+is beyond modules, inputs and what is returned. ``error`` is that of the output, ``grad_error`` that
+of the gradient of the hidden states: both are against float64 on the weights that the peer holds,
+relative to those of eager on its own.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import harness
+from benchmarks import bench_moe, harness
 from inductor_q import experts, testing
 from inductor_q.experts.model import stacks
-from inductor_q.experts.modules import expert_layers
+from inductor_q.experts.modules import expert_layers, put_stack
+from inductor_q.experts.packing import operand_names
 from inductor_q.experts.stack import ExpertStack
 
 # name: (family, experts, hidden size, intermediate size, experts per token)
@@ -39,6 +43,7 @@ MODELS = {
     "gpt-oss-20b": ("gpt_oss", 32, 2880, 2880, 4),
     "gpt-oss-120b": ("gpt_oss", 128, 2880, 2880, 4),
     "qwen3-30b-a3b": ("qwen3_moe", 128, 2048, 768, 8),
+    "E32 2048": ("qwen3_moe", 32, 2048, 768, 8),
     "tiny": ("gpt_oss", 4, 64, 96, 2),
 }
 CASES = {
@@ -48,6 +53,7 @@ CASES = {
 TOKENS = 2048  # for a model that is in no list
 PEERS = ("eager", "grouped_mm", "packed", "qfuse")
 ADAPT = ("nothing", "experts")
+FORMATS = ("nf4_b64", "mxfp4")
 PROJECTIONS = ("gate_up_proj", "down_proj")
 RANK, ALPHA = 16, 32
 
@@ -66,18 +72,21 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--models", nargs="+", choices=MODELS)
     parser.add_argument("--tokens", nargs="+", type=int, help=f"(default: by case, or {TOKENS})")
     parser.add_argument("--adapt", nargs="+", choices=ADAPT, default=list(ADAPT))
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of packed experts")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.backends) - set(PEERS):
         parser.error(f"no peer {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
-    suite = harness.start("bench_experts", arguments)
-    suite.settings |= {"format": "nf4_b64", "dtype": "bf16", "rank": RANK}
+    is_default = arguments.format == FORMATS[0]
+    name = "bench_experts" if is_default else f"bench_experts_{arguments.format}"
+    suite = harness.start(name, arguments)
+    suite.settings |= {"format": arguments.format, "dtype": "bf16", "rank": RANK}
     listed = CASES[suite.device.type][: 1 if arguments.quick else None]
     for name in arguments.models or dict.fromkeys(name for name, _ in listed):
         known = [tokens for model, tokens in listed if model == name]
         for tokens in arguments.tokens or known or [TOKENS]:
             for adapted in arguments.adapt:
                 _run_case(suite, arguments, name, tokens, adapted)
-    shown = ("peak_bytes", "static_bytes", "error_to_eager", "breaks")
+    shown = ("peak_bytes", "weight_bytes", "static_bytes", "error_to_eager", "breaks")
     harness.finish(suite, arguments, extras=shown)
     return suite
 
@@ -93,7 +102,7 @@ def _run_case(
     for peer in [peer for peer in PEERS if peer in arguments.backends]:
         held = "packed" if peer == "qfuse" else peer
         if held not in modules:
-            modules[held] = _module(name, held, inputs)
+            modules[held] = _module(name, held, inputs, arguments.format)
         module = modules[held]
         gc.collect()
         before = harness.held_bytes(suite.device)
@@ -102,7 +111,9 @@ def _run_case(
         with testing.CompileTrace() as trace:
             results = steps[peer]()
         static = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-        extra[peer] = {"static_bytes": static, "breaks": len(trace.breaks)}
+        adapters = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        extra[peer] = {"weight_bytes": static - adapters, "static_bytes": static}
+        extra[peer]["breaks"] = len(trace.breaks)
         returned = sum(t.nbytes for t in results)
         for key, got, exact in zip(
             ("error", "grad_error"), results[:2], _exact(module, inputs), strict=True
@@ -150,7 +161,7 @@ def _inputs(name: str, tokens: int, adapted: str, device: torch.device, seed: in
     )
 
 
-def _module(name: str, peer: str, inputs: Inputs) -> nn.Module:
+def _module(name: str, peer: str, inputs: Inputs, format: str = FORMATS[0]) -> nn.Module:
     """Make the experts as `peer` has them: packed, or in bf16; all have the same weights and
     adapters.
     """
@@ -177,7 +188,7 @@ def _module(name: str, peer: str, inputs: Inputs) -> nn.Module:
     # PEFT replaces what has the parameters, so they get a module of their own.
     model: Any = nn.ModuleDict({"experts": layer}).requires_grad_(False)
     if peer == "packed":
-        experts.quantize(model)
+        _pack(model, format)
     if inputs.adapters and peer == "packed":
         experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=torch.bfloat16)
         for projection, stack in stacks(model):
@@ -196,6 +207,21 @@ def _module(name: str, peer: str, inputs: Inputs) -> nn.Module:
     return module
 
 
+def _pack(model: nn.Module, format: str) -> None:
+    if format == FORMATS[0]:
+        experts.quantize(model, format)
+        return
+    for layer in expert_layers(model).values():
+        for name in PROJECTIONS:
+            weight = getattr(layer, name).detach()
+            if layer.is_transposed:
+                weight = weight.transpose(1, 2)  # as gpt-oss' checkpoint has it
+            packed = bench_moe.FORMATS[format][0](weight.reshape(-1, weight.shape[2]))
+            operands = dict(zip(operand_names(format), packed.operands, strict=True))
+            put_stack(layer, name, operands, format, weight.shape, transposed=False)
+    experts.use_qfuse(model)
+
+
 def _exact(module: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Compute the output and the gradient of the hidden states in float64, an expert at a time."""
     layer = next(iter(expert_layers(module).values()))
@@ -203,6 +229,8 @@ def _exact(module: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
     for name in PROJECTIONS:
         own = layer._modules.get(name, layer._parameters.get(name))
         weights[name] = own.dequantize(torch.float32) if isinstance(own, ExpertStack) else own
+        if isinstance(own, ExpertStack) and own.transposed != layer.is_transposed:
+            weights[name] = weights[name].transpose(1, 2)
 
     def product(name: str, x: Tensor, e: int) -> Tensor:
         weight = weights[name][e].double()

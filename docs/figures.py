@@ -316,6 +316,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe": moe_figures.moe,
     "moe-ranks": moe_figures.ranks,
     "moe-layers": moe_figures.expert_layers,
+    "moe-memory": moe_figures.expert_memory,
     "moe-parallel": moe_figures.expert_parallel,
     "moe-qlora": moe_figures.qlora,
     "moe-budget": moe_figures.budget,

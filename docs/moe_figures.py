@@ -114,6 +114,27 @@ def expert_layers() -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
+def expert_memory() -> str:
+    name = "experts_mxfp4-h200"
+    if not exists(name):
+        command = '--format mxfp4 --models "E32 2048" --adapt experts'
+        return f"Not measured yet (`python -m benchmarks.bench_experts {command}`)."
+    peers = ("eager", "grouped_mm", "qfuse")
+    kinds = {"weights": "weight_bytes", "with adapters": "static_bytes", "transient": "peak_bytes"}
+    body = [
+        (
+            case["model"],
+            str(case["tokens"]),
+            label,
+            *(mb(extra(name, peer, kind, **case)) for peer in peers),
+        )
+        for case in cases(name)
+        for label, kind in kinds.items()
+    ]
+    header = ("experts", "tokens", "", "eager, bf16", "grouped_mm, bf16", "qfuse, MXFP4")
+    return f"{table(header, body)}\n\n{source(name)}"
+
+
 def expert_parallel() -> str:
     name = "moe_ep-h200"
     body = []

@@ -165,6 +165,10 @@ def _resolve_mapping(to: dict[str, Any]) -> Any:
     strange = sorted({*fields} - {*FIELDS[library]})
     if strange:
         problem = f"{library} has no {', '.join(strange)}; it has {', '.join(FIELDS[library])}"
+        if any(field.startswith("activation") for field in strange):
+            problem += (
+                ". Weights alone are quantized, activations keep the model's dtype: leave it out"
+            )
         raise WrongScheme(asked=to, problem=problem)
     if library == "bnb":
         found = (fields.get("quant_type", "nf4"), fields.get("blocksize", 64))

@@ -49,6 +49,7 @@ from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import _peer_options  # noqa: E402
 from benchmarks.recipes import RECIPES, Recipe  # noqa: E402
 from inductor_q import testing  # noqa: E402
+from inductor_q.experts.model import stacks  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.kernels.dispatch import serve  # noqa: E402
 from tests.support.compiling import no_codegen  # noqa: E402
@@ -462,6 +463,8 @@ def test_bench_experts(tmp_path: Path, device: str, adapted: str) -> None:
     static = {row["peer"]: row["extra"]["static_bytes"] for row in rows}
     assert static["packed"] == static["qfuse"] < static["eager"] == static["grouped_mm"]
     for row in rows:
+        whole = row["extra"]["static_bytes"]
+        assert (row["extra"]["weight_bytes"] < whole) == (adapted == "experts")
         assert row["extra"]["breaks"] == 0
         assert row["extra"]["error_to_eager"] < 1.5
         assert row["extra"]["grad_error_to_eager"] < 1.5
@@ -470,14 +473,18 @@ def test_bench_experts(tmp_path: Path, device: str, adapted: str) -> None:
 
 @pytest.mark.parametrize("adapted", bench_experts.ADAPT)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-@pytest.mark.parametrize("peer", ["eager", "packed"])
+@pytest.mark.parametrize(
+    ("peer", "format"), [("eager", "nf4_b64"), ("packed", "nf4_b64"), ("packed", "mxfp4")]
+)
 def test_exact_experts_are_those_of_the_module(
-    monkeypatch: pytest.MonkeyPatch, family: str, adapted: str, peer: str
+    monkeypatch: pytest.MonkeyPatch, family: str, adapted: str, peer: str, format: str
 ) -> None:
     """Adapters included, in either layout: far from what other adapters give."""
     monkeypatch.setitem(bench_experts.MODELS, "small", (family, 4, 64, 96, 2))
     inputs = bench_experts._inputs("small", 32, adapted, CPU, 0)
-    module = bench_experts._module("small", peer, inputs)
+    module = bench_experts._module("small", peer, inputs, format)
+    held = [stack.format for _, stack in stacks(module)]
+    assert held == (2 * [format] if peer == "packed" else [])
     got = bench_experts._step(module, module, inputs)[:2]
     for one, exact in zip(got, bench_experts._exact(module, inputs), strict=True):
         assert (one - exact).norm() < 0.02 * exact.norm()

@@ -157,6 +157,10 @@ REFUSED = [
     ({"gguf": {}}, "'gguf' is none of bnb, torchao, kbit, fp8"),
     ({"bnb": {"quant_typ": "nf4"}}, "bnb has no quant_typ; it has quant_type, blocksize, nested"),
     ({"bnb": {"blocksize": 48}}, "blocksize one of"),
+    (
+        {"torchao": {"format": "nf4", "activation_dtype": "nf4"}},
+        "activations keep .*: leave it out",
+    ),
     ({"kbit": {"k": 8}}, r"k is one of \(2, 3, 4, 5\)"),
     ({"torchao": {}}, "torchao takes either a format or a config"),
     ("mxfp4", "so they are only read; nvfp4 and nf4"),
@@ -222,7 +226,9 @@ def test_from_a_checkpoint(asked: str, tmp_path: Path) -> None:
         assert torch.equal(net(x), expected)
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "awq", "gptq", "bitsandbytes", "quark"])
+@pytest.mark.parametrize(
+    "method", ["mxfp4", "awq", "gptq", "bitsandbytes", "quark", "compressed-tensors"]
+)
 def test_a_checkpoint_that_is_quantized_already(method: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         f'{{"quantization_config": {{"quant_method": "{method}"}}}}'

@@ -25,6 +25,7 @@ from inductor_q.kbit.sources import InMemory, Source
 from inductor_q.kbit.tensor import check_codebook, quantize
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.layers import check_some, linear_layers, replace_layers
+from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 
@@ -111,10 +112,11 @@ def quantize_model(
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace every `KBitLinear` of `model` by an `nn.Linear` of the same values.
 
-    Use this to merge an adapter, to export, or to compare. `dtype` is the original's by default. It
-    changes the model in place and returns it, as `quantize_model` does.
+    So it does with every other `PackedLinear`, of a checkpoint as it ships. Use this to merge an
+    adapter, to export, or to compare. `dtype` is the original's by default. It changes the model in
+    place and returns it, as `quantize_model` does.
     """
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, KBitLinear)}
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedLinear)}
     plain = {}
     for name, layer in packed.items():
         with torch.device("meta"):

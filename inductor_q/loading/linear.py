@@ -16,8 +16,8 @@ class PackedLinear(nn.Linear):
 
     It is an `nn.Linear`, because PEFT and others decide by that type. Its `weight` is the packed
     codes, as bitsandbytes' is: it shows the device, and code that takes it for values (merging an
-    adapter, DoRA) fails on shape and dtype instead of changing a copy. `dequantize()` gives the
-    values.
+    adapter) fails on shape and dtype instead of changing a copy. `dequantize()` gives the values,
+    and PEFT takes them for DoRA's norms; `inductor_q.kbit.dequantize_model` makes ordinary layers.
 
     The state dict has the operands of the format under their names, and the bias. Integers are
     frozen parameters, which DDP, unlike buffers, does not send around in every step; floats are
@@ -56,6 +56,11 @@ class PackedLinear(nn.Linear):
         """Return the packed codes."""
         codes: nn.Parameter = self.get_parameter(FORMATS[self.format].operands[0])
         return codes
+
+    @property
+    def W_q(self) -> nn.Parameter:
+        """Return the packed codes; what has this name, as HQQ's layers, PEFT asks to dequantize."""
+        return self.weight
 
     @property
     def operands(self) -> list[Tensor]:

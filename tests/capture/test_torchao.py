@@ -34,6 +34,7 @@ from tests.support.torchao_weights import (
     mx,
     nf4,
     quantization,
+    quantize_,
     with_parts,
 )
 
@@ -459,7 +460,7 @@ def test_three_steps_of_a_llama(case: str) -> None:
     def is_projection(module: nn.Module, path: str) -> bool:
         return path.endswith(testing.PROJECTIONS)
 
-    quantization.quantize_(base, CONFIGS[case][0], filter_fn=is_projection)
+    quantize_(base, CONFIGS[case][0], filter_fn=is_projection)
     model = adapted(base)
     trained = len(testing.adapter_parameters(model))
     assert trained == 2 * len(testing.PROJECTIONS)

@@ -228,7 +228,7 @@ def test_a_model_in_another_k() -> None:
 def test_a_model_of_torchao() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     m = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
-    quantization.quantize_(m, quantization.Int8WeightOnlyConfig())
+    quantization.quantize_(m, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
     refused(m, "in Sequential: it is packed already, 1 Linear of Int8Tensor")
 
 

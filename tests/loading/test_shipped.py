@@ -6,6 +6,7 @@ plain torch from the file; where transformers has the function itself, that is r
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import inductor_q
-from inductor_q import capture, exc, experts
+from inductor_q import capture, exc, experts, kbit
 from inductor_q.experts.model import stacks
 from inductor_q.experts.stack import ExpertStack
+from inductor_q.integrations import prepare_dora
 from inductor_q.kbit import meta_parameters
 from inductor_q.loading.files import Checkpoint
 from inductor_q.loading.linear import PackedLinear
@@ -337,6 +339,51 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'; what"),
 }
+
+
+def adapted_net(case: str, folder: Path, *, dora: bool = False) -> Any:
+    peft: Any = pytest.importorskip("peft")
+    config, state, _, _ = CASES[case]()
+    write(folder, config, state)
+    with meta_parameters():
+        net: Any = Net()
+    inductor_q.load_checkpoint(net, folder, progress=False)
+    torch.manual_seed(2)
+    lora = peft.LoraConfig(r=4, target_modules=["packed"], use_dora=dora, init_lora_weights=False)
+    return peft.get_peft_model(net, lora).to(BF16)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("case", ["fp8 tiles", "gptq act-order", "awq"])
+def test_an_adapter_is_merged_into_ordinary_layers(case: str, dora: bool, tmp_path: Path) -> None:
+    """Into a packed layer it is not, and that stays as it is."""
+    adapted = adapted_net(case, tmp_path, dora=dora)
+    x = torch.randn(40, COLUMNS, generator=GENERATOR).to(BF16)
+    before, expected = copy.deepcopy(adapted.state_dict()), adapted(x)
+    with pytest.raises((RuntimeError, TypeError)):
+        adapted.merge_adapter()
+    assert all(torch.equal(t, before[name]) for name, t in adapted.state_dict().items())
+    plain: Any = kbit.dequantize_model(copy.deepcopy(adapted), torch.float32).float()
+    merged = plain.merge_and_unload()
+    assert type(merged.packed) is nn.Linear
+    assert relative_error(merged(x.float()), expected) < 0.02  # of bfloat16
+
+
+@pytest.mark.parametrize("case", ["fp8 tiles", "gptq act-order", "awq"])
+def test_the_norms_of_dora_are_those_of_the_values(case: str, tmp_path: Path) -> None:
+    adapted = adapted_net(case, tmp_path, dora=True)
+    layer = adapted.base_model.model.packed
+    a, b = (part["default"].weight.float() for part in (layer.lora_A, layer.lora_B))
+    values = layer.base_layer.dequantize(torch.float32) + 2 * b @ a
+    magnitude = layer.lora_magnitude_vector["default"].weight
+    assert relative_error(magnitude, values.norm(dim=1)) < 0.01  # of bfloat16
+    x = torch.randn(40, COLUMNS, generator=GENERATOR).to(BF16)
+    expected = adapted(x)
+    prepare_dora(adapted)
+    with no_codegen():
+        result = compile_step(adapted, x.requires_grad_(), fullgraph=True)
+    assert relative_error(result.output, expected) < 0.02
+    assert [v.status for v in result.report.verdicts().values()] == ["fused"]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -71,7 +71,7 @@ def torchao_int8() -> nn.Module:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = nn.Sequential(dense())
-    quantize_(model, Int8WeightOnlyConfig())
+    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
     assert type(model[0].weight) is not nn.Parameter
     return model.requires_grad_(False)
 

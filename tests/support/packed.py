@@ -69,7 +69,7 @@ def bnb_8bit() -> nn.Module:
 def torchao_int8() -> nn.Module:
     quantization = pytest.importorskip("torchao.quantization")
     linear = nn.Linear(64, 64, bias=False, dtype=BF16)
-    quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
+    quantization.quantize_(linear, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
     return linear
 
 
