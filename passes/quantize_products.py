@@ -14,7 +14,8 @@ A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
 
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
-`quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`.
+`quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`. It refuses
+experts of a mixture altogether: each has its own rows, for which no kernel here takes eight bits.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
+from inductor_q.passes.expert_products import expert_products
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
 from inductor_q.passes.graph import (
@@ -60,6 +62,11 @@ COMPARE = torch.ops.qfuse.compare.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
 
+EXPERTS = (
+    "experts stay in 16 bits: their products are of a group of rows each, and no kernel here "
+    "computes such products in eight bits"
+)
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -77,6 +84,10 @@ class QuantizeProducts:
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         if context.resolved.compute == "bf16":
             return
+        exact = STRICT if context.numerics == "strict" else ""
+        for node, stack, plain in expert_products(graph, context):
+            reason = exact or _excluded(stack, context) or EXPERTS
+            yield Site(node, reason, stack, by_choice=True, plain=plain)
         backward = backward_nodes(graph)
         groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         for product in (*_packed_products(graph), *frozen_products(graph, context)):
