@@ -219,22 +219,27 @@ def test_sizes() -> None:
     assert refusals(outcome) == {reason: 2}
 
 
-@pytest.mark.parametrize(
-    ("compute", "capability", "reason"),
-    [
-        ("fp8", (8, 6), "sm_86 has no FP8 (sm_89 is the first): qfuse.compute='int8'"),
-        ("fp8", (8, 9), ""),
-        ("fp8", (9, 0), ""),
-        ("int8", (8, 0), ""),
-    ],
-)
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("compute", ["fp8", "int8"])
 def test_devices(
-    compute: str, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+    compute: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A GPU without e4m3 is offered int8, in the report of each layer."""
+    original, gpu = quantize_products._unable, torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = quantize_products._unable(compute, torch.device("cuda", 0))
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
+    monkeypatch.setattr(quantize_products, "_unable", lambda compute, _: original(compute, gpu))
+    outcome = compiled(layer(), tokens(), compute)
+    if compute == "int8" or capability >= (8, 9):
+        assert outcome.report.in_eight_bits() == (2, 2)
+        return
+    major, minor = capability
+    reason = (
+        f"sm_{major}{minor} has no FP8 (sm_89 is the first): qfuse.compute='int8' computes in "
+        "eight bits there"
+    )
+    assert refusals(outcome) == {reason: 2}
+    assert outcome.report.in_eight_bits() == (0, 2)
+    assert outcome.applied["extend_k"] == 2  # as in bf16
 
 
 def test_few_rows_in_int8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
