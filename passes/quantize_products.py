@@ -188,7 +188,7 @@ def _refused(product: Product, context: Context) -> str:
     if context.numerics == "strict":
         return STRICT
     compute, value = context.resolved.compute, tensor(product.node)
-    if reason := _unable(compute, value.device):
+    if reason := eight_bits.unable(compute, value.device):
         return reason
     allowed = (torch.bfloat16,) if compute == "fp8" else (torch.bfloat16, torch.float16)
     if value.dtype not in allowed:
@@ -218,18 +218,3 @@ def _has_more_rows(value: Tensor, few: int) -> bool:
     """Whether a matrix has more than so many rows; dynamic shapes get a guard that says the same,
     so that a batch of fewer rows is compiled anew."""
     return bool(value.shape[0] > few)
-
-
-def _unable(compute: str, device: torch.device) -> str:
-    """Return why a device has no such products; on a CPU they are emulated."""
-    if device.type == "cpu":
-        return ""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"products in {compute} were made for NVIDIA GPUs, not for {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if compute == "fp8" and (major, minor) < (8, 9):
-        return (
-            f"sm_{major}{minor} has no FP8 (sm_89 is the first): qfuse.compute='int8' computes in "
-            "eight bits there"
-        )
-    return ""

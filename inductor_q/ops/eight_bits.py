@@ -32,6 +32,21 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 LEAST = 2.0**-100
 
 
+def unable(compute: str, device: torch.device) -> str:
+    """Return why a device has no such products; on a CPU they are emulated."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"products in {compute} were made for NVIDIA GPUs, not for {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if compute == "fp8" and (major, minor) < (8, 9):
+        return (
+            f"sm_{major}{minor} has no FP8 (sm_89 is the first): qfuse.compute='int8' computes in "
+            "eight bits there"
+        )
+    return ""
+
+
 def to_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale under which numbers up to `amax` fit the dtype."""
     return amax.clamp_min(LEAST) * (1.0 / LARGEST[dtype])

@@ -13,6 +13,7 @@ from inductor_q import testing
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.graph_report import Report
+from inductor_q.ops import eight_bits
 from inductor_q.passes import quantize_products
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import tensor
@@ -225,9 +226,9 @@ def test_devices(
     compute: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU without e4m3 is offered int8, in the report of each layer."""
-    original, gpu = quantize_products._unable, torch.device("cuda", 0)
+    original, gpu = eight_bits.unable, torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(quantize_products, "_unable", lambda compute, _: original(compute, gpu))
+    monkeypatch.setattr(eight_bits, "unable", lambda compute, _: original(compute, gpu))
     outcome = compiled(layer(), tokens(), compute)
     if compute == "int8" or capability >= (8, 9):
         assert outcome.report.in_eight_bits() == (2, 2)
