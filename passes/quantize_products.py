@@ -2,8 +2,10 @@
 
 `x @ W'` becomes a product of x, cast with a scale for each token, and of W, decoded straight to
 eight bits with a scale for each out-feature. In `dY @ W` these scales are multiplied into dY before
-its cast, and W is decoded transposed. All of it but the decode consists of torch's operators, so
-the casts join the kernels that produce x and dY; products of one input share its cast.
+its cast, and W is decoded transposed. A weight that is stored in eight bits with a scale for each
+row needs no decode: it is multiplied as it is, and copied transposed. All of it but the decode
+consists of torch's operators, so the casts join the kernels that produce x and dY; products of one
+input share its cast.
 
 An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
 adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
@@ -57,7 +59,9 @@ from inductor_q.passes.runner import Site
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
+CLONE = torch.ops.aten.clone.default
 ROW_AMAX = torch.ops.qfuse.row_amax.default
+ROW_SCALE = torch.ops.qfuse.row_scale.default
 COMPARE = torch.ops.qfuse.compare.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
@@ -148,15 +152,8 @@ def _emit(
     layer; return the cast of its input."""
     like = product.node
     weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
-    if product.weight is None:
-        scale, codes = emit_in_eight_bits(graph, weight, like, dtype, transposed=not by_rows)
-    else:
-        operands, format, shape, _ = weight.args
-        amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
-        to_scale = functools.partial(eight_bits.to_scale, dtype=dtype)
-        (scale,) = inline(graph, to_scale, [amax], weight)
-        packed = (operands, scale, format, shape, dtype, not by_rows)
-        codes = emit(graph, REQUANTIZE, packed, weight)
+    make = emit_in_eight_bits if product.weight is None else _emit_decoded
+    scale, codes = make(graph, weight, like, dtype, transposed=not by_rows)
     columns = emit(graph, PERMUTE, (codes, [1, 0]), like)
     if cast is None:
         factor = None if by_rows else scale
@@ -177,6 +174,28 @@ def _emit(
         replace(like, exact)
         exact.update_arg(0, like)
     return cast
+
+
+def _emit_decoded(
+    graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype, *, transposed: bool
+) -> tuple[fx.Node, fx.Node]:
+    """Emit the scales of a packed weight's rows, and its codes in eight bits, transposed where
+    asked for; as they are stored, where they are in eight bits."""
+    args: Any = weight.args
+    operands, format, shape, _ = args
+    stored = eight_bits.stored_codes([tensor(o) for o in operands], format, shape, dtype)
+    if stored is not None:
+        scale = emit(graph, ROW_SCALE, (operands, format, shape), weight)
+        codes = operands[stored]
+        if transposed:
+            turned = emit(graph, PERMUTE, (codes, [1, 0]), weight)
+            contiguous = {"memory_format": torch.contiguous_format}
+            codes = emit(graph, CLONE, (turned,), weight, **contiguous)
+        return scale, codes
+    amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
+    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], weight)
+    packed = (operands, scale, format, shape, dtype, transposed)
+    return scale, emit(graph, REQUANTIZE, packed, weight)
 
 
 def _cast(dtype: torch.dtype, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
