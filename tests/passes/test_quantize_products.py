@@ -317,11 +317,11 @@ def test_a_pattern_that_matches_nothing_is_told(told: list[str]) -> None:
 # --- a model ------------------------------------------------------------------------------------
 
 
-def test_a_training_in_fp8_follows_that_in_bf16() -> None:
+def test_a_training_in_eight_bits_follows_that_in_bf16() -> None:
     """Under the recipe of trainers: float32 adapters, autocast, dropout of no element."""
     losses: dict[str, list[float]] = {}
     optimizer: Any
-    for compute in ("bf16", "fp8"):
+    for compute in ("bf16", "fp8", "int8"):
         model = testing.qlora_model(testing.tiny_qwen3_config(), seed=0)
         optimizer = torch.optim.AdamW(testing.adapter_parameters(model), lr=5e-3)
         ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -339,5 +339,6 @@ def test_a_training_in_fp8_follows_that_in_bf16() -> None:
                 losses[compute].append(float(loss))
         gradients({}, model)
     assert losses["bf16"][-1] < losses["bf16"][0] - 0.05
-    assert losses["fp8"] != losses["bf16"]
-    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
+    for compute in ("fp8", "int8"):
+        assert losses[compute] != losses["bf16"]
+        assert losses[compute] == pytest.approx(losses["bf16"], rel=0.02)
