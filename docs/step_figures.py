@@ -127,7 +127,8 @@ def eight_bits() -> str:
 
 def eight_bits_quality() -> str:
     """Write the held-out loss and the cosine of adapters' gradients for each way to compute."""
-    files = [n for n in ("compute_quality-cpu", "compute_quality-h200") if exists(n)]
+    names = ("compute_quality_tiny-cpu", "compute_quality-cpu", "compute_quality-h200")
+    files = [name for name in names if exists(name)]
     body = []
     for name in files:
         found = result(name)
@@ -138,9 +139,10 @@ def eight_bits_quality() -> str:
                 cosines = model["cosines"].get(variant)
                 least = f"{min(cosines['by_layer'].values()):.4f}" if cosines else ""
                 what = f"{millions:.1f} M parameters, {steps} steps" if not cosines else ""
-                farthest = percent(held_out["farthest"], 3) if variant == "fp8" else ""
+                is_eight = variant in ("fp8", "int8")
+                farthest = percent(held_out["farthest"], 3) if is_eight else ""
                 body.append((what, variant, f"{held_out['mean']:.4f}", farthest, least))
-    header = ("", "", "held-out loss", "fp8 from bf16, farthest seed", "cosine, least layer")
+    header = ("", "", "held-out loss", "from bf16, farthest seed", "cosine, least layer")
     return f"{table(header, body)}\n\n{source(*files)}"
 
 

@@ -27,6 +27,7 @@ from inductor_q.exc import (
     UnknownOption,
 )
 from inductor_q.log import warn_once
+from inductor_q.ops.eight_bits import unable
 from inductor_q.own_options import (
     OPTIONS,
     Toggles,
@@ -321,6 +322,13 @@ def _conflicts(resolved: Resolved, device: torch.device, dynamic: bool) -> Itera
                     f"{entry.evidence}"
                 )
                 break
+    if resolved.compute != "bf16":
+        why = unable(resolved.compute, device)
+        if resolved.numerics == "strict":
+            why = "qfuse.numerics is 'strict', under which products stay as they are"
+        if why:
+            compute = f"qfuse.compute={resolved.compute!r} ({who('qfuse.compute')})"
+            yield f"{compute} has no effect: {why}"
     if resolved.exclude and resolved.compute == "bf16":
         yield (
             "qfuse.compute.exclude has no effect: qfuse.compute is 'bf16', which computes no "

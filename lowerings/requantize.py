@@ -1,4 +1,4 @@
-"""Lower `qfuse::row_amax` and `qfuse::requantize`: to loop IR, or to a kernel's call.
+"""Lower `qfuse::row_amax`, `row_scale` and `requantize`: to loop IR, or to a kernel's call.
 
 What a row's scale follows from is a reduction over the scales of its blocks. A weight in eight bits
 is a kernel's call on a GPU, and elsewhere its decode in loop IR, divided by the scales and rounded.
@@ -26,6 +26,7 @@ aten = torch.ops.aten
 def register() -> None:
     for op, lower in (
         (torch.ops.qfuse.row_amax.default, lower_row_amax),
+        (torch.ops.qfuse.row_scale.default, lower_row_scale),
         (torch.ops.qfuse.requantize.default, lower_requantize),
     ):
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
@@ -54,6 +55,18 @@ def lower_row_amax(operands: Sequence[Any], format: str, shape: Sequence[int]) -
     if isinstance(result.data.data, ir.Reduction):  # not unrolled: what reads it needs a buffer
         result.realize()
     return cast(ir.TensorBox, result)
+
+
+def lower_row_scale(operands: Sequence[Any], format: str, shape: Sequence[int]) -> ir.TensorBox:
+    fmt = get_format(format)
+    rows, columns = shape
+    loops = loops_over(operands, fmt, shape)
+    return ir.Pointwise.create(
+        device=operands[0].get_device(),
+        dtype=torch.float32,
+        inner_fn=lambda index: fmt.shared[0].decode(loops, index[0] * columns),
+        ranges=[rows],
+    )
 
 
 def lower_requantize(

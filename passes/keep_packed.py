@@ -95,7 +95,7 @@ def _operands(graph: fx.Graph) -> set[fx.Node]:
     """Find the inputs of dequantizations: in a nested compile region, where torch names no static
     input, they alone are known to be packed weights."""
     ops = torch.ops.qfuse
-    decodes = (ops.dequantize.default, ops.row_amax.default, ops.requantize.default)
+    decodes = [op.default for op in (ops.dequantize, ops.row_amax, ops.row_scale, ops.requantize)]
     calls = [call for op in decodes for call in graph.find_nodes(op="call_function", target=op)]
     return {a for call in calls for a in call.all_input_nodes if a.op == "placeholder"}
 

@@ -2,8 +2,10 @@
 
 `x @ W'` becomes a product of x, cast with a scale for each token, and of W, decoded straight to
 eight bits with a scale for each out-feature. In `dY @ W` these scales are multiplied into dY before
-its cast, and W is decoded transposed. All of it but the decode consists of torch's operators, so
-the casts join the kernels that produce x and dY; products of one input share its cast.
+its cast, and W is decoded transposed. A weight that is stored in eight bits with a scale for each
+row needs no decode: it is multiplied as it is, and copied transposed. All of it but the decode
+consists of torch's operators, so the casts join the kernels that produce x and dY; products of one
+input share its cast.
 
 An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
 adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
@@ -14,7 +16,8 @@ A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
 
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
-`quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`.
+`quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`. It refuses
+experts of a mixture altogether: each has its own rows, for which no kernel here takes eight bits.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
+from inductor_q.passes.expert_products import expert_products
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
 from inductor_q.passes.graph import (
@@ -55,10 +59,17 @@ from inductor_q.passes.runner import Site
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
+CLONE = torch.ops.aten.clone.default
 ROW_AMAX = torch.ops.qfuse.row_amax.default
+ROW_SCALE = torch.ops.qfuse.row_scale.default
 COMPARE = torch.ops.qfuse.compare.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
+
+EXPERTS = (
+    "experts stay in 16 bits: their products are of a group of rows each, and no kernel here "
+    "computes such products in eight bits"
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,10 @@ class QuantizeProducts:
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         if context.resolved.compute == "bf16":
             return
+        exact = STRICT if context.numerics == "strict" else ""
+        for node, stack, plain in expert_products(graph, context):
+            reason = exact or _excluded(stack, context) or EXPERTS
+            yield Site(node, reason, stack, by_choice=True, plain=plain)
         backward = backward_nodes(graph)
         groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         for product in (*_packed_products(graph), *frozen_products(graph, context)):
@@ -137,15 +152,8 @@ def _emit(
     layer; return the cast of its input."""
     like = product.node
     weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
-    if product.weight is None:
-        scale, codes = emit_in_eight_bits(graph, weight, like, dtype, transposed=not by_rows)
-    else:
-        operands, format, shape, _ = weight.args
-        amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
-        to_scale = functools.partial(eight_bits.to_scale, dtype=dtype)
-        (scale,) = inline(graph, to_scale, [amax], weight)
-        packed = (operands, scale, format, shape, dtype, not by_rows)
-        codes = emit(graph, REQUANTIZE, packed, weight)
+    make = emit_in_eight_bits if product.weight is None else _emit_decoded
+    scale, codes = make(graph, weight, like, dtype, transposed=not by_rows)
     columns = emit(graph, PERMUTE, (codes, [1, 0]), like)
     if cast is None:
         factor = None if by_rows else scale
@@ -168,6 +176,28 @@ def _emit(
     return cast
 
 
+def _emit_decoded(
+    graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype, *, transposed: bool
+) -> tuple[fx.Node, fx.Node]:
+    """Emit the scales of a packed weight's rows, and its codes in eight bits, transposed where
+    asked for; as they are stored, where they are in eight bits."""
+    args: Any = weight.args
+    operands, format, shape, _ = args
+    stored = eight_bits.stored_codes([tensor(o) for o in operands], format, shape, dtype)
+    if stored is not None:
+        scale = emit(graph, ROW_SCALE, (operands, format, shape), weight)
+        codes = operands[stored]
+        if transposed:
+            turned = emit(graph, PERMUTE, (codes, [1, 0]), weight)
+            contiguous = {"memory_format": torch.contiguous_format}
+            codes = emit(graph, CLONE, (turned,), weight, **contiguous)
+        return scale, codes
+    amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
+    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], weight)
+    packed = (operands, scale, format, shape, dtype, transposed)
+    return scale, emit(graph, REQUANTIZE, packed, weight)
+
+
 def _cast(dtype: torch.dtype, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     return eight_bits.cast_rows(x, dtype, factor)
 
@@ -177,7 +207,7 @@ def _refused(product: Product, context: Context) -> str:
     if context.numerics == "strict":
         return STRICT
     compute, value = context.resolved.compute, tensor(product.node)
-    if reason := _unable(compute, value.device):
+    if reason := eight_bits.unable(compute, value.device):
         return reason
     allowed = (torch.bfloat16,) if compute == "fp8" else (torch.bfloat16, torch.float16)
     if value.dtype not in allowed:
@@ -207,18 +237,3 @@ def _has_more_rows(value: Tensor, few: int) -> bool:
     """Whether a matrix has more than so many rows; dynamic shapes get a guard that says the same,
     so that a batch of fewer rows is compiled anew."""
     return bool(value.shape[0] > few)
-
-
-def _unable(compute: str, device: torch.device) -> str:
-    """Return why a device has no such products; on a CPU they are emulated."""
-    if device.type == "cpu":
-        return ""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"products in {compute} were made for NVIDIA GPUs, not for {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if compute == "fp8" and (major, minor) < (8, 9):
-        return (
-            f"sm_{major}{minor} has no FP8 (sm_89 is the first): qfuse.compute='int8' computes in "
-            "eight bits there"
-        )
-    return ""

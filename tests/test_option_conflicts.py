@@ -92,6 +92,29 @@ def test_autotuning_loses_on_sm_86(
     assert any(resolved.inductor.get(name) for name in ("max_autotune_gemm", "max_autotune"))
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
+def test_no_fp8_before_sm_89(
+    gpu: Callable[..., None], told: list[str], capability: tuple[int, int]
+) -> None:
+    """It is said once, with what there is instead; int8 is for all of them."""
+    gpu(capability)
+    for compute in ("fp8", "fp8", "int8", "bf16"):
+        resolve(None, {"qfuse.compute": compute}, device=CUDA)
+    said = (
+        "qfuse.compute='fp8' (user) has no effect: sm_{}{} has no FP8 (sm_89 is the first): "
+        "qfuse.compute='int8' computes in eight bits there"
+    )
+    assert told == ([said.format(*capability)] if capability < (8, 9) else [])
+
+
+def test_eight_bits_under_strict_numerics(told: list[str]) -> None:
+    on_cpu({"qfuse.compute": "int8", "qfuse.numerics": "strict"})
+    assert told == [
+        "qfuse.compute='int8' (user) has no effect: qfuse.numerics is 'strict', under which "
+        "products stay as they are"
+    ]
+
+
 def test_autotuning_wants_memory_on_sm_120(gpu: Callable[..., None], told: list[str]) -> None:
     given = {"max_autotune_gemm": True}
     gpu((12, 0), memory=33.7e9)  # what a card sold as 32 GB reports

@@ -59,7 +59,8 @@ def packed_weights(
 
 
 def frozen_weights(sources: Sequence[str], example_inputs: Sequence[Any]) -> frozenset[int]:
-    """Tell which of Dynamo's inputs are matrices of 16 bits that do not train, but for adapters."""
+    """Tell which of Dynamo's inputs are matrices of 16 bits that do not train, or stacks of them as
+    experts have, but for adapters."""
     return frozenset(
         index
         for index, (source, value) in enumerate(zip(sources, example_inputs, strict=False))
@@ -67,7 +68,7 @@ def frozen_weights(sources: Sequence[str], example_inputs: Sequence[Any]) -> fro
         and isinstance(value, torch.Tensor)
         and not hasattr(type(value), "__tensor_flatten__")
         and value.dtype in (torch.bfloat16, torch.float16)
-        and value.dim() == 2
+        and value.dim() in (2, 3)
         and not value.requires_grad
         and ".lora_" not in f".{module_path(source)}"
     )

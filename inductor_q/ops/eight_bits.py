@@ -6,6 +6,9 @@ cast into the kernel that produces x. W is decoded straight to eight bits with a
 out-feature (`qfuse::requantize`), which follows from what the row's blocks share
 (`qfuse::row_amax`): the weight itself is read once.
 
+A weight that is stored in that dtype already, with a scale for each row or one for all, is taken
+as it is, with its own scales (`qfuse::row_scale`).
+
 `dY @ W` contracts over out-features, along which the scales of W differ. They are multiplied into
 dY before its cast, and W is decoded transposed, as tensor cores want their second operand.
 """
@@ -19,6 +22,8 @@ from torch import Tensor
 
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat, get_format
+from inductor_q.formats.codec import Integer
+from inductor_q.formats.minifloat import E4M3
 from inductor_q.kernels.calls import Requantize, check_operands
 from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.dequantize import dequantize
@@ -27,9 +32,25 @@ from inductor_q.ops.library import define
 #: The dtype of each kind of product in eight bits, and its largest number.
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+_CODECS = {torch.float8_e4m3fn: E4M3, torch.int8: Integer()}
 
 #: A row whose numbers are all smaller is cast as if its largest were this one: it may be zero.
 LEAST = 2.0**-100
+
+
+def unable(compute: str, device: torch.device) -> str:
+    """Return why a device has no such products; on a CPU they are emulated."""
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"products in {compute} were made for NVIDIA GPUs, not for {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if compute == "fp8" and (major, minor) < (8, 9):
+        return (
+            f"sm_{major}{minor} has no FP8 (sm_89 is the first): qfuse.compute='int8' computes in "
+            "eight bits there"
+        )
+    return ""
 
 
 def to_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,11 +118,33 @@ def _row_amax(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> 
     return scales.abs().view(rows, -1).amax(-1) * fmt.largest
 
 
+def stored_codes(
+    operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
+) -> int | None:
+    """Return which operand is the weight in the dtype, but for a scale for each row; None where
+    none is."""
+    fmt = get_format(format)
+    if not fmt.in_bytes or fmt.codec != _CODECS[dtype] or len(fmt.shared) != 1:
+        return None
+    place = fmt.operands.index("qweight")
+    codes, columns = operands[place], shape[-1]
+    is_it = codes.dtype == dtype and tuple(codes.shape) == tuple(shape) and codes.is_contiguous()
+    return place if is_it and fmt.group(columns) == columns else None
+
+
+def _row_scale(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
+    fmt = get_format(format)
+    check_operands(operands, fmt, shape, torch.float32)
+    rows, columns = shape
+    index = torch.arange(0, rows * columns, columns, device=operands[0].device)
+    return fmt.shared[0].decode(Eager(_named(fmt, operands), columns, rows), index)
+
+
 def _named(fmt: QuantFormat, operands: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(fmt.operands, operands, strict=True))
 
 
-def _fake_row_amax(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
+def _fake_of_rows(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
     return operands[0].new_empty((shape[0],), dtype=torch.float32)
 
 
@@ -133,11 +176,16 @@ def _fake_requantize(
 
 
 def define_eight_bits() -> None:
-    """Define the two ops of weights. They have no gradient: a quantized weight is frozen."""
+    """Define the ops of weights. They have no gradient: a quantized weight is frozen."""
+    define(
+        "row_scale(Tensor[] operands, str format, SymInt[] shape) -> Tensor",
+        _row_scale,
+        _fake_of_rows,
+    )
     define(
         "row_amax(Tensor[] operands, str format, SymInt[] shape) -> Tensor",
         _row_amax,
-        _fake_row_amax,
+        _fake_of_rows,
     )
     define(
         "requantize(Tensor[] operands, Tensor scale, str format, SymInt[] shape, ScalarType dtype, "

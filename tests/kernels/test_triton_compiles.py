@@ -142,7 +142,10 @@ def test_dequantize_tiles(flat: bool) -> None:
     assert stores == ["st.global.v4.b32"] * (words // 8)
 
 
-@pytest.mark.parametrize(("dtype", "arch"), [("*fp8e4nv", 89), ("*fp8e4nv", 90), ("*i8", 80)])
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [("*fp8e4nv", 89), ("*fp8e4nv", 90), *(("*i8", arch) for arch in (75, 80, 86, 90))],
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_requantize(transposed: bool, dtype: str, arch: int) -> None:
     """A lane writes 8 or 16 bytes at a time, also of a tile that shared memory transposes."""

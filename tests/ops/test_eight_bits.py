@@ -53,6 +53,34 @@ def test_a_weight_in_eight_bits(name: str, transposed: bool, dtype: torch.dtype)
     assert ((decoded - values).abs() <= step * 1.001).all()
 
 
+STORED = {"fp8_e4m3_row": FP8, "fp8_e4m3_tensor": FP8, "int8_absmax": INT8}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_weight_that_is_stored_in_eight_bits(name: str) -> None:
+    """Its codes and the scales of its rows are its values, bit for bit."""
+    operands, values = sample(FORMATS[name], (24, 128))
+    opcheck(QFUSE.row_scale.default, (operands, name, [24, 128]))
+    place = FORMATS[name].operands.index("qweight")
+    operands[place] = codes = operands[place].view(STORED[name]).view(24, 128)
+    assert eight_bits.stored_codes(operands, name, [24, 128], STORED[name]) == place
+    scale = QFUSE.row_scale(operands, name, [24, 128])
+    torch.testing.assert_close(
+        codes.float() * scale[:, None], values, rtol=0, atol=0, equal_nan=True
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.in_bytes])
+def test_which_formats_are_stored_so(name: str, dtype: torch.dtype) -> None:
+    shape = (24, 256)  # so wide that a row has several groups of any format
+    operands, _ = sample(FORMATS[name], shape)
+    place = FORMATS[name].operands.index("qweight")
+    operands[place] = operands[place].view(dtype).view(shape)
+    found = eight_bits.stored_codes(operands, name, shape, dtype)
+    assert found == (place if STORED.get(name) is dtype else None)
+
+
 @DTYPES
 def test_opcheck(dtype: torch.dtype) -> None:
     operands, name, shape = quantize((48, 64)).operands

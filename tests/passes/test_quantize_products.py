@@ -13,6 +13,7 @@ from inductor_q import testing
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.graph_report import Report
+from inductor_q.ops import eight_bits
 from inductor_q.passes import quantize_products
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import tensor
@@ -219,22 +220,27 @@ def test_sizes() -> None:
     assert refusals(outcome) == {reason: 2}
 
 
-@pytest.mark.parametrize(
-    ("compute", "capability", "reason"),
-    [
-        ("fp8", (8, 6), "sm_86 has no FP8 (sm_89 is the first): qfuse.compute='int8'"),
-        ("fp8", (8, 9), ""),
-        ("fp8", (9, 0), ""),
-        ("int8", (8, 0), ""),
-    ],
-)
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("compute", ["fp8", "int8"])
 def test_devices(
-    compute: str, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch
+    compute: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A GPU without e4m3 is offered int8, in the report of each layer."""
+    original, gpu = eight_bits.unable, torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = quantize_products._unable(compute, torch.device("cuda", 0))
-    assert found.startswith(reason)
-    assert bool(found) == bool(reason)
+    monkeypatch.setattr(eight_bits, "unable", lambda compute, _: original(compute, gpu))
+    outcome = compiled(layer(), tokens(), compute)
+    if compute == "int8" or capability >= (8, 9):
+        assert outcome.report.in_eight_bits() == (2, 2)
+        return
+    major, minor = capability
+    reason = (
+        f"sm_{major}{minor} has no FP8 (sm_89 is the first): qfuse.compute='int8' computes in "
+        "eight bits there"
+    )
+    assert refusals(outcome) == {reason: 2}
+    assert outcome.report.in_eight_bits() == (0, 2)
+    assert outcome.applied["extend_k"] == 2  # as in bf16
 
 
 def test_few_rows_in_int8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,11 +317,11 @@ def test_a_pattern_that_matches_nothing_is_told(told: list[str]) -> None:
 # --- a model ------------------------------------------------------------------------------------
 
 
-def test_a_training_in_fp8_follows_that_in_bf16() -> None:
+def test_a_training_in_eight_bits_follows_that_in_bf16() -> None:
     """Under the recipe of trainers: float32 adapters, autocast, dropout of no element."""
     losses: dict[str, list[float]] = {}
     optimizer: Any
-    for compute in ("bf16", "fp8"):
+    for compute in ("bf16", "fp8", "int8"):
         model = testing.qlora_model(testing.tiny_qwen3_config(), seed=0)
         optimizer = torch.optim.AdamW(testing.adapter_parameters(model), lr=5e-3)
         ids = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -333,5 +339,6 @@ def test_a_training_in_fp8_follows_that_in_bf16() -> None:
                 losses[compute].append(float(loss))
         gradients({}, model)
     assert losses["bf16"][-1] < losses["bf16"][0] - 0.05
-    assert losses["fp8"] != losses["bf16"]
-    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
+    for compute in ("fp8", "int8"):
+        assert losses[compute] != losses["bf16"]
+        assert losses[compute] == pytest.approx(losses["bf16"], rel=0.02)

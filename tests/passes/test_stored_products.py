@@ -1,0 +1,143 @@
+"""Weights that are stored in eight bits, with a scale for each row: multiplied as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from inductor_q.ops import eight_bits
+from inductor_q.passes import quantize_products
+from tests.support.compiling import Compiled, compile_step, no_codegen, partition, step
+from tests.support.torchao_weights import CONFIGS, Adapted, linear
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+N, K = 128, 256
+OPTIONS: dict[str, Any] = {
+    "qfuse.compute": "fp8",
+    "qfuse.thresholds": {"quantize_products.min_rows": 1},
+}
+
+
+class Between(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.layer = Adapted(linear(CONFIGS[case][0], N, K), N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(x)))
+
+
+def tokens() -> Tensor:
+    x = torch.randn(32, K, generator=torch.Generator().manual_seed(3)).to(BF16)
+    return x.requires_grad_()
+
+
+def compiled(
+    block: nn.Module, x: Tensor, compute: str = "fp8", *, codegen: bool = False
+) -> Compiled:
+    context = None if codegen else no_codegen()
+    options = {**OPTIONS, "qfuse.compute": compute}
+    return compile_step(block, x, module=block, options=options, context=context)
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("codegen", [False, True], ids=["graph", "code"])
+@pytest.mark.parametrize("case", ["float8 row", "float8 tensor"])
+def test_nothing_is_decoded(case: str, codegen: bool) -> None:
+    block, x = Between(case), tokens()
+    outcome = compiled(block, x, codegen=codegen)
+    assert outcome.report.in_eight_bits() == (2, 2)
+    for op in ("row_amax", "requantize", "dequantize"):
+        assert outcome.ops[f"qfuse.{op}"] == 0
+    assert outcome.ops["qfuse.row_scale"] == 2
+    (joint,) = outcome.joint
+    copies = joint.find_nodes(op="call_function", target=quantize_products.CLONE)
+    (turned,) = [n for n in copies if n.meta["val"].dtype is FP8]  # for the gradient alone
+    assert turned.meta["val"].shape == (K, N)
+
+
+class Emulated(torch.autograd.Function):
+    """The product of numbers that are cast, and of the weight's own values, without a cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        codes, of_x = eight_bits.cast_rows(x, FP8)
+        return ((codes.double() * of_x) @ weight.double().t()).to(BF16)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weight, scale = ctx.saved_tensors
+        codes, of_g = eight_bits.cast_rows(grads[0], FP8, scale)
+        return (
+            ((codes.double() * of_g) @ (weight.double() / scale.double()[:, None])).to(BF16),
+            None,
+            None,
+        )
+
+
+@pytest.mark.parametrize("case", ["float8 row", "float8 tensor"])
+def test_the_weight_adds_no_error(case: str) -> None:
+    """What is left are roundings to bfloat16: 2^-9 of each number, in a chain of a few. A cast of
+    the weight would be an error of 2^-5."""
+    block, x = Between(case), tokens()
+    outcome = compiled(block, x)
+    weight: Any = block.layer.base.weight
+    values = weight.qdata.double() * weight.scale.double()
+    scale = weight.scale.float().reshape(-1).expand(N)
+    layer: Any = block.layer
+    multiply: Any = Emulated.apply
+
+    def emulated(x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        low = h @ layer.a.t()
+        return torch.tanh(multiply(h, values, scale) + low @ layer.b.t() * 2.0)
+
+    output, gradients = step(emulated, x, module=block)
+    assert error(outcome.output, output) < 2**-8
+    for name, gradient in gradients.items():
+        assert error(outcome.gradients[name], gradient) < 2**-7, name
+
+
+def test_nothing_of_it_is_kept() -> None:
+    """Backward gets the weight as it is stored, and copies it there."""
+
+    def run(call: Any) -> None:
+        call(tokens()).sum().backward()
+
+    forward, backward = partition(run, Between("float8 row"), OPTIONS)
+    copies = [
+        node.meta["val"].dtype
+        for graph in (forward, backward)
+        for node in graph.find_nodes(op="call_function", target=quantize_products.CLONE)
+    ]
+    assert copies.count(FP8) == 1
+    given = [n.meta["val"] for n in backward.find_nodes(op="placeholder")]
+    assert [tuple(v.shape) for v in given if v.dtype is FP8] == [(N, K)]
+    assert all(v.numel() <= N for v in given if v.dtype is torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "compute"), [("float8 e5m2", "fp8"), ("float8 row", "int8"), ("int8 row", "fp8")]
+)
+def test_other_numbers_are_decoded(case: str, compute: str) -> None:
+    outcome = compiled(Between(case), tokens(), compute)
+    assert outcome.report.in_eight_bits() == (2, 2)
+    assert (outcome.ops["qfuse.requantize"], outcome.ops["qfuse.row_scale"]) == (2, 0)
+
+
+def test_rows_of_zeros() -> None:
+    """Their scale may be zero: what is stored is never divided by it."""
+    block, x = Between("float8 row"), tokens()
+    weight: Any = block.layer.base.weight
+    with torch.no_grad():
+        weight.qdata[3], weight.scale[3] = 0, 0
+    outcome = compiled(block, x)
+    assert outcome.output.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in outcome.gradients.values())
