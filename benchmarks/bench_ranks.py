@@ -18,7 +18,7 @@ with all experts on each rank. Every peer has qfuse's experts there, eager and s
 
 ``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others, ``nccl``
 that of all of them. ``host`` is the time until the host has issued a step. ``link_gbps`` is the
-rate at which a rank receives in an all-gather of 256 MiB, ``built_bytes`` what a rank has
+rate at which a rank receives in a large all-gather, ``built_bytes`` what a rank has
 allocated before the first step; what was allocated before the model is left out of both peaks.
 
 ``--large`` takes some steps of a model in the shape of Llama-3-70B (80 layers, gradient

@@ -121,13 +121,43 @@ def decode() -> str:
 
 def sharded() -> str:
     """Show a step under FSDP2 on two GPUs, of which each peer ran by itself."""
-    name, peers = "ranks-h200", {"inductor": "stock Inductor", "qfuse": "qfuse"}
-    what = {"peak_bytes": ("peak memory of a rank", gb), "exposed_s": ("NCCL alone", ms)}
-    body = [("step", *(ms(seconds(name, peer)) for peer in peers))]
-    for key, (label, shown) in what.items():
-        body.append((label, *(shown(extra(name, peer, key)) for peer in peers)))
-    body += [(key, *(str(extra(name, p, key)) for p in peers)) for key in ("graphs", "breaks")]
-    return f"{table(('', *peers.values()), body)}\n\n{source(name)}"
+    name = "ranks-h100"
+    peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
+    wraps = {
+        "fsdp2": "layers, and all else together",
+        "fsdp2-parts": "embeddings, layers, head",
+        "fsdp2-ahead": "the same, gathered a layer ahead",
+    }
+    what: dict[str, tuple[str, Callable[[float], str]]] = {
+        "host_s": ("until the host has issued it", ms),
+        "nccl_s": ("NCCL", ms),
+        "exposed_s": ("NCCL alone", ms),
+        "peak_bytes": ("peak memory of a rank", gb),
+        "breaks": ("breaks", str),
+    }
+    body = []
+    for wrap, label in wraps.items():
+        body.append((label, "step", *(ms(seconds(name, peer, wrap=wrap)) for peer in peers)))
+        for key, (told, shown) in what.items():
+            values = (extra(name, peer, key, wrap=wrap) for peer in peers)
+            body.append(("", told, *map(shown, values)))
+    return f"{table(('sharded', '', *peers.values()), body)}\n\n{source(name)}"
+
+
+def large() -> str:
+    """Show a model of 70B parameters on two GPUs."""
+    name = "ranks_large-h100"
+    built, first = (f"{extra(name, 'qfuse', key):.1f} s" for key in ("build_s", "first_s"))
+    what = {"built_bytes": "a rank, built", "peak_bytes": "peak of a rank"}
+    body = [
+        ("building the model", built),
+        ("first step", first),
+        ("step", f"{seconds(name, 'qfuse'):.2f} s"),
+        ("NCCL alone, a step", ms(extra(name, "qfuse", "exposed_s"))),
+        *((label, gb(extra(name, "qfuse", key))) for key, label in what.items()),
+        ("layers fused", str(extra(name, "qfuse", "fused"))),
+    ]
+    return f"{table(('', 'qfuse'), body)}\n\n{source(name)}"
 
 
 def kbit() -> str:
@@ -301,6 +331,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
     "decode": decode,
     "sharded": sharded,
+    "large": large,
     "kbit": kbit,
     "attention": attention,
     "launch": launch,

@@ -19,7 +19,12 @@ from docs.read_results import (
 )
 
 ONE = "formats-h200"
-STEPS = ("formats_step_intx4-h200", "formats_step_fp8_128x128-h200", "formats_step-h200")
+STEPS = (
+    "formats_step_intx4-h200",
+    "formats_step_fp8_128x128-h200",
+    "formats_step-h200",
+    "formats_step_fp8_row-h100",
+)
 #: A format that no other peer can train, or decode in a compiled graph.
 ALONE = "formats_step_int4-h200"
 EXPERTS = ("moe_mxfp4-h200", "moe_nvfp4-h200")
