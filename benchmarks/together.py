@@ -7,7 +7,8 @@ name and a Python module with arguments:
     kernels: pytest -q -m gpu tests/kernels
 
 Each command has its own caches of compiled code, since one that is stopped might hold a lock on a
-shared one. What it prints is in <out>/<name>.txt, and a benchmark's result in <out>/<name>.json.
+shared one. What it prints is in <out>/<name>.txt, and a benchmark's result in <out>/<name>.json,
+for which any other command may say {json} among its arguments.
 The seconds of first calls and compiles are not to be believed in such a run: the commands share
 the cores.
 """
@@ -97,7 +98,9 @@ def _start(name: str, command: Sequence[str], out: Path, scratch: Path) -> subpr
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
-    result = ["--out", str(out / f"{name}.json")] if command[0].startswith("benchmarks.") else []
+    file = str(out / f"{name}.json")
+    command = [word.replace("{json}", file) for word in command]
+    result = ["--out", file] if command[0].startswith("benchmarks.") else []
     with (out / f"{name}.txt").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *command, *result],

@@ -50,13 +50,13 @@ def test_one_measures_while_the_others_stand_still(modules: Path) -> None:
     names = ("a", "b")
     lines = [f"{name}: measures {modules / name}.json" for name in names]
     plan = modules / "plan.txt"
-    plan.write_text("\n".join([*lines, "# stands still", "", f"c: counts {modules / 'c.json'}"]))
+    plan.write_text("\n".join([*lines, "# stands still", "", "c: counts {json}"]))
     assert main(["together", str(plan), "--out", str(modules / "out")]) == 0
     spans = [span for name in names for span in json.loads((modules / f"{name}.json").read_text())]
     spans.sort()
     assert len(spans) == 6
     assert all(one[1] < two[0] for one, two in itertools.pairwise(spans))
-    ticks = json.loads((modules / "c.json").read_text())
+    ticks = json.loads((modules / "out" / "c.json").read_text())
     stopped = [(a, b) for a, b in spans if ticks[0] < a and b < ticks[-1]]
     assert stopped and not any(a < tick < b for a, b in stopped for tick in ticks)
 
