@@ -57,6 +57,7 @@ class QfuseCallback(TrainerCallback):
 
     Raises:
         OptionsWithoutCompile: there are options, and `enabled` is False.
+        NoProfileSteps: there is a folder for a profile, and no step to record.
         NormOfOneRank: at the start of training, where `experts.shard` has left experts to other
             ranks, and the trainer clips gradients.
     """

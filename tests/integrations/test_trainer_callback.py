@@ -13,10 +13,11 @@ from torch import nn
 
 import inductor_q
 from examples.common import byte_tokenizer
-from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
+from inductor_q.exc import NoProfileSteps, NoRegion, OptionsWithoutCompile, UnknownOption
 from inductor_q.integrations import QfuseCallback
 from inductor_q.integrations.backend_name import forget_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
+from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import base_model, compiled_regions
 from tests.support.trainers import COMMON, model, rows, train
 
@@ -216,3 +217,21 @@ def test_a_profile_of_chosen_steps(tmp_path: Path) -> None:
     trace = json.loads((out / "trace.rank0.json").read_text())
     names = [str(event.get("name")) for event in trace["traceEvents"]]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
+
+
+@pytest.mark.parametrize("steps", [(), [0, 1], (1.5,), 4])
+def test_a_profile_of_no_steps_is_refused(steps: Any, tmp_path: Path) -> None:
+    with pytest.raises(NoProfileSteps, match="name the steps to record"):
+        QfuseCallback(profile=tmp_path, profile_steps=steps)
+
+
+def test_a_profile_that_was_not_written_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a training resumes behind the steps, or ends before them."""
+    profile = StepProfile(tmp_path, (4, 5))
+    profile.begin(6)
+    profile.end(6)
+    profile.end()
+    assert "no profile was written: step 4 was not trained" in caplog.text
+    assert not list(tmp_path.iterdir())
