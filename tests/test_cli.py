@@ -161,6 +161,17 @@ def test_run_puts_qfuse_under_a_script_as_it_is(tmp_path: Path) -> None:
     assert "torch_compile_backend='qfuse'" not in done.stderr  # nothing to warn of
 
 
+@pytest.mark.slow
+def test_run_of_accelerate_takes_the_name_of_the_backend(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "script.py"
+    script.write_text("import torch\ntorch.compile(lambda x: x + 1)(torch.ones(2))\n")
+    launch = ["accelerate", "launch", "--cpu", "--dynamo_backend", "qfuse", str(script)]
+    done = qfuse("run", *launch)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("qfuse: no quantized layer; 1 graph, 0 breaks") == 1
+
+
 def test_run_forces_every_compile(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

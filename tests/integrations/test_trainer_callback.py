@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import inductor_q
 from examples.common import byte_tokenizer
 from inductor_q.exc import NoProfileSteps, NoRegion, OptionsWithoutCompile, UnknownOption
 from inductor_q.integrations import QfuseCallback
-from inductor_q.integrations.backend_name import forget_backend
+from inductor_q.integrations.backend_name import forget_backend, name_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import base_model, compiled_regions
+from tests.support.processes import environment
 from tests.support.trainers import COMMON, model, rows, train
 
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
@@ -125,7 +128,7 @@ def test_options_reach_the_backend_and_are_checked_at_once(tmp_path: Path) -> No
     assert report is not None and report.numerics == "strict"
 
 
-def test_a_callback_lets_the_backend_be_named(
+def test_the_import_lets_the_backend_be_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def named() -> Any:
@@ -135,10 +138,24 @@ def test_a_callback_lets_the_backend_be_named(
     forget_backend()
     with pytest.raises(ValueError, match="'QFUSE' is not a valid DynamoBackend"):
         named()
-    QfuseCallback()
+    name_backend()  # as the first import of QfuseCallback or compile_trainer does
     compiled = train(named, compiled=True)
     assert (compiled.graphs, compiled.breaks) == (1, [])
     assert "is ignored" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["QfuseCallback", "compile_trainer"])
+def test_importing_what_trainers_need_names_the_backend(name: str) -> None:
+    """No callback need be made before the trainer, as none is for `compile_trainer`."""
+    code = (
+        f"from inductor_q.integrations import {name}\n"
+        "from accelerate.utils import DynamoBackend\n"
+        "print(DynamoBackend('QFUSE').value)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+    )
+    assert done.stdout == "QFUSE\n", done.stderr
 
 
 def test_options_without_compile_are_refused() -> None:
