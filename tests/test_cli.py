@@ -101,6 +101,8 @@ def test_completion_in_bash(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert completed(script, "qfuse", "help", "pas") == {"passes"}
     assert completed(script, "qfuse", "completion", "z") == {"zsh"}
+    assert {"pack", "unpack"} < completed(script, "qfuse", "cache", "")
+    assert completed(script, "qfuse", "cache", "pack", "") == set()
     assert completed(script, "qfuse", "explain", "train") == set()  # files, by bash itself
 
 
