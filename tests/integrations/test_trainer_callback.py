@@ -62,7 +62,7 @@ def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_hundred_batches(tmp_path: Path) -> None:
+def test_a_hundred_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of as many rows each; where `dynamic` is given, it is torch's."""
 
     def graphs(**given: Any) -> int:
@@ -71,6 +71,7 @@ def test_a_hundred_batches(tmp_path: Path) -> None:
         return run.graphs
 
     assert (graphs(), graphs(dynamic=True)) == (1, 1)
+    assert capsys.readouterr().out.count("qfuse: 7 of 7 quantized layers fused; 1 graph") == 2
 
 
 def test_which_data_has_rows_of_different_lengths() -> None:
