@@ -45,7 +45,7 @@ def _forced() -> Iterator[None]:
             kwargs.update(mode=None, options=None)
         return compile(*args, **{**kwargs, "backend": chosen})
 
-    torch.compile = to_qfuse  # type: ignore[assignment]
+    torch.compile = to_qfuse
     try:
         yield
     finally:

@@ -65,7 +65,7 @@ def test_a_callback_of_the_program_wins(
     arguments: Any = TrainingArguments(output_dir=str(tmp_path), max_steps=1, **COMMON)
     pad: Any = DataCollatorForLanguageModeling(byte_tokenizer(), mlm=False)
     data: Any = rows(4)
-    given = [] if later else [QfuseCallback(options=STRICT)]
+    given: list[Any] = [] if later else [QfuseCallback(options=STRICT)]
     with qfuse_everywhere(), no_codegen():
         trainer: Any = Trainer(model(), arguments, pad, data, callbacks=given)
         assert len(trainer.callback_handler.callbacks) - len(given) == 3

@@ -16,7 +16,7 @@ from torch import nn
 import inductor_q
 from examples.common import byte_tokenizer
 from inductor_q.exc import NoProfileSteps, NoRegion, OptionsWithoutCompile, UnknownOption
-from inductor_q.integrations import QfuseCallback
+from inductor_q.integrations import QfuseCallback, local_device_map
 from inductor_q.integrations.backend_name import forget_backend, name_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
 from inductor_q.integrations.profile import StepProfile
@@ -172,6 +172,33 @@ def test_auto_compiles_where_there_is_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not QfuseCallback(options=options, enabled="auto").enabled
     assert "nothing is compiled" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "variables", "expected"),
+    [
+        (False, {}, {"": "cpu"}),
+        (True, {}, {"": 0}),
+        (True, {"LOCAL_RANK": "3"}, {"": 3}),
+        (True, {"LOCAL_RANK": "3", "ACCELERATE_USE_FSDP": "true"}, None),
+        (True, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, None),
+        (
+            True,
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+            {"": 0},
+        ),
+    ],
+)
+def test_each_process_loads_on_its_own_device(
+    has_gpu: bool, variables: dict[str, str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is sharded while it is loaded takes no map."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for name in ("LOCAL_RANK", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert local_device_map() == expected
 
 
 def test_layers_share_a_graph(tmp_path: Path) -> None:
