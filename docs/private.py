@@ -25,6 +25,7 @@ PURPOSES = {
     "torch._dynamo.convert_frame": "the functions that Dynamo makes, for `--dump`",
     "torch._dynamo.eval_frame": "compiled modules and their guards, for `qfuse doctor`; compiling "
     "a step again whose plan of memory missed",
+    "torch._dynamo.exc": "what sends Dynamo back to trace a frame anew: its report is dropped",
     "torch._dynamo.output_graph": "observing each call of a backend (`call_user_compiler`)",
     "torch._dynamo.utils": "counters of graph breaks; the code of a step that is compiled again",
     "torch._functorch._aot_autograd": "whether bodies of autograd.Functions may be cached",

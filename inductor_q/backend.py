@@ -7,11 +7,12 @@ to the lazily compiled backward and takes back afterwards; no global configurati
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType
@@ -160,7 +161,8 @@ def qfuse(
     ours = quantized or frozen or context.budget is not None or would_chunk(gm.graph, context)
     if not ours:  # This is Inductor, at no cost.
         _warn_of_breaks()
-        compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
+        with _unless_traced_anew(report):
+            compiled = compile_fx(gm, example_inputs, config_patches=dict(resolved.inductor))
         _tell(report, resolved)
         return compiled
     if stopping := capture.stops_gradients(gm.graph):
@@ -197,9 +199,12 @@ def qfuse(
         patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
     key = report_key(gm, example_inputs, context)
     report.tag = context.tag = report_tag(key, together=resolved.strict)
-    with functorch_config.patch(
-        autograd_cache_allow_custom_autograd_functions=bodies_are_cacheable(gm)
-        or functorch_config.autograd_cache_allow_custom_autograd_functions
+    cacheable = (
+        bodies_are_cacheable(gm) or functorch_config.autograd_cache_allow_custom_autograd_functions
+    )
+    with (
+        functorch_config.patch(autograd_cache_allow_custom_autograd_functions=cacheable),
+        _unless_traced_anew(report),
     ):
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
     if context.recipes:
@@ -214,6 +219,22 @@ def qfuse(
         tell = functools.partial(_measured, unplanned, report, resolved)
         compiled = corrections.measuring(compiled, device, tell)
     return compiled
+
+
+@contextlib.contextmanager
+def _unless_traced_anew(report: Report) -> Iterator[None]:
+    """Forget the report where Inductor sends Dynamo back to trace the frame another way.
+
+    With dynamic=True a number of Python is a symbol at first, and again a constant where no tensor
+    can take its place. What was compiled until then never runs.
+    """
+    from torch._dynamo.exc import RestartAnalysis
+
+    try:
+        yield
+    except RestartAnalysis:
+        _reports[:] = [one for one in _reports if one is not report]
+        raise
 
 
 def qfuse_backend() -> Any:

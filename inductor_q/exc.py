@@ -499,6 +499,11 @@ class NormOfOneRank(QfuseError, ValueError):
     )
 
 
+class NoProfileSteps(QfuseError, ValueError):
+    message = "profile_steps is {given!r}: name the steps to record, from 1 on, such as (4, 5)"
+    given: Any
+
+
 class OptionsWithoutCompile(QfuseError, ValueError):
     message = (
         "QfuseCallback has {given!j} and enabled=False, so nothing would use them; "

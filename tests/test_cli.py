@@ -101,6 +101,8 @@ def test_completion_in_bash(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert completed(script, "qfuse", "help", "pas") == {"passes"}
     assert completed(script, "qfuse", "completion", "z") == {"zsh"}
+    assert {"pack", "unpack"} < completed(script, "qfuse", "cache", "")
+    assert completed(script, "qfuse", "cache", "pack", "") == set()
     assert completed(script, "qfuse", "explain", "train") == set()  # files, by bash itself
 
 
@@ -159,6 +161,17 @@ def test_run_puts_qfuse_under_a_script_as_it_is(tmp_path: Path) -> None:
     assert "qfuse: 7 of 7 quantized layers fused; 1 graph, 0 breaks" in done.stdout
     assert done.stderr.endswith("quantized layers fused; 1 graph, 0 breaks\n")
     assert "torch_compile_backend='qfuse'" not in done.stderr  # nothing to warn of
+
+
+@pytest.mark.slow
+def test_run_of_accelerate_takes_the_name_of_the_backend(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "script.py"
+    script.write_text("import torch\ntorch.compile(lambda x: x + 1)(torch.ones(2))\n")
+    launch = ["accelerate", "launch", "--cpu", "--dynamo_backend", "qfuse", str(script)]
+    done = qfuse("run", *launch)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("qfuse: no quantized layer; 1 graph, 0 breaks") == 1
 
 
 def test_run_forces_every_compile(tmp_path: Path) -> None:

@@ -90,6 +90,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.NoProfileSteps(given=()),
+        "profile_steps is (): name the steps to record, from 1 on, such as (4, 5)",
+        ValueError,
+    ),
+    (
         exc.OptionsWithoutCompile(given=("options", "mode")),
         "QfuseCallback has options, mode and enabled=False, so nothing would use them; "
         'drop them, or set enabled=True or enabled="auto".',

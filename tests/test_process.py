@@ -65,6 +65,22 @@ def test_a_layer_that_no_graph_reads_counts() -> None:
     assert len(inductor_q.report().layers) >= 2  # other tests' models may live
 
 
+def test_what_is_traced_anew_counts_once() -> None:
+    """Under dynamic=True a number of Python is a symbol at first; Inductor finds in the middle of a
+    compile that an op needs its value, and Dynamo traces the frame once more."""
+    model = testing.lora_linear(64, 64, r=4)
+
+    def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return nn.functional.layer_norm(model(x), (64,), eps=eps)
+
+    torch.compiler.reset()
+    with no_codegen():
+        compiled = torch.compile(normed, backend=inductor_q.backend.qfuse, dynamic=True)
+        x = torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)
+        compiled(x, 1e-5).sum().backward()
+    assert inductor_q.report().graphs == 1
+
+
 def test_what_the_recompile_limit_leaves_in_eager_mode_is_said() -> None:
     torch.compiler.reset()
     layers = nn.Sequential(*(testing.lora_linear(64, 64, r=r) for r in (2, 4, 8)))

@@ -13,7 +13,7 @@ _qfuse() {{
     local current=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]}} words=
     if [[ $COMP_CWORD -eq 1 ]]; then
         words="{commands}"
-    elif [[ $current == -* || $command == help || $command == completion ]]; then
+    elif [[ $current == -* || ( $COMP_CWORD -eq 2 && " {nouns} " == *" $command "* ) ]]; then
         case $command in
 {cases}
         esac
@@ -46,6 +46,7 @@ def register(subparsers: Subparsers) -> None:
 
 def main(args: argparse.Namespace) -> int:
     parsers: dict[str, argparse.ArgumentParser] = args.subparsers.choices
+    nouns = ["help", *(name for name, parser in parsers.items() if _choices(parser))]
     words = {name: _words(parser) for name, parser in parsers.items()}
     words["help"] = list(words)
     if args.shell == "fish":
@@ -55,15 +56,18 @@ def main(args: argparse.Namespace) -> int:
         f'            {name}) words="{" ".join(known)}" ;;' for name, known in words.items()
     )
     script = BASH if args.shell == "bash" else ZSH
-    print(script.format(commands=" ".join(words), cases=cases), end="")
+    print(script.format(commands=" ".join(words), nouns=" ".join(nouns), cases=cases), end="")
     return 0
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
     """List what can follow a command: its switches, and its arguments where they are of a set."""
     switches = [s for a in parser._actions for s in a.option_strings if a.help != argparse.SUPPRESS]
-    choices = [str(c) for a in parser._actions if not a.option_strings for c in a.choices or ()]
-    return choices + switches
+    return _choices(parser) + switches
+
+
+def _choices(parser: argparse.ArgumentParser) -> list[str]:
+    return [str(c) for a in parser._actions if not a.option_strings for c in a.choices or ()]
 
 
 def _fish(words: dict[str, list[str]], subparsers: Subparsers) -> list[str]:

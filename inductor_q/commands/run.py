@@ -13,10 +13,11 @@ EPILOG = """\
 TARGET is a script, -m module, package.module:callable or a pytest node. Every
 torch.compile of it compiles with qfuse, and every Trainer of transformers or
 TRL gets a QfuseCallback, also where torch_compile_backend="qfuse" is given.
-Options of the backend come from environment variables (QFUSE_*). Output and
-exit status are the target's; a last line on standard error says what was fused.
-Many processes: accelerate launch -m inductor_q run train.py, and the same with
-torchrun.
+Mode and options that the target gives to Inductor or qfuse stay; more come from
+environment variables (QFUSE_*). Output and exit status are the target's; a last
+line on standard error says what was fused.
+Many processes: qfuse run accelerate launch ... train.py, and the same with
+torchrun, run each of them so.
 """
 
 
@@ -38,10 +39,13 @@ def register(subparsers: Subparsers) -> None:
 def main(args: argparse.Namespace) -> int:
     from inductor_q.diagnostics.everywhere import qfuse_everywhere
     from inductor_q.diagnostics.targets import Target
+    from inductor_q.diagnostics.torchrun import run_ranks
 
     command = ["-m", *args.module] if args.module is not None else args.target
     if not command:
         args.usage_error("no TARGET")
+    if ranks := run_ranks(command):
+        return Target.parse(ranks).run().status
     target = Target.parse(command)
     with qfuse_everywhere():
         return target.run(at_end=_say).status

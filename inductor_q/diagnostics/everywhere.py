@@ -1,13 +1,14 @@
 """Put qfuse under a program that does not know of it, for `qfuse run`.
 
 What this changes of other libraries is taken back at the end: what torch.compile compiles goes to
-qfuse, each Trainer of transformers has a `QfuseCallback`, and accelerate knows a backend of that
-name.
+qfuse, each Trainer of transformers has a `QfuseCallback` beside those that the program gives it,
+and accelerate knows a backend of that name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,26 +31,39 @@ def qfuse_everywhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forced() -> Iterator[None]:
+    """Let `torch.compile` name qfuse, whatever it was given. Mode and options stay where they are
+    Inductor's or ours. (A stance of torch.compiler would drop those too.)"""
     import torch
 
-    from inductor_q.backend import qfuse_backend
+    from inductor_q.backend import qfuse, qfuse_backend
 
-    with torch.compiler.set_stance(force_backend=qfuse_backend()):
+    compile, chosen = torch.compile, qfuse_backend()
+
+    @functools.wraps(compile)
+    def to_qfuse(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("backend") not in (None, "inductor", "qfuse", qfuse):
+            kwargs.update(mode=None, options=None)
+        return compile(*args, **{**kwargs, "backend": chosen})
+
+    torch.compile = to_qfuse
+    try:
         yield
+    finally:
+        torch.compile = compile
 
 
 @contextlib.contextmanager
 def _with_callback() -> Iterator[None]:
     from transformers import trainer
 
-    from inductor_q.integrations import QfuseCallback
+    from inductor_q.integrations.trainer import DefaultCallback
 
     callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
-    callbacks.append(QfuseCallback)
+    callbacks.append(DefaultCallback)
     try:
         yield
     finally:
-        callbacks.remove(QfuseCallback)
+        callbacks.remove(DefaultCallback)
 
 
 @contextlib.contextmanager

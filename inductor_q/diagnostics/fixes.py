@@ -39,8 +39,9 @@ FIXES: tuple[Fix, ...] = (
         frame=r"peft/tuners/lora/layer\.py: (_activate_lora|_remove_parametrizations)",
     ),
     Fix(
-        "DoRA dequantizes the packed weight with Python code in every forward: use LoRA or rsLoRA "
-        "(use_dora=False) on quantized layers",
+        "PEFT's DoRA decodes the packed weight with Python code in every forward: give a Trainer "
+        "inductor_q.integrations.QfuseCallback() as a callback instead of compiling the model, or "
+        "call prepare_dora(model) of the same package once, before training",
         frame=r"peft/tuners/lora/dora\.py",
     ),
     Fix(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+from inductor_q.diagnostics import fixes
 from inductor_q.diagnostics.explanation import Frame, Recompile
 
 #: The function of torch that emits the event; its locals hold the frame about to be compiled.
@@ -79,12 +80,16 @@ def value_now() -> str:
     return _evaluate(guard.subject, getattr(frame, "f_locals", {}), _globals(frame))
 
 
-def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile, ...]:
+def distinct(
+    found: Iterable[tuple[str, Frame, Guard, bool]], *, by_trainer: bool = False
+) -> tuple[Recompile, ...]:
     """Make one record for each (function, subject of the guard), the most frequent first.
 
     Args:
         found: function, where it is defined, the guard, and whether the recompile limit refused
             the compile (such a one is not counted as a recompile).
+        by_trainer: whether a Trainer makes the calls, so that nobody can mark its tensors. All
+            sizes that change are then those of its batches, or follow from them.
     """
     groups: dict[tuple[str, str, str], list[tuple[Frame, Guard, bool]]] = {}
     for function, where, guard, limit in found:
@@ -100,7 +105,7 @@ def distinct(found: Iterable[tuple[str, Frame, Guard, bool]]) -> tuple[Recompile
                 guard=guard.text,
                 before=guard.before,
                 after=_listed([g.after for _, g, _ in group]),
-                fix=fix_for(guard),
+                fix=fix_for(guard, where, by_trainer=by_trainer),
                 count=sum(not limit for *_, limit in group),
                 hit_limit=hit,
             )
@@ -112,8 +117,12 @@ def _by_size(records: Sequence[Recompile]) -> Iterator[Recompile]:
     """Make one record of a size that changes for several functions, as where a graph is broken."""
     groups: dict[Any, list[Recompile]] = {}
     for index, record in enumerate(records):
-        of_size = "size mismatch" in record.guard and record.after
-        groups.setdefault((record.before, record.after) if of_size else index, []).append(record)
+        if record.fix == _FOR_A_TRAINER:
+            key: Any = _FOR_A_TRAINER
+        else:
+            of_size = "size mismatch" in record.guard and record.after
+            key = (record.before, record.after) if of_size else index
+        groups.setdefault(key, []).append(record)
     for first, *others in groups.values():
         names = dict.fromkeys(r.function for r in others if r.function != first.function)
         same = f"; the same size recompiles {', '.join(list(names)[:_SHOWN])}" if names else ""
@@ -125,8 +134,23 @@ def _by_size(records: Sequence[Recompile]) -> Iterator[Recompile]:
         )
 
 
-def fix_for(guard: Guard) -> str:
-    """Say what makes the guard stable: the first remedy whose pattern is in its text."""
+_FOR_A_TRAINER = (
+    "batches have different lengths: give the Trainer "
+    "inductor_q.integrations.QfuseCallback(dynamic=True) as a callback instead of compiling the "
+    "model, which takes one graph for all of them"
+)
+
+
+def fix_for(guard: Guard, where: Frame | None = None, *, by_trainer: bool = False) -> str:
+    """Say what makes the guard stable: what mends the function itself, where it is a known trouble
+    under any guard, or else the first remedy whose pattern is in the guard's text."""
+    changes = re.search(_SIZE, guard.text) and not re.search(
+        rf"{_OF_WEIGHTS}|{_SIZE_ONE}", guard.text
+    )
+    if by_trainer and changes:
+        return _FOR_A_TRAINER
+    if where is not None and (known := fixes.fix_for("", "", (), (where,))):
+        return known
     index = re.search(r"index (\d+)|size\(\)\[(\d+)\]", guard.text)
     dim = (index[1] or index[2]) if index else "0"
     words = {
@@ -141,25 +165,29 @@ def fix_for(guard: Guard) -> str:
 
 def _mark_dynamic(name: str, dim: str) -> str:
     """Say how to mark a tensor that the caller can name: an argument, by position or keyword."""
-    own = re.fullmatch(r"kwargs\['(\w+)'\]|([A-Za-z]\w*)", name)
+    own = re.fullmatch(r"kwargs\['(\w+)'\]|(?!(?:kwargs|args|self)$)([A-Za-z]\w*)", name)
     return f" (torch._dynamo.mark_dynamic({own[1] or own[2]}, {dim}))" if own else ""
 
 
+_OF_WEIGHTS = r"_parameters\['.* size mismatch"
+_SIZE = r"size mismatch|\.size\(\)"
+_SIZE_ONE = r"^2 <= |!= 1$|size mismatch .* actual 1$"
+
 _REMEDIES = (
     (
-        r"_parameters\['.* size mismatch",
+        _OF_WEIGHTS,
         "modules of one class but of different sizes, compiled one by one, share the compiled "
         "versions of its forward: compile the model as a whole, or raise "
         "torch._dynamo.config.recompile_limit to the number of sizes; a weight that bitsandbytes "
         "packs on a CPU changes its size once: qfuse doctor, cpu_packing",
     ),
     (
-        r"^2 <= |!= 1$|size mismatch .* actual 1$",
+        _SIZE_ONE,
         "size 1 is compiled apart: pad dimension {dim} of {name} to at least 2, or keep a compiled "
         "function for the calls of size 1",
     ),
     (
-        r"size mismatch|\.size\(\)",
+        _SIZE,
         "pad dimension {dim} of {name} to a few sizes, or compile with dynamic=True{how}",
     ),
     (r"stride mismatch", "give {name} one memory layout in all calls (.contiguous())"),

@@ -32,6 +32,9 @@ NO_GPU = (
     "has none: leave the mode out there"
 )
 _LIMIT = "recompile limit"
+
+#: Where a Trainer calls its model; TRL's trainers are made of it.
+_TRAINER = "transformers/trainer.py"
 _SMALLEST = 0.01  # of the longest phase: what is worth a line
 
 
@@ -81,7 +84,12 @@ class Run:
             guard = recompiles.parse(recompiles.first_reason(event.payload), event.note or "")
             function, where = self._function(event.compile_id)
             found.append((function, where, guard, event.compile_id not in self.stacks))
-        return recompiles.distinct(found)
+        return recompiles.distinct(found, by_trainer=self._has_trainer())
+
+    def _has_trainer(self) -> bool:
+        """Whether a Trainer calls what is compiled."""
+        files = {frame.file for stack in self.stacks.values() for frame in stack}
+        return any(file.replace("\\", "/").endswith(_TRAINER) for file in files)
 
     def fallbacks(self) -> tuple[Fallback, ...]:
         """Return frames that torch gave up: a break that it could not resume, or too many

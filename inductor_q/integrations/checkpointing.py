@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from inductor_q.integrations.methods import is_replaced, replace_method
 from inductor_q.log import log
 
 # Local functions of transformers, and of PEFT for models that are not transformers'.
@@ -50,8 +50,8 @@ def prepare_checkpointing(model: nn.Module) -> None:
     for part in model.modules():
         for name in _ENABLING:
             method = getattr(type(part), name, None)
-            if method is not None and name not in vars(part):  # not twice
-                setattr(part, name, MethodType(_then_prepare(method), part))
+            if method is not None and not is_replaced(part, name):  # not twice
+                replace_method(part, _then_prepare(method))
     _prepare(model)
 
 

@@ -14,23 +14,27 @@ weight's dtype. The result is rounded as PEFT's is, and takes no gradient, as th
 from __future__ import annotations
 
 import sys
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from inductor_q.integrations.methods import is_replaced, replace_method
+
 
 def prepare_dora(model: nn.Module) -> None:
-    """Give the DoRA layers of `model`, those of linear layers, a forward that can be traced."""
+    """Give the DoRA layers of `model`, those of linear layers, a forward that can be traced.
+
+    A model that `torch.save` has written whole comes back with PEFT's own: prepare it again.
+    """
     kind = getattr(sys.modules.get("peft.tuners.lora.dora"), "DoraLinearLayer", None)
     for layer in model.modules():
-        if type(layer) is kind and "forward" not in vars(layer):
-            layer.forward = MethodType(_forward, layer)
+        if type(layer) is kind and not is_replaced(layer, "forward"):
+            replace_method(layer, forward)
 
 
-def _forward(
+def forward(
     self: Any,
     x: Tensor,
     *,

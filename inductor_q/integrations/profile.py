@@ -10,23 +10,33 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from inductor_q.exc import NoProfileSteps
 from inductor_q.log import log
 
 _MOST_EVENTS = 1_000_000  # of a memory snapshot
 
 
 class StepProfile:
-    """Record from the first to the last of `steps`, which count from 1, and write to `folder`."""
+    """Record from the first to the last of `steps`, which count from 1, and write to `folder`.
+
+    Raises:
+        NoProfileSteps: there are none, or they are no such numbers.
+    """
 
     def __init__(self, folder: Path, steps: Collection[int]) -> None:
+        numbers = isinstance(steps, Collection) and all(isinstance(step, int) for step in steps)
+        if not numbers or not steps or min(steps) < 1:
+            raise NoProfileSteps(given=steps)
         self.folder = folder
         self.first, self.last = min(steps), max(steps)
         self._running: Any = None
+        self._has_begun = False
 
     def begin(self, step: int) -> None:
         """Start where `step` is the first."""
         if step != self.first or self._running is not None:
             return
+        self._has_begun = True
         self.folder.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -37,6 +47,8 @@ class StepProfile:
 
     def end(self, step: int | None = None) -> None:
         """Stop and write where `step` is the last, or training ends before it."""
+        if step is None and not self._has_begun:
+            log.warning("no profile was written: step %d was not trained", self.first)
         if self._running is None or (step is not None and step < self.last):
             return
         self._running.stop()

@@ -89,13 +89,21 @@ def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Mod
     return [base.base_model if _is_replaced(base) else model]
 
 
-def local_device_map() -> dict[str, int | str]:
+def local_device_map() -> dict[str, int | str] | None:
     """Return the `device_map` of `from_pretrained` that puts all of a model on one device.
 
-    It is the GPU of this process by `LOCAL_RANK`, as DDP needs it, or the CPU. A model that FSDP or
-    ZeRO-3 shards takes none.
+    It is the GPU of this process by `LOCAL_RANK`, as DDP needs it, or the CPU; None where
+    `accelerate launch` says that FSDP or ZeRO-3 shards the model.
     """
-    return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
+    given = os.environ.get
+    zero3 = _is_set("ACCELERATE_USE_DEEPSPEED") and given("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    if zero3 or _is_set("ACCELERATE_USE_FSDP"):
+        return None
+    return {"": int(given("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
 
 
 def base_model(model: nn.Module) -> Any:

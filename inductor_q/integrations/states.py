@@ -43,6 +43,7 @@ class States:
         self.latest: State | None = None
         self.is_sharded = is_sharded(model)
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
+        self.told_by: Any = None  # the callback that says what came of it
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
     def function(self, part: nn.Module) -> Callable[..., Any]:

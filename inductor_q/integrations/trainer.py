@@ -2,7 +2,8 @@
 
     trainer = SFTTrainer(model, args=arguments, train_dataset=data, callbacks=[QfuseCallback()])
 
-This module imports transformers, and is imported only when somebody asks for what is in it.
+This module imports transformers, and is imported only when somebody asks for what is in it. It then
+tells accelerate that there is a backend of this name.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ except ModuleNotFoundError as error:
         package="transformers", extra="transformers", feature="QfuseCallback"
     ) from error
 
+if find_spec("accelerate"):
+    name_backend()
+
 
 class QfuseCallback(TrainerCallback):
     """Compile the model of a Trainer with qfuse when training begins, and say what came of it.
 
     What is compiled, and what is prepared for it, is as of `inductor_q.compile`. After the first
     step one line says how many layers are fused, in how many graphs with how many breaks; at the
-    end another one does where that has changed. Where a callback is made before the trainer,
-    `TrainingArguments(torch_compile_backend="qfuse")` may be said.
+    end another one does where that has changed. Of two callbacks of one trainer the later one
+    compiles, and says so. Importing this class lets
+    `TrainingArguments(torch_compile_backend="qfuse")` be said.
 
     Args:
         options, mode, dynamic: as of `torch.compile(backend="qfuse")`. Where the rows of the
@@ -57,6 +62,7 @@ class QfuseCallback(TrainerCallback):
 
     Raises:
         OptionsWithoutCompile: there are options, and `enabled` is False.
+        NoProfileSteps: there is a folder for a profile, and no step to record.
         NormOfOneRank: at the start of training, where `experts.shard` has left experts to other
             ranks, and the trainer clips gradients.
     """
@@ -85,8 +91,6 @@ class QfuseCallback(TrainerCallback):
         self.settings: dict[str, Any] = {**given, "dynamic": dynamic, "regions": regions}
         self.profile = StepProfile(Path(profile), profile_steps) if profile else None
         self._said = ""
-        if enabled and find_spec("accelerate"):
-            name_backend()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.enabled:
@@ -98,10 +102,10 @@ class QfuseCallback(TrainerCallback):
             raise NormOfOneRank(value=args.max_grad_norm)
         if self.enabled:
             model = compile(kwargs["model"], **self.settings)
-            if self.settings["dynamic"] is None:
-                data = getattr(kwargs.get("train_dataloader"), "dataset", None)
-                for states in states_of(model):
-                    states.lengths_vary = lengths_vary(data)
+            data = getattr(kwargs.get("train_dataloader"), "dataset", None)
+            for states in states_of(model):
+                states.told_by = self
+                states.lengths_vary = self.settings["dynamic"] is None and lengths_vary(data)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profile:
@@ -119,8 +123,11 @@ class QfuseCallback(TrainerCallback):
         self._say(state, kwargs["model"])
 
     def _say(self, state: Any, model: nn.Module) -> None:
-        """Print the line, where it is new."""
+        """Print the line, where it is new, and no later callback does."""
         if not self.enabled:
+            return
+        if any(states.told_by is not self for states in states_of(model)):
+            self._said = "by another callback"
             return
         now = report(model)
         line = now.summary()
@@ -129,6 +136,11 @@ class QfuseCallback(TrainerCallback):
             if now.layers and not now.fused:
                 log.warning("qfuse: the model has quantized layers, and none is fused")
         self._said = line
+
+
+class DefaultCallback(QfuseCallback):
+    """What `qfuse run` gives to every trainer: a class of its own, since transformers warns of two
+    callbacks of one class. It comes first, so one that the program gives wins."""
 
 
 def compile_trainer(trainer: Any, **settings: Any) -> Any:

@@ -128,6 +128,30 @@ def test_one_size_that_recompiles_many_functions_is_one_record() -> None:
     assert found[0].fix.endswith("; the same size recompiles mask, head")
 
 
+def test_lengths_under_a_trainer_are_one_record_with_advice_for_it() -> None:
+    """A shift by one, two rows in one, another function: all follow from the batch. What a hook
+    recompiles has the hook's own way out; a batch of one row stays apart."""
+    text = "tensor '{}' {} mismatch at index {}. expected {}, actual {}"
+    library = Frame("/site-packages/transformers/modeling_utils.py", 2143)
+    hook = Frame(library.file, 2143, "make_inputs_require_grads")
+    seen = [
+        ("forward", library, text.format("kwargs['input_ids']", "size", 1, 38, 82)),
+        ("head", library, text.format("mask", "size", 1, 37, 81)),
+        ("__init__", library, text.format("tile", "size", 0, 74, 162)),
+        ("forward", library, text.format("kwargs['input_ids']", "size", 0, 2, 1)),
+        ("make_inputs_require_grads", hook, "tensor 'output' requires_grad mismatch. expected 0"),
+    ]
+    found = recompiles.distinct(
+        ((name, where, recompiles.parse(f"0/0: {reason}"), False) for name, where, reason in seen),
+        by_trainer=True,
+    )
+    lengths, row, of_hook = found
+    assert lengths.count == 3 and lengths.fix.endswith("recompiles head, __init__")
+    assert "QfuseCallback(dynamic=True)" in lengths.fix and "mark_dynamic" not in lengths.fix
+    assert row.fix.startswith("size 1 is compiled apart")
+    assert "enable_input_require_grads() cannot be compiled" in of_hook.fix
+
+
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
@@ -136,6 +160,9 @@ def test_one_size_that_recompiles_many_functions_is_one_record() -> None:
         ("___stack0", ""),
         ("loss['log_probs']", ""),
         ("self.cache", ""),
+        ("kwargs", ""),
+        ("args", ""),
+        ("args[0]", ""),
     ],
 )
 def test_only_what_a_caller_can_name_is_to_be_marked(name: str, advice: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,21 @@ def test_a_copy_is_prepared_itself() -> None:
     other.disable_input_require_grads()  # transformers still finds its handles
     other.gradient_checkpointing_disable()
     assert not other.is_gradient_checkpointing
+
+
+def test_a_model_that_was_saved_whole_can_be_prepared_again() -> None:
+    config = testing.tiny_llama_config(num_hidden_layers=1)
+    model = pytest.importorskip("transformers").AutoModelForCausalLM.from_config(config)
+    prepare_checkpointing(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    back = torch.load(file, weights_only=False)
+    back.enable_input_require_grads()
+    assert back.get_input_embeddings()._forward_hooks  # as transformers has it
+    prepare_checkpointing(back)
+    back.enable_input_require_grads()
+    assert not back.get_input_embeddings()._forward_hooks
 
 
 def test_only_the_hook_is_removed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -122,6 +123,22 @@ def test_adapters_that_come_later_are_prepared_too() -> None:
         model.set_adapter("b")
         model(input_ids=torch.arange(32).reshape(2, 16))
     assert (trace.graphs, trace.breaks) == (2, [])
+
+
+def test_a_layer_that_was_saved_whole_can_be_prepared_again() -> None:
+    """It comes back with PEFT's forward (which cannot read a weight that torch has loaded so: it is
+    no `Params4bit` any more). A copy is prepared itself."""
+    model, x = layer(), rows()
+    prepare_dora(model)
+    ours, _ = step(model, x, module=model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    back = torch.load(file, weights_only=False)
+    prepare_dora(back)
+    assert torch.equal(step(back, x, module=back)[0], ours)
+    [norm] = [m for m in copy.deepcopy(model).modules() if type(m).__name__ == "DoraLinearLayer"]
+    assert vars(norm)["forward"].__self__ is norm
 
 
 def test_without_it_the_graph_breaks() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from torch import nn
 
 import inductor_q
 from examples.common import byte_tokenizer
-from inductor_q.exc import NoRegion, OptionsWithoutCompile, UnknownOption
-from inductor_q.integrations import QfuseCallback
-from inductor_q.integrations.backend_name import forget_backend
+from inductor_q.exc import NoProfileSteps, NoRegion, OptionsWithoutCompile, UnknownOption
+from inductor_q.integrations import QfuseCallback, local_device_map
+from inductor_q.integrations.backend_name import forget_backend, name_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
+from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import base_model, compiled_regions
+from tests.support.processes import environment
 from tests.support.trainers import COMMON, model, rows, train
 
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
@@ -58,7 +62,7 @@ def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_hundred_batches(tmp_path: Path) -> None:
+def test_a_hundred_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of as many rows each; where `dynamic` is given, it is torch's."""
 
     def graphs(**given: Any) -> int:
@@ -67,6 +71,7 @@ def test_a_hundred_batches(tmp_path: Path) -> None:
         return run.graphs
 
     assert (graphs(), graphs(dynamic=True)) == (1, 1)
+    assert capsys.readouterr().out.count("qfuse: 7 of 7 quantized layers fused; 1 graph") == 2
 
 
 def test_which_data_has_rows_of_different_lengths() -> None:
@@ -124,7 +129,7 @@ def test_options_reach_the_backend_and_are_checked_at_once(tmp_path: Path) -> No
     assert report is not None and report.numerics == "strict"
 
 
-def test_a_callback_lets_the_backend_be_named(
+def test_the_import_lets_the_backend_be_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def named() -> Any:
@@ -134,10 +139,24 @@ def test_a_callback_lets_the_backend_be_named(
     forget_backend()
     with pytest.raises(ValueError, match="'QFUSE' is not a valid DynamoBackend"):
         named()
-    QfuseCallback()
+    name_backend()  # as the first import of QfuseCallback or compile_trainer does
     compiled = train(named, compiled=True)
     assert (compiled.graphs, compiled.breaks) == (1, [])
     assert "is ignored" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["QfuseCallback", "compile_trainer"])
+def test_importing_what_trainers_need_names_the_backend(name: str) -> None:
+    """No callback need be made before the trainer, as none is for `compile_trainer`."""
+    code = (
+        f"from inductor_q.integrations import {name}\n"
+        "from accelerate.utils import DynamoBackend\n"
+        "print(DynamoBackend('QFUSE').value)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+    )
+    assert done.stdout == "QFUSE\n", done.stderr
 
 
 def test_options_without_compile_are_refused() -> None:
@@ -153,6 +172,33 @@ def test_auto_compiles_where_there_is_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not QfuseCallback(options=options, enabled="auto").enabled
     assert "nothing is compiled" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "variables", "expected"),
+    [
+        (False, {}, {"": "cpu"}),
+        (True, {}, {"": 0}),
+        (True, {"LOCAL_RANK": "3"}, {"": 3}),
+        (True, {"LOCAL_RANK": "3", "ACCELERATE_USE_FSDP": "true"}, None),
+        (True, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, None),
+        (
+            True,
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+            {"": 0},
+        ),
+    ],
+)
+def test_each_process_loads_on_its_own_device(
+    has_gpu: bool, variables: dict[str, str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is sharded while it is loaded takes no map."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for name in ("LOCAL_RANK", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert local_device_map() == expected
 
 
 def test_layers_share_a_graph(tmp_path: Path) -> None:
@@ -216,3 +262,21 @@ def test_a_profile_of_chosen_steps(tmp_path: Path) -> None:
     trace = json.loads((out / "trace.rank0.json").read_text())
     names = [str(event.get("name")) for event in trace["traceEvents"]]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
+
+
+@pytest.mark.parametrize("steps", [(), [0, 1], (1.5,), 4])
+def test_a_profile_of_no_steps_is_refused(steps: Any, tmp_path: Path) -> None:
+    with pytest.raises(NoProfileSteps, match="name the steps to record"):
+        QfuseCallback(profile=tmp_path, profile_steps=steps)
+
+
+def test_a_profile_that_was_not_written_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a training resumes behind the steps, or ends before them."""
+    profile = StepProfile(tmp_path, (4, 5))
+    profile.begin(6)
+    profile.end(6)
+    profile.end()
+    assert "no profile was written: step 4 was not trained" in caplog.text
+    assert not list(tmp_path.iterdir())

@@ -122,10 +122,14 @@ def test_dpo_compiles_its_reference_pass_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "modes"), [(sft, 1), (dpo, 2)])
-def test_a_hundred_batches(make: Make, modes: int, tmp_path: Path) -> None:
+def test_a_hundred_batches(
+    make: Make, modes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     compiled = train(lambda: make(tmp_path, rows=41, max_steps=100), compiled=True)
     assert len(compiled.logged("loss")) == 100
     assert compiled.graphs == 2 * modes and compiled.breaks == []
+    lines = [line for line in capsys.readouterr().out.splitlines() if "qfuse:" in line]
+    assert lines[-1].startswith("qfuse: 7 of 7 quantized layers fused;")
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 
 from examples.finetune import TEXT
 from inductor_q import testing
-from inductor_q.integrations import compile_trainer
 from tests.support.compiling import no_codegen
 
 COMMON: dict[str, Any] = {
@@ -61,6 +60,8 @@ def train(
 ) -> Run:
     """Train with the trainer that `make` returns; `settings` are those of `compile_trainer`."""
     import transformers
+
+    from inductor_q.integrations import compile_trainer  # which names the backend to accelerate
 
     torch.compiler.reset()
     transformers.set_seed(0)

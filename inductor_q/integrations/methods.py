@@ -1,0 +1,24 @@
+"""Replace a method of one module, and of no class.
+
+A bound method is pickled by its name. So a module that `torch.save` has written whole comes back
+with the method of its class, needs nothing of ours to be read, and can be prepared again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+def is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether `module` calls something else by this name than its class does."""
+    held: Any = vars(module).get(name)
+    return held is not None and getattr(held, "__func__", None) is not getattr(type(module), name)
+
+
+def replace_method(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let `module` call `function` for the method that has its name."""
+    setattr(module, function.__name__, MethodType(function, module))
