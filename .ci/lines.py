@@ -24,7 +24,7 @@ BUDGET = {
     "inductor_q/capture": 2260,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 520,
-    "inductor_q/diagnostics": 5490,
+    "inductor_q/diagnostics": 5500,
     "inductor_q/experts": 1035,
     "inductor_q/formats": 1730,
     "inductor_q/integrations": 955,

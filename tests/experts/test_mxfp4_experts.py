@@ -15,8 +15,10 @@ from transformers.integrations.mxfp4 import (
     convert_moe_packed_tensors,
 )
 
+import inductor_q
 from inductor_q import exc, experts
 from inductor_q.capture.live import layers_of
+from inductor_q.diagnostics.checks.experts import check
 from inductor_q.experts.model import stacks
 from inductor_q.testing import relative_error
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, model, tokens
@@ -160,14 +162,17 @@ def test_another_format_is_not_made_of_them(told: list[str]) -> None:
         experts.quantize(net, "nf4_b64")
 
 
-def test_reports_know_them() -> None:
+def test_reports_and_the_doctor_know_them() -> None:
     net, _ = pair()
     shapes = {(EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)}
-    for _ in range(2):  # before, and after
+    for remedy in ("inductor_q.experts.use_qfuse(model)", ""):
         layers = layers_of(net)
         assert {(x.kind, x.format) for x in layers} == {("experts", "mxfp4")}
         assert len(layers) == 4 and {x.shape for x in layers} == shapes
-        experts.use_qfuse(net)
+        [found] = check(net)
+        assert (found.status, found.remedy) == ("warn" if remedy else "ok", remedy)
+        exec(remedy, {"inductor_q": inductor_q, "model": net})
+    assert found.found == '"qfuse" in 2 layers (model.layers.0.mlp.experts, ...)'
 
 
 # --- what is not as a checkpoint has it -----------------------------------------------------------
@@ -219,6 +224,11 @@ def test_others_are_refused_and_nothing_is_changed(spoil: Callable[[Any], None])
         assert "inductor_q.load_checkpoint" in str(error.value)
         assert "dequantize=True" in str(error.value)
     assert [*net.modules()] == before
+    statuses = [(found.status, found.remedy.split("(")[0]) for found in check(net)]
+    assert statuses == [
+        ("warn", "inductor_q.experts.use_qfuse"),
+        ("warn", "inductor_q.load_checkpoint"),
+    ]
 
 
 def test_a_layer_that_nothing_configures() -> None:
