@@ -184,6 +184,19 @@ class NoExperts(QfuseError, ValueError):
     )
 
 
+class UnreadExperts(QfuseError, ValueError):
+    """Experts that a library has packed do not hold their codes as a checkpoint has them."""
+
+    what: str
+    found: str
+    message = (
+        "cannot take over {what} as it is packed: expected blocks and scales as they lie on disk, "
+        "found {found}. Make the model anew under inductor_q.kbit.meta_parameters() and load its "
+        "checkpoint with inductor_q.load_checkpoint, which keeps it packed; or load it in 16 bits, "
+        "by from_pretrained with Mxfp4Config(dequantize=True)"
+    )
+
+
 class CannotShard(QfuseError, ValueError):
     """The experts of a layer cannot be shared among the ranks; `problem` says what to change."""
 

@@ -152,6 +152,15 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.UnreadExperts(what="mlp.experts", found="down_proj: it is swizzled"),
+        "cannot take over mlp.experts as it is packed: expected blocks and scales as they lie on "
+        "disk, found down_proj: it is swizzled. Make the model anew under "
+        "inductor_q.kbit.meta_parameters() and load its checkpoint with "
+        "inductor_q.load_checkpoint, which keeps it packed; or load it in 16 bits, by "
+        "from_pretrained with Mxfp4Config(dequantize=True)",
+        ValueError,
+    ),
+    (
         exc.CannotShard(what="mlp.experts", problem="8 experts are no multiple of 3 ranks"),
         "cannot shard the experts of mlp.experts: 8 experts are no multiple of 3 ranks",
         ValueError,

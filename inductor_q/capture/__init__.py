@@ -11,6 +11,7 @@ from inductor_q.capture.bitsandbytes import BITSANDBYTES
 from inductor_q.capture.expert_layers import ExpertLayer
 from inductor_q.capture.library import (
     STATE_IS_NOTED,
+    Block,
     ExpertLayers,
     Layout,
     Library,
@@ -88,6 +89,11 @@ def holds_experts(module: nn.Module) -> bool:
     return any(library.holds_experts(module) for library in LIBRARIES)
 
 
+def expert_blocks(model: nn.Module) -> list[Block]:
+    """Find the blocks of a model whose experts a library packs in a layer of a class of its own."""
+    return [block for library in LIBRARIES for block in library.expert_blocks(model)]
+
+
 def find_experts(graph: fx.Graph) -> ExpertLayers:
     """Find the expert layers of a graph, and say why other products with experts are in none."""
     layers: list[ExpertLayer] = []
@@ -102,6 +108,7 @@ def find_experts(graph: fx.Graph) -> ExpertLayers:
 __all__ = [
     "LIBRARIES",
     "STATE_IS_NOTED",
+    "expert_blocks",
     "find_experts",
     "holds_experts",
     "is_decoder",

@@ -8,7 +8,7 @@ name where they are registered, and classes are known by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -102,6 +102,32 @@ class Packed:
     def kind(self) -> str:
         """The name that reports have for a layer with such a weight."""
         return "experts" if len(self.shape) > 2 else "linear"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a model whose experts a library packs in a layer of a class of its own.
+
+    name: the block's name in the model.
+    layer: that of the layer of experts in the block, before and after.
+    kind: the name of the library's class.
+    weights: the packed projections, by the names that fused parameters have.
+    plain: makes the block as it is over fused parameters. These are on the meta device, all else is
+        what the block has.
+    """
+
+    name: str
+    layer: str
+    kind: str
+    weights: Mapping[str, Packed]
+    plain: Callable[[], nn.Module]
+
+    @property
+    def reason(self) -> str:
+        """Say why the weights cannot be read; "" where they can."""
+        return next(
+            (f"{name}: {held.reason}" for name, held in self.weights.items() if held.reason), ""
+        )
 
 
 # --- in a tensor subclass -------------------------------------------------------------------------
@@ -198,6 +224,10 @@ def _holds_no_experts(module: nn.Module) -> bool:
     return False
 
 
+def _has_no_blocks(model: nn.Module) -> Iterable[Block]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Library:
     """A library's quantized weights; what this leaves out, the library does not have.
@@ -219,6 +249,7 @@ class Library:
             types and plain attributes only, and runs nothing of a module.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
             parameter for each projection.
+        expert_blocks: finds the blocks of a model whose experts are packed in no such layer.
         find_experts: finds such layers in a joint or inference graph that decodes their weights.
         quantizers: those of the formats that this library writes.
         trace_gathered: tells Dynamo how layers find the state of a weight that FSDP2 has gathered.
@@ -235,6 +266,7 @@ class Library:
     stops_gradients: Callable[[fx.Graph], Sequence[fx.Node]] = _stops_nothing
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
+    expert_blocks: Callable[[nn.Module], Iterable[Block]] = _has_no_blocks
     find_experts: Callable[[fx.Graph], ExpertLayers] = _finds_no_experts
     quantizers: Mapping[QuantFormat, Quantizer] = field(default_factory=dict)
     trace_gathered: Callable[[], None] = _needs_nothing

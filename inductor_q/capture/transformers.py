@@ -1,9 +1,10 @@
-"""transformers: layers of experts, whose fused parameters others pack; FP8 in tiles."""
+"""transformers: layers of experts, whose fused parameters others pack; FP8 in tiles, MXFP4."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from inductor_q.capture import mxfp4_experts
 from inductor_q.capture.expert_layers import find_layers
 from inductor_q.capture.library import Library, Packed
 
@@ -24,6 +25,10 @@ BOTH_SIDES = (
 
 
 def _packed(module: nn.Module, name: str) -> Packed | None:
+    if type(module).__name__ == mxfp4_experts.EXPERTS:
+        projection = name.removesuffix("_blocks")
+        known = projection in mxfp4_experts.PROJECTIONS
+        return mxfp4_experts.packed(module, projection) if known else None
     weight = module._parameters.get(name)
     if type(module).__name__ not in _FINE_GRAINED or weight is None or weight.itemsize > 1:
         return None
@@ -34,5 +39,6 @@ TRANSFORMERS = Library(
     name="transformers",
     packed=_packed,
     holds_experts=_holds_experts,
+    expert_blocks=mxfp4_experts.blocks,
     find_experts=find_layers,
 )

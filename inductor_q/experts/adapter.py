@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from inductor_q.exc import CorruptAdapter
 from inductor_q.experts.forward import is_sharded, ranks_of
 from inductor_q.experts.model import attach, stacks, use_qfuse
-from inductor_q.experts.modules import PROJECTIONS, as_stack, expert_layers, projections
+from inductor_q.experts.modules import PROJECTIONS, as_stack, expert_layers, projections, take_over
 from inductor_q.experts.stack import ExpertStack
 
 PREFIX = "base_model.model."
@@ -100,7 +100,7 @@ def load_adapter(
 
     Raises:
         CorruptAdapter: tensors are missing, are left over or have other shapes.
-        NoExperts.
+        NoExperts, UnreadExperts.
     """
     from peft import PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -108,6 +108,7 @@ def load_adapter(
     folder = Path(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     state = load_file(folder / WEIGHTS)
+    take_over(model)
     added: list[nn.Parameter] = []
     targets = config.get("target_parameters") or []
     names = [

@@ -23,6 +23,7 @@ from inductor_q.experts.modules import (
     packed_experts,
     projections,
     put_stack,
+    take_over,
 )
 from inductor_q.experts.packing import operand_names, pack
 from inductor_q.experts.stack import ExpertStack
@@ -44,8 +45,8 @@ def quantize(
     """Pack the fused experts of `model` in place, one projection at a time, and switch to "qfuse".
 
     A projection's weights are freed before the next one is packed. Experts that bitsandbytes'
-    `replace_parameter_4bit` has packed are taken over as they are; a warning says so where that is
-    another format.
+    `replace_parameter_4bit` has packed, and gpt-oss's in transformers' `Mxfp4GptOssExperts`, are
+    taken over as they are; a warning says so where that is another format.
 
     Args:
         model: a model of transformers (v5), or a PEFT model around one.
@@ -66,11 +67,14 @@ def quantize(
         NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
             parameter holds codes. Nothing is changed then, nor for the next.
+        UnreadExperts: transformers has swizzled experts in MXFP4, or not loaded them. Nor is
+            anything changed then.
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
     """
     operand_names(format)  # an unknown one changes nothing
-    _check_not_packed(model, format, targets)  # nor does a model without anything to pack
+    taken = take_over(model)
+    _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
     if checkpoint is not None:
         check_not_quantized(checkpoint)
     source = None
@@ -110,8 +114,9 @@ def _values(layer: Any, name: str) -> nn.Parameter | None:
     return weight if packed_experts(layer, name) is None else None
 
 
-def _check_not_packed(model: nn.Module, format: str, targets: Collection[str]) -> None:
-    """Refuse codes of other libraries, and a model that has been packed in another format."""
+def _check_not_packed(model: nn.Module, format: str, targets: Collection[str], taken: bool) -> None:
+    """Refuse codes of other libraries, and a model that has been packed in another format, unless
+    it has just been taken over so."""
     stacked = []
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
@@ -129,7 +134,7 @@ def _check_not_packed(model: nn.Module, format: str, targets: Collection[str]) -
                         "FineGrainedFP8Config(dequantize=True)), or a checkpoint in 16 bits"
                     ),
                 )
-    if stacked and DENSE not in stacked and format not in stacked:
+    if stacked and not taken and DENSE not in stacked and format not in stacked:
         raise NothingToQuantize(
             model=type(model).__name__,
             found=(
@@ -174,8 +179,9 @@ def add_lora(
         The new parameters, for an optimizer.
 
     Raises:
-        NoExperts, UnknownProjection.
+        NoExperts, UnknownProjection, UnreadExperts.
     """
+    take_over(model)
     added: list[nn.Parameter] = []
     for layer in expert_layers(model).values():
         for name in projections(layer, targets):
@@ -200,8 +206,16 @@ def attach(stack: ExpertStack, a: Tensor, b: Tensor, scaling: float) -> list[nn.
 
 
 def use_qfuse(model: nn.Module) -> nn.Module:
-    """Compute the experts of `model` with scatter2scatter: packed, dense, with adapters or not."""
+    """Compute the experts of `model` with scatter2scatter: packed, dense, with adapters or not.
+
+    gpt-oss's in transformers' `Mxfp4GptOssExperts` become stacks of the same bytes.
+
+    Raises:
+        NoExperts.
+        UnreadExperts: transformers has swizzled them, or not loaded them.
+    """
     register()
+    take_over(model)
     for layer in expert_layers(model).values():
         layer.config._experts_implementation = IMPLEMENTATION
     return model

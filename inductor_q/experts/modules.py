@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from inductor_q.capture import holds_experts, packed_weight
+from inductor_q.capture import expert_blocks, holds_experts, packed_weight
 from inductor_q.capture.library import Stored
-from inductor_q.exc import NoExperts, UnknownProjection
+from inductor_q.exc import NoExperts, UnknownProjection, UnreadExperts
 from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
+from inductor_q.loading.layers import replace_layers
 from inductor_q.loading.sources import PROJECTIONS as PROJECTIONS
 
 
@@ -31,6 +32,32 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     if not found:
         raise NoExperts(model=type(model).__name__)
     return found
+
+
+def take_over(model: nn.Module) -> bool:
+    """Put stacks in the place of experts that a library packs in a layer of a class of its own.
+
+    Codes and scales stay where they are in memory, and so does whatever else the layer has, but for
+    hooks on it and on the block around it. Says whether there were any.
+
+    Raises:
+        UnreadExperts: codes do not lie as they do on disk. Nothing is changed then.
+    """
+    blocks = expert_blocks(model)
+    for block in blocks:
+        if block.reason:
+            what = f"{block.name}.{block.layer} ({block.kind})"
+            raise UnreadExperts(what=what, found=block.reason)
+    for block in blocks:
+        new = block.plain()
+        layer = new.get_submodule(block.layer)
+        for name, held in block.weights.items():
+            assert held.read is not None, f"{name} of {block.name} has neither a reason nor values"
+            operands, format, shape = held.read()
+            named = dict(zip(operand_names(format), operands, strict=True))
+            put_stack(layer, name, named, format, shape, transposed=False)
+        replace_layers(model, {block.name: new})
+    return bool(blocks)
 
 
 def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Iterator[str]:
