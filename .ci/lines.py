@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 3375,
     "docs": 1460,
     "examples": 1140,
-    "inductor_q": 5660,
+    "inductor_q": 5690,
     "inductor_q/capture": 2260,
     "inductor_q/commands": 1045,
     "inductor_q/decode": 520,

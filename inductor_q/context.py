@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,13 @@ from torch import fx
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 
-from inductor_q.capture.dynamo import input_index, module_names, module_path, source_name
+from inductor_q.capture.dynamo import (
+    held_by_modules,
+    input_index,
+    module_names,
+    module_path,
+    source_name,
+)
 from inductor_q.capture.library import Weight
 from inductor_q.formats import get_format
 from inductor_q.frames import user_frame
@@ -49,6 +55,10 @@ class Context:
     tag: str = ""
     recipes: list[Recipe] = field(default_factory=list)
     budget: Budget | None = None
+
+    def note_static(self, indices: Iterable[int]) -> None:
+        """Note which inputs live across steps: those that torch names, and what modules hold."""
+        self.static_inputs = frozenset(indices) | held_by_modules(self.sources)
 
     @property
     def numerics(self) -> str:

@@ -16,7 +16,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from inductor_q.cache import source_digest
-from inductor_q.capture.dynamo import held_by_modules
 from inductor_q.context import Context
 from inductor_q.log import log, warn_once
 from inductor_q.memory import Pair, plan
@@ -118,8 +117,7 @@ class Partitioner(_Passes, CustomPartitionerFn):
         static_lifetime_input_indices: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        static = frozenset(static_lifetime_input_indices or ())
-        self.context.static_inputs = static | held_by_modules(self.context.sources)
+        self.context.note_static(static_lifetime_input_indices or ())
         run_stage("partition", gm.graph, self.context)
         kwargs["static_lifetime_input_indices"] = static_lifetime_input_indices
         forward, backward = self._planned(gm, joint_inputs, **kwargs)

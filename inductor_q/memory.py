@@ -42,8 +42,8 @@ from inductor_q.context import Context
 from inductor_q.cost import cost_of, node_bytes
 from inductor_q.liveness import COPY_START, Liveness, simulate, storages, tensor_bytes
 from inductor_q.offload import COPY_END, Offload, Saved
-from inductor_q.passes.graph import ADD, VIEWS, backward_nodes, is_tangent
-from inductor_q.passes.keep_packed import computed_from_inputs, static_inputs
+from inductor_q.passes.graph import ADD, VIEWS, backward_nodes, is_tangent, written_inputs
+from inductor_q.passes.keep_packed import LAYOUT, computed_from_inputs, static_inputs
 from inductor_q.records import MemoryRecord
 from inductor_q.resolved import Budget, Link
 
@@ -100,6 +100,7 @@ def plan(
     """Partition `gm` so that its tensors take no more than the budget leaves."""
     budget = context.budget
     assert budget is not None
+    _keep_what_was_overwritten(gm.graph)
     link = budget.link if isinstance(budget.link, Link) else None
     ladder = _Ladder(partition, gm, static_inputs(gm.graph, context), link)
     chosen = ladder.choose(budget.limit)
@@ -118,6 +119,24 @@ def plan(
         offloaded=sum(saved.bytes for saved in chosen.offloaded),
         link=f"nothing offloaded: {budget.link}" if link is None and budget.link else _said(link),
     )
+
+
+def _keep_what_was_overwritten(graph: fx.Graph) -> None:
+    """Have what forward computes from an input that it writes to afterwards saved: backward would
+    compute it again from what is there by then. (functorch's own budget does not see to it.)"""
+    backward = backward_nodes(graph)
+    readers = [user for node in written_inputs(graph) for user in node.users]
+    for node in readers:
+        if (
+            node.op != "call_function"
+            or node in backward
+            or node.target is torch.ops.aten.copy_.default
+        ):
+            continue
+        if node.target in LAYOUT:  # a view has what the input has
+            readers += node.users
+        else:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 class _Ladder:

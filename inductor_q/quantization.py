@@ -261,7 +261,7 @@ def _kbit(k: int, absmax: str, linear: nn.Linear) -> nn.Module:
 def _torchao(config: Any, linear: nn.Linear) -> nn.Module:
     """Quantize by torchao, without the settings of Inductor that it would change for the process.
 
-    They include coordinate descent tuning, with which 8 layers compiled for minutes on an H200.
+    They include coordinate descent tuning, which makes a first step take many times as long.
     """
     from torchao.quantization import quantize_
 

@@ -281,6 +281,37 @@ def test_a_checkpoint_is_left_as_it_is() -> None:
     assert trained(blocks(), "1KB").saved < LAYERS * wide
 
 
+class Averaging(nn.Module):
+    """Multiply with what a buffer holds, read as it lies or through a view, and then change it."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.register_buffer("average", torch.rand(32, 32) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, seen = torch.sigmoid(self.average), torch.tanh(self.average.t())
+        y = torch.tanh(self.layer(x) @ gate * 0.1) @ seen
+        self.average.mul_(0.5).add_(0.1)
+        return torch.tanh(y * 0.1)
+
+
+def test_what_forward_has_overwritten_is_not_computed_again() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Averaging() for _ in range(3)])
+
+    eager = model()
+    loss_of_blocks(eager).backward()
+    less = trained(model(), "1KB")
+    assert less.memory.recomputed
+    for name, parameter in eager.named_parameters():
+        assert parameter.grad is not None
+        assert testing.relative_error(less.gradients[name], parameter.grad) < 1e-5
+
+
 @pytest.mark.slow
 def test_a_quantized_model() -> None:
     """Gradients are what they were, and so much is kept as was planned."""

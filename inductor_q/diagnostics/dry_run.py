@@ -53,7 +53,7 @@ class DryRun:
 
     def partition(self, graph: fx.Graph, static_inputs: Sequence[int]) -> None:
         """Run the partition stage on the copy of the graph that is being partitioned."""
-        self.context.static_inputs = frozenset(static_inputs)
+        self.context.note_static(static_inputs)
         names = [node.name for node in graph.find_nodes(op="placeholder")]
         for own in self.copies:
             if [node.name for node in own.find_nodes(op="placeholder")] == names:
