@@ -16,7 +16,8 @@ A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
 
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
-`quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`. It refuses
+`quantize_products.min_rows` of the preset, the layers of `qfuse.compute.exclude`, and weights that
+the forward pass writes to, since backward decodes or casts them again. It refuses
 experts of a mixture altogether: each has its own rows, for which no kernel here takes eight bits.
 """
 
@@ -70,6 +71,7 @@ EXPERTS = (
     "experts stay in 16 bits: their products are of a group of rows each, and no kernel here "
     "computes such products in eight bits"
 )
+WRITTEN = "the forward pass writes to the weight: backward would multiply by other numbers"
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,15 @@ class QuantizeProducts:
             reason = exact or _excluded(stack, context) or EXPERTS
             yield Site(node, reason, stack, by_choice=True, plain=plain)
         backward = backward_nodes(graph)
+        written = written_inputs(graph) if backward else set()
         groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         for product in (*_packed_products(graph), *frozen_products(graph, context)):
             node, weight = product.node, _stored(product)
             plain = product.weight is None
-            if reason := _refused(product, context) or _excluded(weight, context):
+            reason = _refused(product, context) or _excluded(weight, context)
+            if not reason and not written.isdisjoint(_inputs(product.rhs)):
+                reason = WRITTEN
+            if reason:
                 yield Site(node, reason, weight, by_choice=True, plain=plain)
                 continue
             forward = peel_transposes(product.rhs)[1]
@@ -105,7 +111,6 @@ class QuantizeProducts:
             # product has scales of its own.
             segment, own = node.meta.get("ac_graph_id"), None if forward else node
             groups[product.x, segment, node in backward, own].append(product)
-        written = written_inputs(graph) if groups and backward else set()
         for (x, *_), members in groups.items():
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
@@ -138,6 +143,16 @@ def _stored(product: Product) -> fx.Node | None:
     """Return the input that holds a product's weight: its codes, or itself in 16 bits."""
     below = peel_transposes(product.rhs)[0]
     return below if product.weight is None else packed_weight(below)
+
+
+def _inputs(weight: fx.Node) -> set[fx.Node]:
+    """Find the inputs that a weight is computed from: in backward it is decoded or cast again."""
+    todo, seen = [weight], {weight}
+    while todo:
+        new = set(todo.pop().all_input_nodes) - seen
+        seen |= new
+        todo += new
+    return {node for node in seen if node.op == "placeholder"}
 
 
 def _emit(
