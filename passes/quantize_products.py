@@ -65,6 +65,8 @@ ROW_AMAX = torch.ops.qfuse.row_amax.default
 ROW_SCALE = torch.ops.qfuse.row_scale.default
 COMPARE = torch.ops.qfuse.compare.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
+VIEW = torch.ops.aten.view.default
+VIEW_AS = torch.ops.aten.view.dtype
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
 
 EXPERTS = (
@@ -202,6 +204,10 @@ def _emit_decoded(
     if stored is not None:
         scale = emit(graph, ROW_SCALE, (operands, format, shape), weight)
         codes = operands[stored]
+        if tensor(codes).dtype is not dtype:
+            codes = emit(graph, VIEW_AS, (codes, dtype), weight)
+        if tuple(tensor(codes).shape) != tuple(shape):
+            codes = emit(graph, VIEW, (codes, shape), weight)
         if transposed:
             turned = emit(graph, PERMUTE, (codes, [1, 0]), weight)
             contiguous = {"memory_format": torch.contiguous_format}
