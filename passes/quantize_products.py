@@ -17,8 +17,9 @@ A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
 `quantize_products.min_rows` of the preset, the layers of `qfuse.compute.exclude`, and weights that
-the forward pass writes to, since backward decodes or casts them again. It refuses
-experts of a mixture altogether: each has its own rows, for which no kernel here takes eight bits.
+the forward pass writes to, since backward decodes or casts them again. It refuses stacks of weights
+altogether: experts of a mixture, of which each has its own rows, batched products, and parts of a
+stack (`stack_products`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
-from inductor_q.passes.expert_products import expert_products
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
 from inductor_q.passes.graph import (
@@ -57,6 +57,7 @@ from inductor_q.passes.graph import (
 from inductor_q.passes.products import Product, as_product, packed_weight
 from inductor_q.passes.recompute import recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
+from inductor_q.passes.stack_products import stack_products
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
@@ -69,10 +70,6 @@ VIEW = torch.ops.aten.view.default
 VIEW_AS = torch.ops.aten.view.dtype
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
 
-EXPERTS = (
-    "experts stay in 16 bits: their products are of a group of rows each, and no kernel here "
-    "computes such products in eight bits"
-)
 WRITTEN = "the forward pass writes to the weight: backward would multiply by other numbers"
 
 
@@ -93,9 +90,10 @@ class QuantizeProducts:
         if context.resolved.compute == "bf16":
             return
         exact = STRICT if context.numerics == "strict" else ""
-        for node, stack, plain in expert_products(graph, context):
-            reason = exact or _excluded(stack, context) or EXPERTS
-            yield Site(node, reason, stack, by_choice=True, plain=plain)
+        for found in stack_products(graph, context):
+            stack = found.stack
+            reason = exact or _excluded(stack, context) or found.reason
+            yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
         backward = backward_nodes(graph)
         written = written_inputs(graph) if backward else set()
         groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
