@@ -16,8 +16,10 @@ A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
 
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
-`quantize_products.min_rows` of the preset, and the layers of `qfuse.compute.exclude`. It refuses
-experts of a mixture altogether: each has its own rows, for which no kernel here takes eight bits.
+`quantize_products.min_rows` of the preset, the layers of `qfuse.compute.exclude`, and weights that
+the forward pass writes to, since backward decodes or casts them again. It refuses stacks of weights
+altogether: experts of a mixture, of which each has its own rows, batched products, and parts of a
+stack (`stack_products`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
-from inductor_q.passes.expert_products import expert_products
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
 from inductor_q.passes.graph import (
@@ -56,6 +57,7 @@ from inductor_q.passes.graph import (
 from inductor_q.passes.products import Product, as_product, packed_weight
 from inductor_q.passes.recompute import recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
+from inductor_q.passes.stack_products import stack_products
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
@@ -64,12 +66,11 @@ ROW_AMAX = torch.ops.qfuse.row_amax.default
 ROW_SCALE = torch.ops.qfuse.row_scale.default
 COMPARE = torch.ops.qfuse.compare.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
+VIEW = torch.ops.aten.view.default
+VIEW_AS = torch.ops.aten.view.dtype
 UNSQUEEZE = torch.ops.aten.unsqueeze.default
 
-EXPERTS = (
-    "experts stay in 16 bits: their products are of a group of rows each, and no kernel here "
-    "computes such products in eight bits"
-)
+WRITTEN = "the forward pass writes to the weight: backward would multiply by other numbers"
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,20 @@ class QuantizeProducts:
         if context.resolved.compute == "bf16":
             return
         exact = STRICT if context.numerics == "strict" else ""
-        for node, stack, plain in expert_products(graph, context):
-            reason = exact or _excluded(stack, context) or EXPERTS
-            yield Site(node, reason, stack, by_choice=True, plain=plain)
+        for found in stack_products(graph, context):
+            stack = found.stack
+            reason = exact or _excluded(stack, context) or found.reason
+            yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
         backward = backward_nodes(graph)
+        written = written_inputs(graph) if backward else set()
         groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         for product in (*_packed_products(graph), *frozen_products(graph, context)):
             node, weight = product.node, _stored(product)
             plain = product.weight is None
-            if reason := _refused(product, context) or _excluded(weight, context):
+            reason = _refused(product, context) or _excluded(weight, context)
+            if not reason and not written.isdisjoint(_inputs(product.rhs)):
+                reason = WRITTEN
+            if reason:
                 yield Site(node, reason, weight, by_choice=True, plain=plain)
                 continue
             forward = peel_transposes(product.rhs)[1]
@@ -105,7 +111,6 @@ class QuantizeProducts:
             # product has scales of its own.
             segment, own = node.meta.get("ac_graph_id"), None if forward else node
             groups[product.x, segment, node in backward, own].append(product)
-        written = written_inputs(graph) if groups and backward else set()
         for (x, *_), members in groups.items():
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
@@ -138,6 +143,16 @@ def _stored(product: Product) -> fx.Node | None:
     """Return the input that holds a product's weight: its codes, or itself in 16 bits."""
     below = peel_transposes(product.rhs)[0]
     return below if product.weight is None else packed_weight(below)
+
+
+def _inputs(weight: fx.Node) -> set[fx.Node]:
+    """Find the inputs that a weight is computed from: in backward it is decoded or cast again."""
+    todo, seen = [weight], {weight}
+    while todo:
+        new = set(todo.pop().all_input_nodes) - seen
+        seen |= new
+        todo += new
+    return {node for node in seen if node.op == "placeholder"}
 
 
 def _emit(
@@ -187,6 +202,10 @@ def _emit_decoded(
     if stored is not None:
         scale = emit(graph, ROW_SCALE, (operands, format, shape), weight)
         codes = operands[stored]
+        if tensor(codes).dtype is not dtype:
+            codes = emit(graph, VIEW_AS, (codes, dtype), weight)
+        if tuple(tensor(codes).shape) != tuple(shape):
+            codes = emit(graph, VIEW, (codes, shape), weight)
         if transposed:
             turned = emit(graph, PERMUTE, (codes, [1, 0]), weight)
             contiguous = {"memory_format": torch.contiguous_format}

@@ -6,8 +6,8 @@ cast into the kernel that produces x. W is decoded straight to eight bits with a
 out-feature (`qfuse::requantize`), which follows from what the row's blocks share
 (`qfuse::row_amax`): the weight itself is read once.
 
-A weight that is stored in that dtype already, with a scale for each row or one for all, is taken
-as it is, with its own scales (`qfuse::row_scale`).
+A weight that is stored in that dtype already, with a scale for each row or one for all and no zero
+point, is taken as it is, with its own scales (`qfuse::row_scale`).
 
 `dY @ W` contracts over out-features, along which the scales of W differ. They are multiplied into
 dY before its cast, and W is decoded transposed, as tensor cores want their second operand.
@@ -15,6 +15,7 @@ dY before its cast, and W is decoded transposed, as tensor cores want their seco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -121,14 +122,17 @@ def _row_amax(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> 
 def stored_codes(
     operands: Sequence[Tensor], format: str, shape: Sequence[int], dtype: torch.dtype
 ) -> int | None:
-    """Return which operand is the weight in the dtype, but for a scale for each row; None where
-    none is."""
+    """Return which operand holds the weight's numbers in the dtype, each with its row's scale alone
+    and in the order of the elements, if perhaps in another shape or as bytes; None where none does.
+    """
     fmt = get_format(format)
     if not fmt.in_bytes or fmt.codec != _CODECS[dtype] or len(fmt.shared) != 1:
         return None
     place = fmt.operands.index("qweight")
     codes, columns = operands[place], shape[-1]
-    is_it = codes.dtype == dtype and tuple(codes.shape) == tuple(shape) and codes.is_contiguous()
+    is_it = (
+        codes.element_size() == 1 and codes.numel() == math.prod(shape) and codes.is_contiguous()
+    )
     return place if is_it and fmt.group(columns) == columns else None
 
 

@@ -70,15 +70,39 @@ def test_a_weight_that_is_stored_in_eight_bits(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3_row", "int8_absmax"])
+def test_a_scale_may_be_zero_or_negative(name: str) -> None:
+    operands, _ = sample(FORMATS[name], (24, 128))
+    place = FORMATS[name].operands.index("qweight")
+    (given,) = (operand for i, operand in enumerate(operands) if i != place)
+    given[3], given[5] = 0, -given[5].abs()
+    values = QFUSE.dequantize(operands, name, [24, 128], torch.float32)
+    codes = operands[place].view(STORED[name]).view(24, 128)
+    scale = QFUSE.row_scale(operands, name, [24, 128])
+    assert scale[3] == 0
+    assert scale[5] < 0
+    torch.testing.assert_close(
+        codes.float() * scale[:, None], values, rtol=0, atol=0, equal_nan=True
+    )
+
+
 @DTYPES
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.in_bytes])
 def test_which_formats_are_stored_so(name: str, dtype: torch.dtype) -> None:
     shape = (24, 256)  # so wide that a row has several groups of any format
     operands, _ = sample(FORMATS[name], shape)
     place = FORMATS[name].operands.index("qweight")
-    operands[place] = operands[place].view(dtype).view(shape)
-    found = eight_bits.stored_codes(operands, name, shape, dtype)
-    assert found == (place if STORED.get(name) is dtype else None)
+
+    def found(codes: Tensor) -> int | None:
+        operands[place] = codes
+        return eight_bits.stored_codes(operands, name, shape, dtype)
+
+    flat = operands[place].view(torch.uint8).flatten()
+    codes = flat.view(dtype).view(shape)
+    expected = place if STORED.get(name) is dtype else None
+    assert found(codes) == found(flat) == found(flat.view(48, 128)) == expected
+    assert found(flat.view(torch.int32)) is None
+    assert found(codes.t().contiguous().t()) is None
 
 
 @DTYPES
