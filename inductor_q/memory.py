@@ -43,7 +43,7 @@ from inductor_q.cost import cost_of, node_bytes
 from inductor_q.liveness import COPY_START, Liveness, simulate, storages, tensor_bytes
 from inductor_q.offload import COPY_END, Offload, Saved
 from inductor_q.passes.graph import ADD, VIEWS, backward_nodes, is_tangent, written_inputs
-from inductor_q.passes.keep_packed import LAYOUT, computed_from_inputs, static_inputs
+from inductor_q.passes.keep_packed import computed_from_inputs, static_inputs
 from inductor_q.records import MemoryRecord
 from inductor_q.resolved import Budget, Link
 
@@ -122,18 +122,17 @@ def plan(
 
 
 def _keep_what_was_overwritten(graph: fx.Graph) -> None:
-    """Have what forward computes from an input that it writes to afterwards saved: backward would
-    compute it again from what is there by then. (functorch's own budget does not see to it.)"""
-    backward = backward_nodes(graph)
+    """Save what forward computes from an input and then changes the input.
+
+    Backward would compute it again from the changed input, as functorch's own budget has it.
+    """
+    backward, ops = backward_nodes(graph), get_default_op_list()
     readers = [user for node in written_inputs(graph) for user in node.users]
     for node in readers:
-        if (
-            node.op != "call_function"
-            or node in backward
-            or node.target is torch.ops.aten.copy_.default
-        ):
+        is_update = node.target is torch.ops.aten.copy_.default
+        if node.op != "call_function" or node in backward or is_update:
             continue
-        if node.target in LAYOUT:  # a view has what the input has
+        if ops.is_view(node) or node.target is operator.getitem:  # it changes with the input
             readers += node.users
         else:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -43,8 +43,7 @@ from inductor_q.passes.graph import (
 )
 from inductor_q.passes.runner import Site
 
-#: What gives a tensor another shape or place, and leaves its numbers.
-LAYOUT = {*VIEWS, PERMUTE, SLICE, torch.ops.aten.t.default, torch.ops.aten.transpose.int}
+_LAYOUT = {*VIEWS, PERMUTE, SLICE, torch.ops.aten.t.default, torch.ops.aten.transpose.int}
 
 # Constants may be part of a frozen chain.
 _CONSTANTS = frozenset({torch.ops.aten.full.default, torch.ops.prims.iota.default})
@@ -78,7 +77,7 @@ class KeepPacked:
         backward = backward_nodes(graph)
         for node, source in everything.items():
             readers = _readers(node, weights, everything)
-            if node.target in LAYOUT or not any(r in backward for r in readers):
+            if node.target in _LAYOUT or not any(r in backward for r in readers):
                 continue
             if node not in chain:
                 yield Site(node, WRITTEN, source)
@@ -178,7 +177,7 @@ def _readers(
     found: set[fx.Node] = set()
     for user in node.users:
         if user in weights:
-            if user not in chain or user.target in LAYOUT:
+            if user not in chain or user.target in _LAYOUT:
                 found |= _readers(user, weights, chain)
         else:
             found.add(user)

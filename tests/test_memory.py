@@ -293,7 +293,8 @@ class Averaging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, seen = torch.sigmoid(self.average), torch.tanh(self.average.t())
-        y = torch.tanh(self.layer(x) @ gate * 0.1) @ seen
+        half, *_ = self.average.split(16)  # a view of several results
+        y = torch.tanh(self.layer(x) @ gate * 0.1) @ seen * torch.exp(half[3])
         self.average.mul_(0.5).add_(0.1)
         return torch.tanh(y * 0.1)
 
