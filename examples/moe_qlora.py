@@ -57,18 +57,17 @@ def configuration(size: str) -> Any:
     known: Any = transformers  # its types lack fields that configurations have
     if size == "gpt-oss-20b":
         return known.GptOssConfig(num_local_experts=32, num_hidden_layers=24)
+    toy = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts_per_tok": 2,
+    }
     if size == "gpt-oss-toy":
         return known.GptOssConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=16,
+            **toy, num_hidden_layers=2, num_local_experts=4, intermediate_size=64, sliding_window=16
         )
     if size == "qwen3-30b-a3b":
         return known.Qwen3MoeConfig(
@@ -84,16 +83,7 @@ def configuration(size: str) -> Any:
             num_experts_per_tok=8,
         )
     return known.Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
+        **toy, num_hidden_layers=1, num_experts=4, intermediate_size=128, moe_intermediate_size=64
     )
 
 

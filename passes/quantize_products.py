@@ -42,6 +42,7 @@ from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,
+    CLONE,
     MM,
     PERMUTE,
     arg,
@@ -61,7 +62,6 @@ from inductor_q.passes.stack_products import stack_products
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
-CLONE = torch.ops.aten.clone.default
 ROW_AMAX = torch.ops.qfuse.row_amax.default
 ROW_SCALE = torch.ops.qfuse.row_scale.default
 COMPARE = torch.ops.qfuse.compare.default

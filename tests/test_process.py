@@ -37,7 +37,8 @@ class Two(nn.Module):
 
 def run(model: nn.Module, **kwargs: bool) -> None:
     torch.compiler.reset()
-    inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]  # of graphs by force of explain
+    # Torch resets backends that it has looked up, not one that `observe` put in their place.
+    inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]
     with no_codegen():
         compiled = torch.compile(model, backend=inductor_q.backend.qfuse)
         x = torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)

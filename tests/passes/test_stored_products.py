@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from inductor_q import ops
 from inductor_q.ops import eight_bits
 from inductor_q.passes import quantize_products
+from inductor_q.passes.graph import CLONE
 from tests.support.compiling import Compiled, compile_step, no_codegen, partition, step
 from tests.support.torchao_weights import CONFIGS, Adapted, linear
 
@@ -70,7 +71,7 @@ def test_nothing_is_decoded(case: str, codegen: bool) -> None:
         assert outcome.ops[f"qfuse.{op}"] == 0
     assert outcome.ops["qfuse.row_scale"] == 2
     (joint,) = outcome.joint
-    copies = joint.find_nodes(op="call_function", target=quantize_products.CLONE)
+    copies = joint.find_nodes(op="call_function", target=CLONE)
     (turned,) = [n for n in copies if n.meta["val"].dtype is FP8]  # for the gradient alone
     assert turned.meta["val"].shape == (K, N)
 
@@ -159,7 +160,7 @@ def test_nothing_of_it_is_kept(flat: bool) -> None:
     copies = [
         node.meta["val"].dtype
         for graph in (forward, backward)
-        for node in graph.find_nodes(op="call_function", target=quantize_products.CLONE)
+        for node in graph.find_nodes(op="call_function", target=CLONE)
     ]
     assert copies.count(FP8) == 1
     given = [n.meta["val"] for n in backward.find_nodes(op="placeholder")]
