@@ -37,17 +37,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
-from inductor_q.passes.causal_mask import (
-    CHECKPOINT,
-    MADE_OUTSIDE,
-    SEQUENCES,
-    Meaning,
-    Unproven,
-    read,
-    same_size,
-    written_to,
-)
+from inductor_q.passes.causal_mask import MADE_OUTSIDE, Unproven, read
+from inductor_q.passes.dynamo_graph import CHECKPOINT, same_size, written_to
 from inductor_q.passes.grouped_keys import before_repeat
+from inductor_q.passes.mask_meaning import SEQUENCES, Meaning
 from inductor_q.passes.runner import CAPTURED, Site
 from inductor_q.passes.written_attention import Written, additive, fixed, read_written
 

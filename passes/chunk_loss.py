@@ -25,7 +25,7 @@ from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.frames import user_frame
 from inductor_q.logits import Recipe
-from inductor_q.passes.causal_mask import same_size
+from inductor_q.passes.dynamo_graph import same_size
 from inductor_q.passes.runner import CAPTURED, Site
 
 F = torch.nn.functional

@@ -25,7 +25,7 @@ from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.ops.registry import define_ops
 from inductor_q.passes.causal_attention import ATTENTION, arguments_of
-from inductor_q.passes.causal_mask import same_size
+from inductor_q.passes.dynamo_graph import same_size
 from inductor_q.passes.grouped_keys import unrepeated
 from inductor_q.passes.runner import CAPTURED, Site
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
-from inductor_q.passes.causal_mask import same_size, written_by
+from inductor_q.passes.dynamo_graph import same_size, written_by
 
 #: The most features per head that flash attention takes, and that it takes in backward on GPUs with
 #: little shared memory: can_use_flash_attention of ATen/native/transformers/cuda/sdp_utils.cpp.

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from inductor_q.passes.causal_mask import same_size
+from inductor_q.passes.dynamo_graph import same_size
 from inductor_q.passes.grouped_keys import repeated, written_since
 
 _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, "softmax")

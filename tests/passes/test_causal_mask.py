@@ -11,7 +11,9 @@ from torch import Tensor, fx
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from inductor_q.passes.causal_attention import CausalAttention
-from inductor_q.passes.causal_mask import CHECKPOINT, MADE_OUTSIDE, Meaning, Unproven, read
+from inductor_q.passes.causal_mask import MADE_OUTSIDE, Unproven, read
+from inductor_q.passes.dynamo_graph import CHECKPOINT
+from inductor_q.passes.mask_meaning import Meaning
 from tests.support.attention import captured, causal, positions
 
 LARGE = "the mask is computed with sums or copies as large as a window may be"
