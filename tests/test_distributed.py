@@ -115,9 +115,9 @@ def _wait(rank: int, port: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_waits_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "SECONDS", 20.0)
+    monkeypatch.setattr(ranks, "SECONDS", 5.0)
     with pytest.raises(
-        pytest.fail.Exception, match=r"not done in 20 s(?s:.*)rank 1:(?s:.*)in _wait"
+        pytest.fail.Exception, match=r"not done in 5 s(?s:.*)rank 1:(?s:.*)in _wait"
     ):
         ranks.on_two_ranks(tmp_path, _wait)
     assert not multiprocessing.active_children()

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing.spawn import ProcessContext, spawn
 
-#: Ranks that wait for one another wait for ever; alone they take about a minute.
+#: How long ranks may take once both have begun: those that wait for one another wait for ever, and
+#: alone they take about a minute. Until then they import, however long a busy machine takes for it.
 SECONDS = 400.0
+
+RANKS = range(2)
 
 
 def on_two_ranks(folder: Path, work: Callable[..., None], *arguments: str) -> None:
@@ -28,12 +31,16 @@ def on_two_ranks(folder: Path, work: Callable[..., None], *arguments: str) -> No
     with pytest.MonkeyPatch.context() as patch:
         # A pool of compile workers in each rank would only compete, and may outlive its rank.
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        context = spawn(_rank, args=(work, str(folder), port, *arguments), nprocs=2, join=False)
+        context = spawn(
+            _rank, args=(work, str(folder), port, *arguments), nprocs=len(RANKS), join=False
+        )
     assert isinstance(context, ProcessContext)
     try:
-        end = time.monotonic() + SECONDS
-        while not context.join(timeout=max(0.0, end - time.monotonic())):
-            if time.monotonic() >= end:
+        end = None
+        while not context.join(timeout=0.5):
+            if end is None and all(_file(folder, rank).exists() for rank in RANKS):
+                end = time.monotonic() + SECONDS
+            if end is not None and time.monotonic() >= end:
                 pytest.fail(
                     f"two ranks were not done in {SECONDS:g} s:\n{_stacks(context, folder)}"
                 )
@@ -50,11 +57,16 @@ def _rank(rank: int, work: Callable[..., None], folder: str, *arguments: object)
 
 
 def _stacks(context: ProcessContext, folder: Path) -> str:
-    for process in context.processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(2.0)
-    return "\n".join(f"rank {rank}:\n{_file(folder, rank).read_text()}" for rank in range(2))
+    alive = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+    for rank in alive:
+        os.kill(context.processes[rank].pid, signal.SIGUSR1)
+    patience = time.monotonic() + 20.0
+    while not all(_file(folder, rank).stat().st_size for rank in alive):
+        if time.monotonic() >= patience:
+            break
+        time.sleep(0.5)
+    time.sleep(0.5)  # a file with its first stack gets the others of its process at once
+    return "\n".join(f"rank {rank}:\n{_file(folder, rank).read_text()}" for rank in RANKS)
 
 
 def _file(folder: Path, rank: int) -> Path:
