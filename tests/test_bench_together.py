@@ -68,8 +68,8 @@ def test_who_dies_while_it_measures_stops_nobody(modules: Path) -> None:
     (modules / "dies.py").write_text(f"{head}\n{dies}")
     commands = {"dies": ["dies"], "c": ["counts", str(modules / "c.json")]}
     began = time.monotonic()
-    assert together.run(commands, modules / "out", 60) == 1
-    assert time.monotonic() - began < 40
+    assert together.run(commands, modules / "out", 300) == 1
+    assert time.monotonic() - began < 200
     assert (modules / "c.json").exists()
 
 
