@@ -14,39 +14,34 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import hashlib
 import math
 import re
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
 import inductor_q
 from benchmarks import harness, origin
-from examples.finetune import Size
+from benchmarks.byte_models import (
+    SIZES,
+    Step,
+    Texts,
+    draw_batches,
+    loss_of,
+    train,
+    train_base,
+    windows,
+)
 from inductor_q import testing
 
 NAME = "bench_compute_quality"
-BOOK = Path(__file__).parent / "text" / "holmes.txt"
-DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md")
-TRAINED_SHARE = 0.85  # of each text; the rest is held out
-
-SIZES = {
-    "tiny": Size(64, 128, 1, 4, 2, 2, 32),
-    "cpu": Size(128, 384, 2, 4, 2, 8, 128),
-    "small": Size(256, 768, 4, 4, 2, 16, 256),
-    "medium": Size(512, 1536, 4, 8, 4, 16, 256, base_learning_rate=1e-3),
-    "large": Size(1024, 3072, 6, 16, 8, 16, 256, base_learning_rate=5e-4),
-}
 #: By device: sizes, steps for the base, steps for the adapters.
 DEFAULTS = {"cpu": (["cpu"], 300, 60), "cuda": (["small", "medium", "large"], 800, 500)}
 
@@ -63,39 +58,6 @@ GRADIENT_BATCHES = 4
 BAR = 0.005  # of held-out loss, beside qfuse in bf16
 
 Gradients = list[dict[str, Tensor]]
-Step = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Hold the texts: what the base and the adapters learn, and what nobody does."""
-
-    book: str
-    documents: str
-    held_out_book: str
-    held_out_documents: str
-
-    @classmethod
-    def read(cls) -> Texts:
-        book = BOOK.read_text(encoding="utf-8")
-        paths = [p for pattern in DOCUMENTS for p in sorted(harness.ROOT.glob(pattern))]
-        parts = [_split(path.read_text(encoding="utf-8")) for path in paths]
-        known, held_out = ("\n".join(part) for part in zip(*parts, strict=True))
-        return cls(_split(book)[0], known, _split(book)[1], held_out)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            name: {
-                "bytes": len(text.encode()),
-                "sha256": hashlib.sha256(text.encode()).hexdigest(),
-            }
-            for name, text in vars(self).items()
-        }
-
-
-def _split(text: str) -> tuple[str, str]:
-    end = int(TRAINED_SHARE * len(text))
-    return text[:end], text[end:]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -168,11 +130,11 @@ def model(
 ) -> dict[str, Any]:
     """Train a base of one size, then its adapters in every variant under every seed."""
     size = SIZES[name]
-    draw = functools.partial(_batches, size=size, device=device)
-    base, losses = _train_base(size, draw(texts.book, arguments.base_steps, seed=1), name)
-    held_out = _windows(texts.held_out_documents, size, device)
+    draw = functools.partial(draw_batches, size=size, device=device)
+    base, losses = train_base(size, draw(texts.book, arguments.base_steps, seed=1), name)
+    held_out = windows(texts.held_out_documents, size, device)
     whole = {
-        "book": _held_out_loss(base, _windows(texts.held_out_book, size, device)),
+        "book": _held_out_loss(base, windows(texts.held_out_book, size, device)),
         "documents": _held_out_loss(base, held_out),
     }
     parameters = sum(parameter.numel() for parameter in base.parameters())
@@ -220,48 +182,11 @@ def model(
     }
 
 
-def _batches(text: str, steps: int, *, seed: int, size: Size, device: torch.device) -> list[Tensor]:
-    tokenizer = testing.ByteTokenizer()
-    sizes = {"batch_size": size.batch_size, "seq_len": size.seq_len, "steps": steps}
-    return list(testing.batches(text, tokenizer, **sizes, seed=seed, device=device))
-
-
-def _windows(text: str, size: Size, device: torch.device) -> Tensor:
-    """Cut a text into sequences; what is left at its end is dropped."""
-    ids = torch.tensor(testing.ByteTokenizer().encode(text), device=device)
-    count = len(ids) // size.seq_len
-    return ids[: count * size.seq_len].view(count, size.seq_len)
-
-
-def _train_base(size: Size, data: Sequence[Tensor], name: str) -> tuple[nn.Module, list[float]]:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    from_config: Any = AutoModelForCausalLM.from_config
-    with data[0].device:
-        base = from_config(size.config(), dtype=torch.float32, attn_implementation="sdpa")
-    losses, _ = _train(
-        _loss_of(base), [*base.parameters()], data, size.base_learning_rate, f"{name}, base"
-    )
-    return base.requires_grad_(False), losses
-
-
-def _loss_of(call: Any) -> Step:
-    """Return the loss of a model's call, under autocast as trainers have it."""
-
-    def step(ids: Tensor) -> Tensor:
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            loss: Tensor = call(input_ids=ids, labels=ids).loss
-        return loss
-
-    return step
-
-
 def _compile(adapted: Any, variant: str) -> tuple[Step, Callable[[], list[int] | None]]:
     """Return the step of a variant, and what says how many of its products are in eight bits."""
     options = VARIANTS[variant]
     if options is None:
-        return _loss_of(adapted), lambda: None
+        return loss_of(adapted), lambda: None
     torch.compiler.reset()
     # Batches are small here, and the question is not what pays.
     options = {**options, "qfuse.thresholds": {"quantize_products.min_rows": 1}}
@@ -274,7 +199,7 @@ def _compile(adapted: Any, variant: str) -> tuple[Step, Callable[[], list[int] |
         assert report is not None
         return list(report.in_eight_bits())
 
-    return _loss_of(compiled), share
+    return loss_of(compiled), share
 
 
 def _start_adapters(adapted: nn.Module, seed: int) -> None:
@@ -290,32 +215,13 @@ def _start_adapters(adapted: nn.Module, seed: int) -> None:
 def _fine_tune(
     step: Step, adapted: nn.Module, data: Sequence[Tensor], rate: float, label: str
 ) -> tuple[list[float], float]:
-    return _train(step, testing.adapter_parameters(adapted), data, rate, label)
-
-
-def _train(
-    step: Step, parameters: Sequence[nn.Parameter], data: Sequence[Tensor], rate: float, label: str
-) -> tuple[list[float], float]:
-    """Train with a rate that falls to zero; return the losses and the seconds."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=data[0].is_cuda)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(data))
-    losses = []
-    began = time.perf_counter()
-    for ids in track(data, label, console=harness.console, transient=True):
-        loss = step(ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        schedule.step()
-        losses.append(loss.detach())
-    values: list[float] = torch.stack(losses).tolist()  # waits for the device
-    return values, time.perf_counter() - began
+    return train(step, testing.adapter_parameters(adapted), data, rate, label)
 
 
 @torch.no_grad()
 def _held_out_loss(judged: nn.Module, windows: Tensor) -> float:
     """Return the loss in eager mode, whichever way the model was trained."""
-    step = _loss_of(judged)
+    step = loss_of(judged)
     parts = [(step(part), len(part)) for part in windows.split(16)]
     return float(sum(loss.double() * count for loss, count in parts) / len(windows))
 

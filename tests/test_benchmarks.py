@@ -21,6 +21,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
 
 from benchmarks import (  # noqa: E402
     bench_attention,
+    bench_compute_outliers,
     bench_compute_quality,
     bench_decode,
     bench_dequantize,
@@ -666,6 +667,28 @@ def test_bench_compute_quality(tmp_path: Path) -> None:
     assert abs(found["held_out"]["fp8"]["relative"]) < 0.01
     cosines = {variant: each["by_layer"]["0"] for variant, each in found["cosines"].items()}
     assert 0.99 < cosines["fp8"] < cosines["bf16"] <= 1.0
+
+
+def test_bench_compute_outliers(tmp_path: Path) -> None:
+    out = tmp_path / "outliers.json"
+    sizes = ["--size", "tiny", "--base-steps", "2"]
+    bench_compute_outliers.main(["--device", "cpu", *sizes, "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == len(bench_compute_outliers.PRODUCTS) + 4
+    errors = {row["outlier"]: row["errors"] for row in rows if row["product"] == "down_proj"}
+    assert 0 < errors[0]["int8 token"] < errors[0]["fp8 token"] < 0.04  # half of a unit of 3 bits
+    # e4m3 has 2^14 between its smallest normal number and its largest
+    assert errors[10_000]["fp8 token"] < 1.2 * errors[0]["fp8 token"]
+    assert errors[10_000]["int8 token"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_rotation_keeps_what_it_casts() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 384).bfloat16()
+    for cast in bench_compute_outliers.CASTS.values():
+        found = cast(x, torch.float8_e4m3fn)
+        assert found.shape == x.shape
+        assert float((found - x.double()).norm() / x.double().norm()) < 0.04
 
 
 @pytest.mark.slow
