@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7440,
+    "benchmarks": 7465,
     "csrc": 3375,
-    "docs": 1460,
+    "docs": 1485,
     "examples": 1140,
     "inductor_q": 5690,
     "inductor_q/capture": 2260,
@@ -35,7 +35,7 @@ BUDGET = {
     "inductor_q/presets": 595,
     "inductor_q/tuning": 1000,
     "lowerings": 760,
-    "passes": 6210,
+    "passes": 6240,
     "tests": 38850,
 }
 

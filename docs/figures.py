@@ -319,6 +319,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe": step_figures.recipe,
     "eight-bits": step_figures.eight_bits,
     "eight-bits-quality": step_figures.eight_bits_quality,
+    "eight-bits-products": step_figures.eight_bits_products,
+    "eight-bits-outliers": step_figures.eight_bits_outliers,
     "families": step_figures.families,
     "memory": step_figures.memory,
     "linear-h200": lambda: linear("linear-h200"),

@@ -146,6 +146,31 @@ def eight_bits_quality() -> str:
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
+def eight_bits_products() -> str:
+    """Write the cosine of adapters' gradients by product, in the largest model of each result."""
+    names = [n for n in ("compute_quality-cpu", "compute_quality-h200") if exists(n)]
+    models = [result(name)["models"][-1] for name in names]
+    cosines = [model["cosines"]["fp8"]["by_product"] for model in models]
+    header = ("", *(f"{model['shape']['parameters'] / 1e6:.1f} M parameters" for model in models))
+    body = [(f"`{p}`", *(f"{found[p]:.4f}" for found in cosines)) for p in cosines[-1]]
+    return f"{table(header, body)}\n\n{source(*names)}"
+
+
+def eight_bits_outliers() -> str:
+    """Write what a cast loses of the other features beside an outlier, for each way to cast."""
+    names = ("compute_outliers-cpu", "compute_outliers-h200")
+    files = [name for name in names if exists(name)]
+    body = []
+    for name in files:
+        for found in result(name)["rows"]:
+            size = f"{found['outlier'] or found['largest']:,.0f} means"
+            what = size if found["outlier"] else f"{size}, the model's own"
+            errors = (percent(error, 2) for error in found["errors"].values())
+            body.append((f"`{found['product']}`", what, *errors))
+    header = ("", "largest of a token", *result(files[-1])["rows"][0]["errors"])
+    return f"{table(header, body)}\n\n{source(*files)}"
+
+
 def families() -> str:
     """One row of each case and machine: what of it has qfuse's form, and its time over stock's."""
     places = {"families-h200": "H200", "families_more-h200": "H200", "families-cpu": "CPU"}
