@@ -2,7 +2,7 @@
 
 A small Qwen3 learns a book byte by byte. The inputs of its products on held-out text are then cast,
 as they are and with outliers put into down_proj's, where published models have theirs: one feature
-of some tokens is 30 to 100,000 times a token's mean magnitude ("Massive Activations in Large
+of some tokens is up to OUTLIERS times a token's mean magnitude ("Massive Activations in Large
 Language Models", arXiv:2402.17762, has up to 10,000 and more of the median). A cast is ``token``,
 a scale a token, which `qfuse.compute` makes; ``groups``, a scale for 128 features of a token;
 ``hadamard``, a scale a token behind a rotation of blocks of features. In bfloat16 nothing is lost.

@@ -146,7 +146,7 @@ def test_dora_breaks_and_trains_as_eager(device: str, tmp_path: Path) -> None:
     run.assert_learns_as_eager()
     assert run.limits == []
     assert run.trace.breaks
-    assert any("use_dora=False" in found.fix for found in run.seen.breaks)
+    assert any("prepare_dora(model)" in found.fix for found in run.seen.breaks)
     assert LEAVES in {site["rejected"] for site in run.sites}
     assert applied(run, "canonicalize")
 
