@@ -52,9 +52,9 @@ demo: $(STAMP)
 test: $(STAMP) $(OLD_BNB_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
-# One process, so that whole models run as they are shipped: all threads and Inductor's compile pool.
+# Two at most: these tests start processes of their own, and hold whole models.
 test-slow: $(STAMP) $(OLD_BNB_STAMP)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --maxprocesses 2 --dist worksteal $(ARGS)
 
 test-all: $(STAMP) $(OLD_BNB_STAMP)
 	$(BIN)/python -m pytest -m '' $(ARGS)
