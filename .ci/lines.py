@@ -22,7 +22,7 @@ BUDGET = {
     "examples": 1140,
     "inductor_q": 5690,
     "inductor_q/capture": 2260,
-    "inductor_q/commands": 1045,
+    "inductor_q/commands": 1080,
     "inductor_q/decode": 520,
     "inductor_q/diagnostics": 5630,
     "inductor_q/experts": 1035,
