@@ -38,6 +38,7 @@ from inductor_q.passes.graph import (
     CAT,
     CLONE,
     HALVES,
+    LAYOUT,
     MM,
     MUL,
     PAD,
@@ -70,7 +71,7 @@ from inductor_q.passes.products import (
     packed_weight,
     sums,
 )
-from inductor_q.passes.recompute import LAYOUT, recompute_in_backward, recomputed_from
+from inductor_q.passes.recompute import recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS takes longer for a K that is no multiple of it

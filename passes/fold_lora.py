@@ -44,6 +44,7 @@ from inductor_q.passes.graph import (
 from inductor_q.passes.products import MAX_RANK, as_scaled
 from inductor_q.passes.runner import Site
 
+#: The layouts that products are moved through: graph.LAYOUT without what copies or repeats.
 LAYOUT = VIEWS | {PERMUTE}
 STRICT = "qfuse.numerics='strict' keeps every product as written"
 FLOAT32 = (

@@ -24,6 +24,7 @@ from inductor_q.ops import eight_bits
 from inductor_q.passes.graph import (
     ADDMM,
     CAST,
+    LAYOUT,
     MM,
     PAD,
     SLICE,
@@ -36,7 +37,7 @@ from inductor_q.passes.graph import (
     tensor,
 )
 from inductor_q.passes.products import Product, as_product
-from inductor_q.passes.recompute import LAYOUT, is_pointwise
+from inductor_q.passes.recompute import is_pointwise
 
 aten = torch.ops.aten
 

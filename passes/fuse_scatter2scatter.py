@@ -11,8 +11,9 @@ the op, too, and then have the 16 bits of every other product's result; where th
 round them, `qfuse.numerics="strict"` keeps its sums.
 
 The pass refuses weights that are dense and grouped (torch's product is the thing to run), and those
-that train. Products that a model calls itself are reported with the kernel that serves them. The
-first site of a layer carries the plan of all its sites.
+that train. Products that a model calls itself are reported with the kernel that serves them. Sites
+of dense experts are among the sites of a report, and not among its quantized layers. The first site
+of a layer carries the plan of all its sites.
 
 Ids of experts are int64 as top-k returns them, and a radix sort takes a pass for each byte of a
 key: where they are the places of so few numbers, 16 bits are sorted, stably.
@@ -32,9 +33,9 @@ from inductor_q import capture
 from inductor_q.capture.calls import call
 from inductor_q.capture.example import example, example_product
 from inductor_q.capture.expert_layers import ExpertLayer, Projection
-from inductor_q.capture.experts_graph import Batched
+from inductor_q.capture.experts_graph import DENSE_EXPERTS, Batched
 from inductor_q.context import Context
-from inductor_q.kernels.calls import ARGUMENTS, Scatter2Scatter, arguments, unchecked
+from inductor_q.kernels.calls import ARGUMENTS, DENSE, Scatter2Scatter, arguments, unchecked
 from inductor_q.passes.graph import (
     CAST,
     MUL,
@@ -61,21 +62,26 @@ class FuseScatter2Scatter:
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         layers, refused = capture.find_experts(graph)
-        sites = [Site(node, reason, by_choice=True) for node, reason in refused.items()]
+        sites = [
+            Site(node, reason, by_choice=True, plain=reason is DENSE_EXPERTS)
+            for node, reason in refused.items()
+        ]
         for layer in layers:
             if context.numerics == "strict":
                 layer = replace_fields(layer, projections=tuple(map(_as_exact, layer.projections)))
             for projection in layer.projections:
                 node, stack = projection.product.node, projection.product.stack
-                if projection.reason:
+                weight, plain = stack.operands[0], stack.format == DENSE
+                if projection.reason:  # of a grouped product, whose experts are packed
                     sites.append(Site(node, projection.reason, by_choice=True))
                 plan = layer if projection is layer.projections[0] else None
                 provider = context.expert_kernel(_example(projection))
-                sites.append(Site(node, weight=stack.operands[0], plan=plan, provider=provider))
+                sites.append(Site(node, weight=weight, plan=plan, provider=provider, plain=plain))
         for node in graph.find_nodes(op="call_function", target=SCATTER2SCATTER):
             operands: Any = node.args[ARGUMENTS.index("operands")]
+            plain = node.args[ARGUMENTS.index("format")] == DENSE
             provider = context.expert_kernel(unchecked(example(node.args)))
-            sites.append(Site(node, weight=operands[0], provider=provider))
+            sites.append(Site(node, weight=operands[0], provider=provider, plain=plain))
         order = positions(graph)
         yield from sorted(sites, key=lambda site: order[site.node])
 

@@ -34,6 +34,9 @@ PAD = aten.constant_pad_nd.default
 CAST = prims.convert_element_type.default
 HALVES = frozenset({torch.bfloat16, torch.float16})
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+#: What has all elements of its input, shown or copied, in another layout: what is said of the input
+#: holds of it. `is_view` is another question, about memory: slices are views, copies are none.
+LAYOUT = VIEWS | {PERMUTE, CLONE, aten.expand.default, aten.unsqueeze.default}
 
 # The key in `meta` under which `replace` leaves the node that stands in for another.
 _REPLACED = "qfuse_replaced_by"
@@ -60,6 +63,14 @@ def tensor(node: Any) -> torch.Tensor:
 
 def is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator only shows its input's memory, all of it or a part, as its schema says.
+
+    `_unsafe_view` does too, of an input that nobody reads beside it.
+    """
+    return node.target in VIEWS or bool(getattr(node.target, "is_view", False))
 
 
 def arg(node: fx.Node, index: int) -> fx.Node:

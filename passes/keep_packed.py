@@ -30,20 +30,16 @@ from inductor_q.capture.example import hint
 from inductor_q.capture.packed import holds_codes
 from inductor_q.context import Context
 from inductor_q.passes.graph import (
-    PERMUTE,
-    SLICE,
-    VIEWS,
     backward_nodes,
     base_descriptor,
     is_nested,
     is_tangent,
     is_tensor,
+    is_view,
     tensor,
     written_inputs,
 )
 from inductor_q.passes.runner import Site
-
-_LAYOUT = {*VIEWS, PERMUTE, SLICE, torch.ops.aten.t.default, torch.ops.aten.transpose.int}
 
 # Constants may be part of a frozen chain.
 _CONSTANTS = frozenset({torch.ops.aten.full.default, torch.ops.prims.iota.default})
@@ -77,7 +73,7 @@ class KeepPacked:
         backward = backward_nodes(graph)
         for node, source in everything.items():
             readers = _readers(node, weights, everything)
-            if node.target in _LAYOUT or not any(r in backward for r in readers):
+            if is_view(node) or not any(r in backward for r in readers):
                 continue
             if node not in chain:
                 yield Site(node, WRITTEN, source)
@@ -177,7 +173,7 @@ def _readers(
     found: set[fx.Node] = set()
     for user in node.users:
         if user in weights:
-            if user not in chain or user.target in _LAYOUT:
+            if user not in chain or is_view(user):
                 found |= _readers(user, weights, chain)
         else:
             found.add(user)

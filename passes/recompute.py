@@ -6,22 +6,17 @@ is computed from (the residual stream, a gate and its factor) is kept for its ow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._functorch.partitioners import get_default_op_list
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_q.passes.graph import CLONE, PERMUTE, VIEWS, is_nested
+from inductor_q.passes.graph import VIEWS, is_nested, is_view
 
-#: What changes the layout of a tensor alone.
-LAYOUT = {
-    *VIEWS,
-    PERMUTE,
-    CLONE,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.unsqueeze.default,
-}
+_ops = functools.cache(get_default_op_list)
 
 
 def recompute_in_backward(x: fx.Node) -> None:
@@ -41,13 +36,14 @@ def recompute_in_backward(x: fx.Node) -> None:
 
 
 def recomputed_from(blocks: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
-    """Find what backward reads to compute forward's blocks again, through pointwise operations."""
+    """Find what backward reads to compute forward's blocks again: through pointwise operations, and
+    through what the partitioner may compute again or keep as a view of its input."""
     todo = [x for x in blocks if x not in backward and is_pointwise(x)]
     found: set[fx.Node] = set()
     while todo:
         new = set(todo.pop().all_input_nodes) - found
         found |= new
-        todo += [n for n in new if is_pointwise(n) or n.target in LAYOUT]
+        todo += [n for n in new if is_pointwise(n) or _ops().is_recomputable(n) or is_view(n)]
     return found
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from inductor_q import cli
-from inductor_q.commands import COMMANDS
+from inductor_q.commands import COMMANDS, passes
+from inductor_q.passes import PIPELINE
 from tests.support.processes import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,11 +27,12 @@ def qfuse(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "args", ["--help", "-V", "--version", "help", "help explain", "options", "presets", "nosuch"]
+    "args",
+    ["--help", "-V", "--version", "help", "help explain", "completion bash", "nosuch", *LISTINGS],
 )
 def test_what_needs_no_torch_loads_none(args: str) -> None:
     """torch takes seconds to import; rich is imported for tables alone."""
-    heavy = {"torch"} | (set() if args in ("options", "presets") else {"rich", "jinja2"})
+    heavy = {"torch"} | (set() if args in LISTINGS else {"rich", "jinja2"})
     probe = (
         "import sys, inductor_q.cli as cli\n"
         f"try:\n    cli.main({args.split()})\nexcept SystemExit:\n    pass\n"
@@ -132,6 +134,13 @@ def test_a_listing_as_json(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main([name, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert rows and all(isinstance(v, str) for row in rows for v in row.values())
+
+
+def test_the_listed_passes_are_those_of_the_pipeline() -> None:
+    """The listing reads them from their source."""
+    files = [(step, sys.modules[type(step).__module__].__doc__ or "") for step in PIPELINE]
+    (table,) = passes.tables()
+    assert table.rows == [(s.name, s.stage, text.partition("\n")[0]) for s, text in files]
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_status_2() -> None:

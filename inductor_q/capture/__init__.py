@@ -12,6 +12,7 @@ from inductor_q.capture.expert_layers import ExpertLayer
 from inductor_q.capture.library import (
     STATE_IS_NOTED,
     Block,
+    Damage,
     ExpertLayers,
     Layout,
     Library,
@@ -68,6 +69,11 @@ def packed_weight(module: nn.Module, name: str) -> Packed | None:
     return None
 
 
+def damaged(model: nn.Module) -> list[Damage]:
+    """Find the modules of a model whose packed weights nobody can decode, and what they lack."""
+    return [damage for library in LIBRARIES for damage in library.damaged(model)]
+
+
 def layout(tensor: Tensor) -> Layout | None:
     """Return how a subclass of some library's stores the weight that it stands for, or None."""
     if type(tensor) in (Tensor, nn.Parameter):
@@ -108,6 +114,7 @@ def find_experts(graph: fx.Graph) -> ExpertLayers:
 __all__ = [
     "LIBRARIES",
     "STATE_IS_NOTED",
+    "damaged",
     "expert_blocks",
     "find_experts",
     "holds_experts",

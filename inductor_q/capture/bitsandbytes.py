@@ -15,6 +15,7 @@ BITSANDBYTES = Library(
     packs_anew=bnb_graph.packs_anew,
     stops_gradients=bnb_graph.stops_gradients,
     packed=bnb_state.packed,
+    damaged=bnb_state.damaged,
     quantizers=dict.fromkeys(BNB_FORMATS, bnb_state.quantize),
     trace_gathered=bnb_gathered.trace_gathered,
 )

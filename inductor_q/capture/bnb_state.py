@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inductor_q.capture.library import Packed, Stored
+from inductor_q.capture.library import Damage, Packed, Stored
 from inductor_q.exc import CorruptQuantState, MissingExtra, UnknownFormat
 from inductor_q.formats import QuantFormat
 from inductor_q.formats.bnb import BNB_QUANT_TYPES, INT8, NESTED_BLOCKSIZE, bnb_format_name
@@ -67,26 +67,57 @@ def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:
     quant_type = getattr(quant_state, "quant_type", None)
     if quant_type not in BNB_QUANT_TYPES:
         raise UnknownFormat(name=str(quant_type), known=tuple(BNB_QUANT_TYPES))
-    blocksize, shape = _part(quant_state, "blocksize", int), _part(quant_state, "shape", tuple)
+    _check(quant_state)
+    blocksize, shape = quant_state.blocksize, list(quant_state.shape)
     if is_packed_for_cpu(quant_state):
         codes, absmax = unpacked(weight, quant_state)
-        return Stored([codes, absmax], bnb_format_name(quant_type, blocksize, False), list(shape))
-    nested = _part(quant_state, "nested", bool)
-    name = bnb_format_name(quant_type, blocksize, nested)
-    operands = [weight.detach(), _part(quant_state, "absmax", Tensor)]
-    if nested:
-        inner = _part(quant_state, "state2", object)
-        size = _part(inner, "blocksize", int, "nested ")
-        if size != NESTED_BLOCKSIZE:
+        return Stored([codes, absmax], bnb_format_name(quant_type, blocksize, False), shape)
+    name = bnb_format_name(quant_type, blocksize, quant_state.nested)
+    operands = [weight.detach(), quant_state.absmax]
+    if quant_state.nested:
+        inner = quant_state.state2
+        if inner.blocksize != NESTED_BLOCKSIZE:
             raise CorruptQuantState(
                 what="blocksize of the nested absmax",
                 expected=NESTED_BLOCKSIZE,
-                got=size,
+                got=inner.blocksize,
                 remedy="Quantize again with compress_statistics=True.",
             )
-        operands += [_part(inner, name, Tensor, "nested ") for name in ("code", "absmax")]
-        operands.append(_part(quant_state, "offset", Tensor))
-    return Stored(operands, name, list(shape))
+        operands += [inner.code, inner.absmax, quant_state.offset]
+    return Stored(operands, name, shape)
+
+
+def damaged(model: nn.Module) -> Iterator[Damage]:
+    """Find the modules whose 4-bit weights have a state that lacks a part, and say which part.
+
+    Such a weight cannot be decoded by anybody: eager mode, and Dynamo, which runs bitsandbytes'
+    code before a backend is called, end in an AttributeError that names no layer.
+    """
+    for path, module in model.named_modules():
+        parameters = vars(module).get("_parameters", {}).values()
+        states = [getattr(parameter, "quant_state", None) for parameter in parameters]
+        states.append(vars(module).get("quant_state"))  # which is that of its weight, as a rule
+        for state in {id(state): state for state in states}.values():
+            if getattr(state, "quant_type", None) in BNB_QUANT_TYPES:
+                try:
+                    _check(state)
+                except CorruptQuantState as error:
+                    yield path, error
+
+
+def _check(state: Any) -> None:
+    """Look whether a state has all that a weight is decoded by.
+
+    Raises:
+        CorruptQuantState: it has not.
+    """
+    for name, kind in (("blocksize", int), ("shape", tuple), ("absmax", Tensor)):
+        _part(state, name, kind)
+    if not is_packed_for_cpu(state) and _part(state, "nested", bool):
+        inner = _part(state, "state2", object)
+        for name, kind in (("blocksize", int), ("code", Tensor), ("absmax", Tensor)):
+            _part(inner, name, kind, "nested ")
+        _part(state, "offset", Tensor)
 
 
 def _part(state: Any, name: str, kind: type, of: str = "") -> Any:
@@ -172,6 +203,7 @@ def dequantize(
 
 __all__: Sequence[str] = [
     "bnb_operands",
+    "damaged",
     "dequantize",
     "is_packed_for_cpu",
     "packed",

@@ -17,6 +17,9 @@ from inductor_q.capture.calls import call
 from inductor_q.kernels.calls import DENSE
 
 aten = torch.ops.aten
+
+DENSE_EXPERTS = "the experts are dense: torch's grouped product reads them as they are"
+
 _SWAPS = ([0, 2, 1], [0, -1, -2])
 
 
@@ -80,7 +83,7 @@ def _grouped(
     source, odd = peel_swaps(mat)
     stack = match_stack(source)
     if stack is None or stack.format == DENSE:
-        return "the experts are dense: torch's grouped product reads them as they are"
+        return DENSE_EXPERTS
     result = next((user for user in node.users if swapped and user.args[1] == 0), node)
     # `mat` is [E, in, out]; the stack is stored so unless it was seen swapped.
     return Grouped(node, result, x, stack, transposed=odd == swapped, offs=offs)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from inductor_q.capture.expert_layers import ExpertLayer
+from inductor_q.exc import CorruptQuantState
 from inductor_q.formats import QuantFormat
 
 # --- in a graph ---------------------------------------------------------------------------------
@@ -102,6 +103,10 @@ class Packed:
     def kind(self) -> str:
         """The name that reports have for a layer with such a weight."""
         return "experts" if len(self.shape) > 2 else "linear"
+
+
+#: The path of a module, and the error of its state.
+Damage: TypeAlias = tuple[str, CorruptQuantState]
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,10 @@ def _has_not_packed(module: nn.Module, name: str) -> Packed | None:
     return None
 
 
+def _damages_nothing(model: nn.Module) -> Iterable[Damage]:
+    return ()
+
+
 def _is_no_subclass(tensor: Tensor) -> Layout | None:
     return None
 
@@ -247,6 +256,7 @@ class Library:
             does not have.
         packed: returns what a module holds under a name, if this library has packed it. It looks at
             types and plain attributes only, and runs nothing of a module.
+        damaged: finds the modules whose packed weights nobody can decode, and what they lack.
         holds_experts: whether a module is a layer of experts, with their weights fused into one
             parameter for each projection.
         expert_blocks: finds the blocks of a model whose experts are packed in no such layer.
@@ -265,6 +275,7 @@ class Library:
     decoders: tuple[str, ...] = ()
     stops_gradients: Callable[[fx.Graph], Sequence[fx.Node]] = _stops_nothing
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
+    damaged: Callable[[nn.Module], Iterable[Damage]] = _damages_nothing
     holds_experts: Callable[[nn.Module], bool] = _holds_no_experts
     expert_blocks: Callable[[nn.Module], Iterable[Block]] = _has_no_blocks
     find_experts: Callable[[fx.Graph], ExpertLayers] = _finds_no_experts

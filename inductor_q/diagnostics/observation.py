@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from inductor_q.comparison import Comparison, comparing
 from inductor_q.diagnostics.dynamo_hook import observed_backends
 from inductor_q.diagnostics.events import OUTPUT_CODE, TRACE, WANTED, TraceHandler, listening
+from inductor_q.diagnostics.everywhere import all_to_qfuse, every_compile
 from inductor_q.diagnostics.explanation import CudagraphSkip, Exit, Explanation, ProductError
 from inductor_q.diagnostics.recompiles import value_now
 from inductor_q.exc import UnknownBackend
@@ -147,12 +148,14 @@ def observe(
 
     Args:
         target, argv: what the report says was run.
-        backend: force this backend on everything that torch.compile compiles.
+        backend: force this backend on everything that torch.compile compiles. Mode and options that
+            the target gives to such a backend stay under `whole_process`.
         dump: write graphs, generated code and bytecode under this directory.
         dry_run: run the passes on copies of what other backends compile, to say what qfuse would
             do.
         whole_process: count every quantized layer in memory, not only those of models that were
-            compiled in part; this suits a process that has no other models.
+            compiled in part; this suits a process that has no other models and has compiled nothing
+            before the block.
         numerics: "fp8" or "int8": compare products in eight bits with those in 16, where the target
             names no `qfuse.compute` of its own.
     """
@@ -176,7 +179,7 @@ def observe(
             handler.wanted = WANTED | {OUTPUT_CODE}
             stack.enter_context(dumping(dump, handler))
         if backend is not None:
-            stack.enter_context(_forced(backend))
+            stack.enter_context(_forced(backend, early=not whole_process))
         if numerics:
             observation.comparison = stack.enter_context(comparing())
             stack.enter_context(_by_default("QFUSE_COMPUTE", numerics))
@@ -201,20 +204,27 @@ def _by_default(variable: str, value: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forced(backend: str) -> Iterator[None]:
-    """Send everything that torch.compile compiles to `backend`, whatever the target named."""
+def _forced(backend: str, *, early: bool) -> Iterator[None]:
+    """Send everything that torch.compile compiles to `backend`, whatever the target named.
+
+    A stance of torch.compiler also reaches what was compiled `early`, before the block, but it
+    drops mode and options.
+    """
     import torch
 
+    chosen: Any = backend
     if backend == "qfuse":
         from inductor_q.backend import qfuse_backend
 
-        chosen: Any = qfuse_backend()
-    else:
-        chosen = backend
-        known = torch._dynamo.list_backends(exclude_tags=())
-        if backend not in known:
-            raise UnknownBackend(name=backend, known=known)
-    with torch.compiler.set_stance(force_backend=chosen):
+        chosen = qfuse_backend()
+    elif backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
+        raise UnknownBackend(name=backend, known=known)
+    if early:
+        with torch.compiler.set_stance(force_backend=chosen):
+            yield
+        return
+    alike = (backend, None) if backend == "inductor" else (backend,)
+    with all_to_qfuse() if backend == "qfuse" else every_compile(backend, alike=alike):
         yield
 
 

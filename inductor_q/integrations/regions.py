@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from inductor_q import capture
+from inductor_q.capture.live import module_path
 from inductor_q.exc import NoRegion
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
@@ -53,8 +56,11 @@ def compile(
 
     Raises:
         NoRegion: there are no layers to compile.
+        CorruptQuantState: the state of a 4-bit weight lacks a part.
     """
     found, is_sharded = compiled_regions(model, regions), _is_sharded(model)
+    for path, error in capture.damaged(model):
+        raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")
     prepare_checkpointing(model)
     keep_unpacked(model)
     settings: dict[str, Any] = {

@@ -106,6 +106,21 @@ def test_a_damaged_quant_state_is_our_own_error(path: str, value: object) -> Non
         )
 
 
+@pytest.mark.parametrize("path", DAMAGED.replace(" dtype", "").split())
+def test_a_damaged_quant_state_is_found_in_a_model(path: str) -> None:
+    """Of that layer alone, and once, though the layer and its weight have it."""
+    layers = {name: testing.quantized_linear(values()) for name in ("up", "down")}
+    model, state = nn.ModuleDict(layers), layers["up"].weight.quant_state
+    assert not capture.damaged(model)
+    of, _, name = path.rpartition(".")
+    setattr(getattr(state, of) if of else state, name, None)
+    [(layer, error)] = capture.damaged(model)
+    assert (layer, error.got) == ("up", "missing")
+    assert error.what == ("nested " * bool(of) + name)
+    with pytest.raises(CorruptQuantState, match=f"{name} of up should be a .*, is missing"):
+        inductor_q.compile(model)
+
+
 def test_dequantize_4bit() -> None:
     state = testing.quantized_linear(values()).weight
 

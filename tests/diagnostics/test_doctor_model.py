@@ -74,6 +74,18 @@ def test_a_qlora_llama_has_no_fault() -> None:
     assert {f.status for f in check_model(model)} == {"ok"}
 
 
+def test_a_state_that_lacks_a_part() -> None:
+    model = testing.qlora_model(testing.tiny_llama_config())
+    layer = model.base_model.model.model.layers[1].mlp.up_proj.base_layer
+    absmax, layer.weight.quant_state.absmax = layer.weight.quant_state.absmax, None
+    found = finding(model, "quant_state")
+    assert found.status == "fail" and "layers.1.mlp.up_proj): absmax" in found.found
+    with pytest.raises(AttributeError, match="'NoneType'"):  # the fault is real
+        step(model)
+    layer.weight.quant_state.absmax = absmax
+    assert finding(model, "quant_state").status == "ok"
+
+
 def test_a_plain_model_has_no_fault() -> None:
     assert {f.status for f in check_model(nn.Linear(4, 4))} == {"ok"}
 

@@ -1,7 +1,9 @@
-"""What `qfuse run` puts under a program, and what it leaves to the program."""
+"""What `qfuse run` and `qfuse explain --backend` put under a program, and what they leave to it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import inductor_q
 from examples.common import byte_tokenizer
 from inductor_q.backend import qfuse
 from inductor_q.diagnostics.everywhere import qfuse_everywhere
+from inductor_q.diagnostics.observation import observe
 from inductor_q.diagnostics.torchrun import run_ranks
 from inductor_q.integrations import QfuseCallback, compile_trainer
 from tests.support.compiling import no_codegen
@@ -29,6 +32,12 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def explained() -> AbstractContextManager[object]:
+    """What `qfuse explain --backend qfuse` puts around a program."""
+    return observe(backend="qfuse", whole_process=True)
+
+
+@pytest.mark.parametrize("around", [qfuse_everywhere, explained])
 @pytest.mark.parametrize(
     ("backend", "options", "numerics"),
     [
@@ -41,16 +50,35 @@ def double(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_options_stay_with_those_who_understand_them(
-    backend: Any, options: Any, numerics: str
+    around: Callable[[], AbstractContextManager[object]], backend: Any, options: Any, numerics: str
 ) -> None:
     torch.compiler.reset()
     before = torch.compile
-    with qfuse_everywhere(), no_codegen():
+    with around(), no_codegen():
         torch.compile(double, backend=backend, options=options)(torch.ones(3))
     assert torch.compile is before
     report = inductor_q.last_report()
     assert report is not None and report.numerics == numerics
     assert inductor_q.report().graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("forced", "named", "kept"),
+    [
+        ("inductor", {}, True),
+        ("inductor", {"backend": "inductor"}, True),
+        ("inductor", {"backend": "qfuse"}, False),
+        ("eager", {}, False),
+    ],
+)
+def test_options_under_another_backend(
+    forced: str, named: dict[str, str], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **given: given)
+    options = {"max_autotune": True}
+    with observe(backend=forced, whole_process=True):
+        given: Any = torch.compile(double, options=options, **named)  # type: ignore[call-overload]
+    assert (given["backend"], given["options"]) == (forced, options if kept else None)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["callbacks=", "compile_trainer"])

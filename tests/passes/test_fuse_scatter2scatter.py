@@ -262,6 +262,22 @@ def test_grouped_dense_experts_stay() -> None:
     assert result.reasons[PASS] == {
         "the experts are dense: torch's grouped product reads them as they are": 2
     }
+    assert list(result.report.verdicts()) == ["experts.down_proj"]
+
+
+def test_dense_experts_are_no_quantized_layers() -> None:
+    """Of a model that calls our op, and of one that gathers them: sites, without a verdict."""
+    net = model("qwen3_moe").requires_grad_(False)
+    experts.quantize(net, "dense")
+    layer = Experts("qwen3_moe", "qfuse", torch.float32, packed=False)
+    layer.experts = expert_layers(net)["model.layers.0.mlp.experts"]
+    with no_codegen():
+        result = compile_step(layer, *inputs(torch.float32), fullgraph=True)
+        assert result.applied[PASS] == 4
+        assert not result.report.verdicts() and "quantized" not in result.report.summary()
+        gathered = compile_step(half_dense("batched_mm"), *inputs(torch.float32), fullgraph=True)
+    assert gathered.applied[PASS] == 4
+    assert list(gathered.report.verdicts()) == ["experts.down_proj"]
 
 
 @pytest.mark.parametrize("passes", [{}, {PASS: False}], ids=["", "without the pass"])

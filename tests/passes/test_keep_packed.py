@@ -159,6 +159,27 @@ def test_values_and_report(name: str, device: str) -> None:
         assert not [v for v in wide if v.is_floating_point() and v.dtype.itemsize > 1]
 
 
+class Batched(nn.Module):
+    """A weight that a batched product reads: decoded once, and repeated as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base: Any = bnb_4bit()
+
+    def forward(self, x: Tensor) -> Tensor:
+        decode = pytest.importorskip("bitsandbytes").functional.dequantize_4bit
+        weight = decode(self.base.weight.data, self.base.weight.quant_state).to(BF16).t()
+        x = torch.tanh(x).reshape(4, M // 4, K)
+        return torch.tanh(torch.bmm(x, weight.unsqueeze(0).expand(4, -1, -1)))
+
+
+def test_a_view_of_a_weight_is_not_what_would_be_saved() -> None:
+    with no_codegen():
+        result = compile_step(Batched(), x_MK())
+    assert result.applied["keep_packed"] == 1
+    assert result.report.bytes_saved == N * K * 2
+
+
 def test_a_weight_that_trains_is_no_ones_business() -> None:
     """Only what is computed from frozen packed inputs is recomputed."""
     module = nn.Sequential(dense().requires_grad_(), WithAdapter(bnb_4bit()))

@@ -23,6 +23,7 @@ from inductor_q.diagnostics.checks import (
     late_adapter,
     loss_head,
     nvrtc,
+    quant_state,
     require_grads_hook,
     settings,
     target_parameters,
@@ -42,6 +43,7 @@ ENVIRONMENT: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 MODEL: tuple[Callable[[nn.Module], Iterator[Finding]], ...] = (
+    quant_state.check,
     compute_dtype.check,
     bias_dtype.check,
     cpu_packing.check,
