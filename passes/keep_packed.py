@@ -1,10 +1,10 @@
 """Never save a dequantized weight for backward.
 
-The rule knows no format: whatever is computed from frozen inputs alone, packed ones among them, is
-recomputed in backward from those inputs, which live anyway. It holds for every library whose
+The rule knows no format: whatever is computed from frozen inputs alone, packed weights among them,
+is recomputed in backward from those inputs, which live anyway. It holds for every library whose
 dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning saves the 16-bit
 weight as soon as forward and backward share it, and tagging only part of a chain makes it save the
-rest.
+rest. Other bytes and integers that a module holds are left to torch.
 
 In a nested compile region torch does not say which inputs are frozen: there it holds for what
 `qfuse::dequantize` reads.
@@ -25,7 +25,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_q.capture.dynamo import input_index
+from inductor_q.capture.dynamo import input_index, packed_inputs
 from inductor_q.capture.example import hint
 from inductor_q.capture.packed import holds_codes
 from inductor_q.context import Context
@@ -62,12 +62,14 @@ class KeepPacked:
 
         Its plan is every tensor of such chains: tagging a part only moves what is saved.
         """
-        static = static_inputs(graph, context)
+        static, operands = static_inputs(graph, context), _operands(graph)
         if is_nested(graph):
-            static = _operands(graph)
+            static = operands
             yield from _unknown(graph, static)
-        everything = _packed_chains(graph, static - _trainable(graph))
-        frozen = computed_from_inputs(graph, static - _trainable(graph) - written_inputs(graph))
+        live = static - _trainable(graph)
+        packed = _weights(live, context) | (operands & live)
+        everything = _packed_chains(graph, live, packed)
+        frozen = computed_from_inputs(graph, live - written_inputs(graph))
         chain = {node: source for node, source in everything.items() if node in frozen}
         weights = computed_from_inputs(graph, static)
         backward = backward_nodes(graph)
@@ -88,7 +90,7 @@ class KeepPacked:
 
 
 def _operands(graph: fx.Graph) -> set[fx.Node]:
-    """Find the inputs of dequantizations: in a nested compile region, where torch names no static
+    """Find the inputs of dequantizations. In a nested compile region, where torch names no static
     input, they alone are known to be packed weights."""
     ops = torch.ops.qfuse
     decodes = [op.default for op in (ops.dequantize, ops.row_amax, ops.row_scale, ops.requantize)]
@@ -99,7 +101,8 @@ def _operands(graph: fx.Graph) -> set[fx.Node]:
 def _unknown(graph: fx.Graph, operands: set[fx.Node]) -> Iterator[Site]:
     """Refuse the matrices of a nested region that may be packed weights of another library."""
     for node in graph.find_nodes(op="placeholder"):
-        is_matrix = _is_packed(node) and tensor(node).dim() > 1 and tensor(node).element_size() == 1
+        is_matrix = _holds_codes(node) and tensor(node).dim() > 1
+        is_matrix = is_matrix and tensor(node).element_size() == 1
         if is_matrix and node not in operands and node.users:
             yield Site(next(iter(node.users)), NESTED, node)
 
@@ -149,18 +152,35 @@ def computed_from_inputs(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
     return known
 
 
-def _packed_chains(graph: fx.Graph, frozen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Map tensors that are computed from frozen inputs alone to the packed input they come from."""
+def _weights(inputs: set[fx.Node], context: Context) -> set[fx.Node]:
+    """Find the packed weights among inputs that live across steps. Not all that holds codes is one:
+    a program may change positions, counters or masks between forward and backward."""
+    codes = [node for node in inputs if _holds_codes(node)]
+    parts = {node for node in codes if hasattr(node.meta.get("desc"), "base")}  # of a subclass
+    places = {node: place for node in codes if (place := input_index(node)) is not None}
+    known = packed_inputs(context.sources, {i: tensor(node) for node, i in places.items()})
+    return parts | {node for node, place in places.items() if place in known}
+
+
+def _packed_chains(
+    graph: fx.Graph, frozen: set[fx.Node], packed: set[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Map tensors that are computed from frozen inputs alone to the packed input they come from, or
+    that they help to decode: scales that are repeated for each row are as large as the weight."""
     known = computed_from_inputs(graph, frozen)
-    source = {node: node for node in frozen if _is_packed(node)}
+    source = {node: node for node in packed if _holds_codes(node)}
     for node in graph.nodes:
-        packed = [source[a] for a in node.all_input_nodes if a in source]
-        if node in known and packed:
-            source[node] = packed[0]
-    return {node: packed for node, packed in source.items() if node.op == "call_function"}
+        weights = [source[a] for a in node.all_input_nodes if a in source]
+        if node in known and weights:
+            source[node] = weights[0]
+    for node in [n for n in reversed(graph.nodes) if n in known and n.all_input_nodes]:
+        weights = [source[user] for user in node.users if user in source]
+        if weights:
+            source.setdefault(node, weights[0])
+    return {node: weight for node, weight in source.items() if node.op == "call_function"}
 
 
-def _is_packed(node: fx.Node) -> bool:
+def _holds_codes(node: fx.Node) -> bool:
     return is_tensor(node) and holds_codes(tensor(node))
 
 

@@ -7,7 +7,7 @@ callable, as `L['self']._modules['layers']._parameters['weight']`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,22 +40,28 @@ def packed_weights(
     """List the paths of the packed weights that the graph reads, as sites have them, whoever packed
     them and whether or not a pass knows them; `sources` are those of its inputs."""
     inputs = gm.graph.find_nodes(op="placeholder")
+    given = enumerate(zip(inputs, example_inputs, strict=False))
+    read = {i: x for i, (node, x) in given if node.users and isinstance(x, torch.Tensor)}
+    found = (sources[i] for i in packed_inputs(sources, read))
+    return tuple(dict.fromkeys(_weight_path(source) or source for source in found))
+
+
+def packed_inputs(sources: Sequence[str], values: Mapping[int, torch.Tensor]) -> list[int]:
+    """Tell which of these inputs, by their place in `sources`, are packed weights."""
     names: dict[tuple[str, ...], set[str]] = {}
     for source in sources:
         name = "quant_state" if ".quant_state." in source else parameter_name(source)
         names.setdefault(tuple(module_names(source)), set()).add(name)
     found = []
-    for node, source, value in zip(inputs, sources, example_inputs, strict=False):
-        if not node.users or not isinstance(value, torch.Tensor):
-            continue
-        name = parameter_name(source)
-        beside = names[tuple(module_names(source))]
+    for index, value in values.items():
+        source = sources[index]
+        name, beside = parameter_name(source), names[tuple(module_names(source))]
         is_parameter = "_parameters" in source
         if wraps_codes(value) or (
             name and is_packed_weight(value, name, is_parameter=is_parameter, beside=beside)
         ):
-            found.append(_weight_path(source) or source)
-    return tuple(dict.fromkeys(found))
+            found.append(index)
+    return found
 
 
 def frozen_weights(sources: Sequence[str], example_inputs: Sequence[Any]) -> frozenset[int]:

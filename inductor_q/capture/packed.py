@@ -22,7 +22,7 @@ _PARAMETERS = frozenset(name for library in LIBRARIES for name in library.parame
 #: The names that libraries give to the weight of a module that has one.
 MAIN_NAMES = ("weight", "original", "qweight", "W_q", "weight_packed")
 
-#: Dtypes that nothing but a packed weight has in two or more dimensions.
+#: Dtypes in which a matrix that is called a weight is a packed one.
 _ONLY_CODES = (
     torch.int8,
     torch.float8_e4m3fn,
@@ -51,9 +51,9 @@ def is_packed_weight(
 
     Codes in words of up to 32 bits are one where a scale stands beside them. A matrix of them is
     one in any case where it is a parameter, which integers have no other reason to be, and where it
-    is int8 or fp8. Positions and indices, which are 64-bit integers, masks, which are unsigned, and
-    packed scales and zero points are none. The weight of a module that keeps a `quant_state` is
-    one in any dtype: FSDP2 gathers it as plain 16-bit numbers, which hold codes.
+    is int8 or fp8 and called a weight. Positions and indices, which are 64-bit integers, masks and
+    caches, and packed scales and zero points are none. The weight of a module that keeps a
+    `quant_state` is one in any dtype: FSDP2 gathers it as plain 16-bit numbers, which hold codes.
 
     Args:
         name: the name that it has in the module.
@@ -66,10 +66,11 @@ def is_packed_weight(
         return True
     if not holds_codes(tensor) or tensor.dtype.itemsize > 4 or _NO_WEIGHT.search(name):
         return False
-    if tensor.dim() > 1 and (is_parameter or tensor.dtype in _ONLY_CODES):
+    is_named = name in MAIN_NAMES
+    if tensor.dim() > 1 and (is_parameter or (is_named and tensor.dtype in _ONLY_CODES)):
         return True
     has_scale = any(map(_SCALES.search, beside))
-    return has_scale and (tensor.dim() > 1 or name in MAIN_NAMES)
+    return has_scale and (tensor.dim() > 1 or is_named)
 
 
 def packed_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

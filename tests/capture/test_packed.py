@@ -39,13 +39,13 @@ class Positions(nn.Module):
 
 
 class Mask(nn.Module):
-    """A mask in bytes, as GPT-2 has it."""
+    """A mask in bytes, as GPT-2 has it, or signed."""
 
     mask: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.uint8) -> None:
         super().__init__()
-        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.uint8).tril())
+        self.register_buffer("mask", torch.ones(64, 64, dtype=dtype).tril())
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.mask.to(x.dtype)
@@ -80,6 +80,7 @@ PACKED: dict[str, Callable[[], nn.Module]] = {
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "positions": Positions,
     "mask": Mask,
+    "signed mask": lambda: Mask(torch.int8),
     "dense": lambda: nn.Linear(64, 64, dtype=BF16),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import inductor_q
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.passes.keep_packed import NESTED, WRITTEN
@@ -20,6 +21,7 @@ from tests.support.compiling import (
     skip_unless_regions_chain,
     step,
 )
+from tests.support.packed import Gptq
 
 BF16 = torch.bfloat16
 N, K, R, M = 256, 192, 8, 16  # N * K is larger than any activation
@@ -89,12 +91,14 @@ ON_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in BNB_4BIT
 ON_DEVICES = pytest.mark.parametrize("name, device", [*((name, "cpu") for name in LAYERS), *ON_GPU])
 
 
-def saved(fn: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Floating tensors of at least N * K elements that a forward keeps."""
+def saved(
+    fn: Callable[[Tensor], Tensor], x: Tensor, least: int = N * K
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Floating tensors of at least that many elements that a forward keeps."""
     found = []
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.numel() >= N * K and tensor.dtype.itemsize > 1:
+        if tensor.is_floating_point() and tensor.numel() >= least and tensor.dtype.itemsize > 1:
             found.append((tuple(tensor.shape), tensor.dtype))
         return tensor.detach()
 
@@ -215,17 +219,17 @@ def test_saved_bytes_of_a_llama_are_those_of_its_activations(device: str) -> Non
 class Rotating(nn.Module):
     """An int8 weight that every forward exchanges for another one after using it."""
 
-    codes: Tensor
+    weight: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         codes = torch.randint(-100, 100, (N, K), dtype=torch.int8, generator=generator)
-        self.register_buffer("codes", codes)
+        self.register_buffer("weight", codes)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(torch.tanh(x) @ (self.codes.to(BF16) * 0.01).t())
-        self.codes.copy_(self.codes.flip(0))
+        y = torch.tanh(torch.tanh(x) @ (self.weight.to(BF16) * 0.01).t())
+        self.weight.copy_(self.weight.flip(0))
         return y
 
 
@@ -235,6 +239,71 @@ def test_a_weight_that_forward_writes_to_is_saved_as_it_was() -> None:
     assert testing.relative_error(result.gradients["x0"], expected["x0"]) < 2**-5
     assert "keep_packed" not in result.applied
     assert result.reasons["keep_packed"] == {WRITTEN: 1}
+
+
+class Mixed(nn.Module):
+    """A quantized layer, and bytes that are no weight: what a program mixes features with."""
+
+    mixing: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = WithAdapter(bnb_4bit())
+        generator = torch.Generator().manual_seed(0)
+        mixing = torch.randint(-1, 2, (N, N), dtype=torch.int8, generator=generator)
+        self.register_buffer("mixing", mixing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) @ self.mixing.to(BF16)
+        return y
+
+
+def test_bytes_that_are_no_weight_may_change_before_backward() -> None:
+    """A backward that computes from them again would find them changed, which torch refuses."""
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        module, x = Mixed(), x_MK()
+        run: Any = torch.compile(module, backend=qfuse, options=SMALL) if compiled else module
+        with no_codegen():
+            y = run(x)
+            module.mixing.zero_()
+            y.float().square().sum().backward()
+        results.append(gradients({"x": x}, module))
+    expected, found = results
+    assert found.keys() == expected.keys() and expected["x"].any()
+    for name, grad in expected.items():
+        assert testing.relative_error(found[name], grad) < 2**-5, name
+    report = inductor_q.last_report()
+    assert report is not None
+    assert [s.module for s in report.sites if s.pass_name == "keep_packed"] == ["layer.base"]
+
+
+class GptqLayer(Gptq):
+    """GPTQ's decode without an order of rows: scales and zero points, repeated, have its size."""
+
+    wf: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("wf", torch.arange(0, 32, 4, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = (self.qweight[:, None] >> self.wf[:, None]).bitwise_and(15).reshape(64, 64)
+        zeros = (self.qzeros[:, :, None] >> self.wf).bitwise_and(15).reshape(2, 64)
+        zeros, scales = (
+            torch.cat([row.expand(32, 64) for row in rows]) for rows in (zeros, self.scales)
+        )
+        return torch.tanh(torch.tanh(x) @ ((codes - zeros).to(x.dtype) * scales))
+
+
+def test_what_helps_to_decode_is_not_saved_either() -> None:
+    module, x = GptqLayer(), x_MK()[:, :64].detach().requires_grad_()
+    with no_codegen():
+        assert saved(compiled_and_warm(module, x, qfuse, options=SMALL), x, 64 * 64) == []
+    report = inductor_q.last_report()
+    assert report is not None and report.applied()["keep_packed"] == 1
+    assert report.bytes_saved == 64 * 64 * 2
 
 
 # --- nested compile regions -----------------------------------------------------------------------
@@ -255,14 +324,14 @@ class Region(nn.Module):
 class Codes(nn.Module):
     """A weight that a library of its own decodes from int8."""
 
-    codes: Tensor
+    weight: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("codes", torch.randint(-100, 100, (N, N), dtype=torch.int8))
+        self.register_buffer("weight", torch.randint(-100, 100, (N, N), dtype=torch.int8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.codes.to(BF16) * 0.01).t()
+        return x @ (self.weight.to(BF16) * 0.01).t()
 
 
 def regions(layer: Callable[[], nn.Module]) -> nn.Module:
