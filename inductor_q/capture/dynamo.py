@@ -19,6 +19,7 @@ from inductor_q.log import log
 
 # `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
 _MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
+_OF_SCALE = re.compile(r"_scale_inv$")
 _PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 
 
@@ -54,7 +55,7 @@ def packed_weights(
         if wraps_codes(value) or (
             name and is_packed_weight(value, name, is_parameter=is_parameter, beside=beside)
         ):
-            found.append(_weight_path(source) or source)
+            found.append(weight_path(source) or source)
     return tuple(dict.fromkeys(found))
 
 
@@ -84,9 +85,10 @@ def held_by_modules(sources: Sequence[str]) -> frozenset[int]:
     return frozenset(i for i, s in enumerate(sources) if module_names(s) or parameter_name(s))
 
 
-def _weight_path(source: str) -> str:
-    """Return the module's path, with the weight's name where a module may have several weights."""
-    path, name = module_path(source), parameter_name(source)
+def weight_path(source: str) -> str:
+    """Return the module's path, with the name of the weight, or of the weight that a scale is for,
+    where a module may have several weights."""
+    path, name = module_path(source), _OF_SCALE.sub("", parameter_name(source))
     return path if name in (*MAIN_NAMES, path) else f"{path}.{name}".strip(".")
 
 
