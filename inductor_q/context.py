@@ -19,8 +19,10 @@ from inductor_q.capture.dynamo import (
     module_names,
     module_path,
     source_name,
+    weight_path,
 )
 from inductor_q.capture.library import Weight
+from inductor_q.capture.packed import holds_codes
 from inductor_q.formats import get_format
 from inductor_q.frames import user_frame
 from inductor_q.graph_report import Report, SiteRecord
@@ -117,13 +119,18 @@ class Context:
         )
 
     def module_path(self, weight: fx.Node | None) -> str:
-        """Return the path of the module that owns a packed weight, by Dynamo's name of it."""
+        """Return the path of the module that owns a packed weight, by Dynamo's name of it; with the
+        weight's own name where a module may have several."""
         if weight is None:
             return ""
         index = input_index(weight)
         if index is None:  # an input of Dynamo's graph, or of none that is known
             return module_path(source_name(getattr(weight, "_dynamo_source", None)))
-        return module_path(self.sources[index]) if index < len(self.sources) else ""
+        if index >= len(self.sources):
+            return ""
+        value = weight.meta.get("val")
+        path = weight_path if value is not None and holds_codes(value) else module_path
+        return path(self.sources[index])
 
     def _from_stack(self, node: fx.Node) -> str:
         """Return the innermost module of the traced call, from where the names of the inputs start.

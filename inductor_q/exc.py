@@ -193,7 +193,8 @@ class UnreadExperts(QfuseError, ValueError):
         "cannot take over {what} as it is packed: expected blocks and scales as they lie on disk, "
         "found {found}. Make the model anew under inductor_q.kbit.meta_parameters() and load its "
         "checkpoint with inductor_q.load_checkpoint, which keeps it packed; or load it in 16 bits, "
-        "by from_pretrained with Mxfp4Config(dequantize=True)"
+        "by from_pretrained with Mxfp4Config(dequantize=True) or "
+        "FineGrainedFP8Config(dequantize=True)"
     )
 
 

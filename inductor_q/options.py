@@ -37,7 +37,7 @@ from inductor_q.own_options import (
 from inductor_q.presets import Entry, FrozenMap, Preset
 from inductor_q.resolved import Numerics, Resolved
 
-__all__ = ["Numerics", "Resolved", "check_options", "list_options", "resolve"]
+__all__ = ["Numerics", "Resolved", "asked", "check_options", "list_options", "resolve"]
 
 
 def resolve(
@@ -94,6 +94,15 @@ def resolve(
     for message in (*_conflicts(resolved, device, dynamic), *_environment_typos()):
         warn_once(message)
     return resolved
+
+
+def asked(name: str, options: Mapping[str, Any] | None) -> Any:
+    """Return what the user, or else the environment, sets for an option of ours; None for neither.
+
+    It is checked as in a compile.
+    """
+    layers = _layers(name, _read(options or {})[0].get(name))
+    return layers[-1].value if layers else None
 
 
 def _with_thresholds(preset: Preset, layer: _Layer) -> Preset:

@@ -157,7 +157,8 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         "disk, found down_proj: it is swizzled. Make the model anew under "
         "inductor_q.kbit.meta_parameters() and load its checkpoint with "
         "inductor_q.load_checkpoint, which keeps it packed; or load it in 16 bits, by "
-        "from_pretrained with Mxfp4Config(dequantize=True)",
+        "from_pretrained with Mxfp4Config(dequantize=True) or "
+        "FineGrainedFP8Config(dequantize=True)",
         ValueError,
     ),
     (

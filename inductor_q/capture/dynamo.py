@@ -19,6 +19,7 @@ from inductor_q.log import log
 
 # `_modules['model']`, or `__dict__['_modules']['model']` where a class has its own __getattr__
 _MODULE = re.compile(r"_modules(?:'\])?\['([^']+)'\]")
+_OF_SCALE = re.compile(r"_scale_inv$")
 _PARAMETER = re.compile(r"(?:_parameters|_buffers)(?:'\])?\['([^']+)'\]")
 
 
@@ -43,7 +44,7 @@ def packed_weights(
     given = enumerate(zip(inputs, example_inputs, strict=False))
     read = {i: x for i, (node, x) in given if node.users and isinstance(x, torch.Tensor)}
     found = (sources[i] for i in packed_inputs(sources, read))
-    return tuple(dict.fromkeys(_weight_path(source) or source for source in found))
+    return tuple(dict.fromkeys(weight_path(source) or source for source in found))
 
 
 def packed_inputs(sources: Sequence[str], values: Mapping[int, torch.Tensor]) -> list[int]:
@@ -90,9 +91,10 @@ def held_by_modules(sources: Sequence[str]) -> frozenset[int]:
     return frozenset(i for i, s in enumerate(sources) if module_names(s) or parameter_name(s))
 
 
-def _weight_path(source: str) -> str:
-    """Return the module's path, with the weight's name where a module may have several weights."""
-    path, name = module_path(source), parameter_name(source)
+def weight_path(source: str) -> str:
+    """Return the module's path, with the name of the weight, or of the weight that a scale is for,
+    where a module may have several weights."""
+    path, name = module_path(source), _OF_SCALE.sub("", parameter_name(source))
     return path if name in (*MAIN_NAMES, path) else f"{path}.{name}".strip(".")
 
 

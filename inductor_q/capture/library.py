@@ -92,12 +92,16 @@ class Packed:
     shape: that of its values, as far as the module knows it.
     read: returns the weight in one of our formats, and raises where its state does not fit itself.
     reason: says why it cannot be read, where none of our formats is the library's.
+    beside: names the module's other tensors that belong to it.
+    quantizes_input: whether the library's own product with it quantizes the input as well.
     """
 
     format: str
     shape: tuple[int, ...]
     read: Callable[[], Stored] | None = None
     reason: str = ""
+    beside: tuple[str, ...] = ()
+    quantizes_input: bool = False
 
     @property
     def kind(self) -> str:

@@ -3,8 +3,8 @@
 `Mxfp4GptOssExperts` stands in the place of `GptOssExperts`. Before it is swizzled it has blocks [E,
 N, K / 32, 16] and scales [E, N, K / 32] as they lie on disk, which are our mxfp4 byte for byte;
 some versions call the blocks `gate_up_proj` and declare them [E, N, K / 2]. Swizzling replaces them
-by objects of triton_kernels, in an order that depends on the GPU. The block around the experts
-calls those kernels itself, so it is replaced as well.
+by objects of triton_kernels, in an order that depends on the GPU; `save_pretrained` undoes it. The
+block around the experts calls those kernels itself, so it is replaced as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def _unreadable(blocks: object, scales: object, shape: tuple[int, ...]) -> str:
     """Say why these are not the bytes of a checkpoint; "" where they are."""
     if not isinstance(blocks, Tensor):
         kind = f"{type(blocks).__module__}.{type(blocks).__name__}"
-        return f"it is swizzled, in the order of a kernel ({kind})"
+        return (
+            f"it is swizzled, in the order of a kernel ({kind}), as from_pretrained does where it "
+            "does not dequantize; save_pretrained writes it as it was on disk"
+        )
     if not isinstance(scales, Tensor):
         return "its blocks have no scales beside them: no checkpoint has been loaded into it"
     if blocks.is_meta or scales.is_meta:

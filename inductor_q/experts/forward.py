@@ -7,7 +7,7 @@ choices. Nothing is gathered, scattered or sorted in between.
 
 from __future__ import annotations
 
-import functools
+import sys
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ IMPLEMENTATION = "qfuse"
 _RANKS = "_qfuse_ranks"  # what `shard` notes on a layer
 
 
-@functools.cache
 def register() -> None:
-    """Make "qfuse" known to transformers' `set_experts_implementation`."""
+    """Make "qfuse" known to transformers' `set_experts_implementation`, and to experts in FP8."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")
+    for known in (ALL_EXPERTS_FUNCTIONS, getattr(fp8, "ALL_FP8_EXPERTS_FUNCTIONS", None)):
+        if known is not None:
+            known.register(IMPLEMENTATION, experts_forward)
 
 
 def experts_forward(

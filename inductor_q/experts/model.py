@@ -45,8 +45,8 @@ def quantize(
     """Pack the fused experts of `model` in place, one projection at a time, and switch to "qfuse".
 
     A projection's weights are freed before the next one is packed. Experts that bitsandbytes'
-    `replace_parameter_4bit` has packed, and gpt-oss's in transformers' `Mxfp4GptOssExperts`, are
-    taken over as they are; a warning says so where that is another format.
+    `replace_parameter_4bit` has packed, and those in transformers' `Mxfp4GptOssExperts` and
+    `FP8Experts`, are taken over as they are; a warning says so where that is another format.
 
     Args:
         model: a model of transformers (v5), or a PEFT model around one.
@@ -67,8 +67,8 @@ def quantize(
         NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
             parameter holds codes. Nothing is changed then, nor for the next.
-        UnreadExperts: transformers has swizzled experts in MXFP4, or not loaded them. Nor is
-            anything changed then.
+        UnreadExperts: transformers has swizzled experts in MXFP4, not loaded them, or has them in
+            FP8 in other blocks. Nor is anything changed then.
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
     """
@@ -149,7 +149,7 @@ def _foreign(layer: nn.Module, name: str) -> str:
     ours.
     """
     packed, weight = packed_weight(layer, name), layer._parameters.get(name)
-    if packed is not None and packed.read is None:
+    if packed is not None:
         return packed.reason
     return f"it holds {weight.dtype}" if weight is not None and holds_codes(weight) else ""
 
@@ -208,11 +208,13 @@ def attach(stack: ExpertStack, a: Tensor, b: Tensor, scaling: float) -> list[nn.
 def use_qfuse(model: nn.Module) -> nn.Module:
     """Compute the experts of `model` with scatter2scatter: packed, dense, with adapters or not.
 
-    gpt-oss's in transformers' `Mxfp4GptOssExperts` become stacks of the same bytes.
+    gpt-oss's in transformers' `Mxfp4GptOssExperts` become stacks of the same bytes. `FP8Experts`,
+    whose own products quantize their input to FP8 as well, multiply with their decoded weights.
 
     Raises:
         NoExperts.
-        UnreadExperts: transformers has swizzled them, or not loaded them.
+        UnreadExperts: transformers has swizzled them, not loaded them, or has them in FP8 with
+            other scales than for blocks of 128 x 128.
     """
     register()
     take_over(model)

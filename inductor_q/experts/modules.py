@@ -38,7 +38,8 @@ def take_over(model: nn.Module) -> bool:
     """Put stacks in the place of experts that a library packs in a layer of a class of its own.
 
     Codes and scales stay where they are in memory, and so does whatever else the layer has, but for
-    hooks on it and on the block around it. Says whether there were any.
+    hooks on it and on the block around it. Says whether there were any. Where the layer is one that
+    transformers' experts interface knows, it stays, and its codes and scales are frozen.
 
     Raises:
         UnreadExperts: codes do not lie as they do on disk. Nothing is changed then.
@@ -48,6 +49,18 @@ def take_over(model: nn.Module) -> bool:
         if block.reason:
             what = f"{block.name}.{block.layer} ({block.kind})"
             raise UnreadExperts(what=what, found=block.reason)
+    codes: list[nn.Parameter] = []
+    for layer_name, layer in model.named_modules():
+        for name in PROJECTIONS if holds_experts(layer) else ():
+            held = packed_weight(layer, name)
+            if held is None or not held.quantizes_input:
+                continue
+            if held.reason:
+                what = f"{layer_name} ({type(layer).__name__})"
+                raise UnreadExperts(what=what, found=f"{name}: {held.reason}")
+            codes += (layer.get_parameter(each) for each in (name, *held.beside))
+    for each in codes:
+        each.requires_grad_(False)
     for block in blocks:
         new = block.plain()
         layer = new.get_submodule(block.layer)
@@ -75,7 +88,7 @@ def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Ite
 def packed_experts(layer: Any, name: str) -> Stored | None:
     """Return a projection that a library packed in one of our formats; None for any other."""
     weight = layer._parameters.get(name)
-    if type(weight) is nn.Parameter and weight.is_floating_point():
+    if type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1:
         return None  # values: Dynamo, which traces this, need not ask the list, nor guard on it
     found = packed_weight(layer, name)
     if found is None or found.read is None:
@@ -93,7 +106,10 @@ def as_stack(layer: Any, name: str) -> ExpertStack:
     if packed is None:
         weight = layer._parameters[name]
         return put_stack(layer, name, {"weight": weight}, DENSE, weight.shape)
-    operands, format, shape = packed
+    operands, format, shape = [part.detach() for part in packed.operands], *packed[1:]
+    held = packed_weight(layer, name)
+    for beside in held.beside if held else ():
+        del layer._parameters[beside]
     if name not in layer._parameters:
         parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
     named = dict(zip(operand_names(format), operands, strict=True))

@@ -15,6 +15,7 @@ from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.dora import prepare_dora
 
 if TYPE_CHECKING:
+    from inductor_q.integrations.fp8 import prepare_fp8 as prepare_fp8
     from inductor_q.integrations.regions import local_device_map as local_device_map
     from inductor_q.integrations.trainer import QfuseCallback as QfuseCallback
     from inductor_q.integrations.trainer import compile_trainer as compile_trainer
@@ -26,11 +27,17 @@ __all__ = [
     "local_device_map",
     "prepare_checkpointing",
     "prepare_dora",
+    "prepare_fp8",
 ]
 
 
 #: Modules that import transformers, or the compiler, which needs a cache folder.
-_LATER = {"QfuseCallback": "trainer", "compile_trainer": "trainer", "local_device_map": "regions"}
+_LATER = {
+    "QfuseCallback": "trainer",
+    "compile_trainer": "trainer",
+    "local_device_map": "regions",
+    "prepare_fp8": "fp8",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from inductor_q.capture.live import module_path
 from inductor_q.exc import NoRegion
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
+from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.gathered import note_states
 from inductor_q.integrations.states import Region, States
 
@@ -39,8 +40,10 @@ def compile(
 
     A model that is compiled so already stays as it is, under other settings it is compiled anew.
     Gradient checkpointing and DoRA are prepared for one graph, and bitsandbytes is kept from
-    repacking 4-bit weights on a CPU. `generate` and other calls with a cache of keys and values run
-    in eager mode: they would need a graph for every length.
+    repacking 4-bit weights on a CPU. transformers' layers of FP8 checkpoints multiply with their
+    decoded weights from then on (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics"
+    is "strict". `generate` and other calls with a cache of keys and values run in eager mode: they
+    would need a graph for every length.
 
     Each state that the model is in (training or not, gradients or not, which of PEFT's adapters are
     active, off or merged) is compiled when it is first met, and never again, however many there
@@ -63,6 +66,7 @@ def compile(
         raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")
     prepare_checkpointing(model)
     keep_unpacked(model)
+    prepare_unless_strict(model, options)
     settings: dict[str, Any] = {
         "options": dict(options) if options else None,
         "mode": mode,

@@ -20,6 +20,7 @@ from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile
 from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.cpu_packing import keep_unpacked
+from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import Regions, compile
@@ -95,6 +96,7 @@ class QfuseCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.enabled:
             keep_unpacked(kwargs["model"])
+            prepare_unless_strict(kwargs["model"], self.settings["options"])
             _take_over(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

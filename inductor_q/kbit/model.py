@@ -18,6 +18,8 @@ from rich.progress import (
 )
 from torch import Tensor, nn
 
+from inductor_q import ops
+from inductor_q.capture import packed_weight
 from inductor_q.exc import UnknownLayer
 from inductor_q.kbit.allocate import allocate, check_importance, measure, table
 from inductor_q.kbit.linear import KBitLinear
@@ -112,19 +114,31 @@ def quantize_model(
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace every `KBitLinear` of `model` by an `nn.Linear` of the same values.
 
-    So it does with every other `PackedLinear`, of a checkpoint as it ships. Use this to merge an
-    adapter, to export, or to compare. `dtype` is the original's by default. It changes the model in
+    So it does with every other `PackedLinear`, of a checkpoint as it ships, and with transformers'
+    `FP8Linear`. Use this to merge an adapter, to export, or to compare. `dtype` is the original's
+    by default, and that of the model's configuration for an `FP8Linear`. It changes the model in
     place and returns it, as `quantize_model` does.
     """
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedLinear)}
+    said = str(getattr(getattr(model, "config", None), "dtype", None)).removeprefix("torch.")
+    of_model: torch.dtype = getattr(torch, said, torch.bfloat16)  # a configuration may have a text
     plain = {}
-    for name, layer in packed.items():
-        with torch.device("meta"):
-            linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
-        linear.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
-        linear.bias = layer.bias
-        plain[name] = linear
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLinear):
+            plain[name] = _linear(layer.dequantize(dtype), layer.bias)
+        elif isinstance(layer, nn.Linear):
+            held = packed_weight(layer, "weight")
+            if held is not None and held.quantizes_input and held.read is not None:
+                values = ops.dequantize(*held.read(), dtype or of_model)
+                plain[name] = _linear(values, layer.bias)
     return replace_layers(model, plain)
+
+
+def _linear(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", bias)
+    return linear
 
 
 def progress_bars(shown: bool) -> Progress:

@@ -18,6 +18,7 @@ from torch._dynamo import config
 import inductor_q.experts
 from inductor_q import testing
 from inductor_q.diagnostics import Finding, check_model
+from tests.support import fp8_models
 from tests.support.captured import CapturedStage
 from tests.support.quantized import packs_on_cpu
 
@@ -448,3 +449,20 @@ def test_a_head_whose_loss_keeps_all_logits(make: Callable[[], Any], what: str) 
     assert [bool(site.rejected) for site in stage.sites] == [True]
     plain = from_config(testing.tiny_llama_config(num_hidden_layers=1))
     assert finding(plain, "loss_head").status == "ok"
+
+
+def test_fp8() -> None:
+    """Layers of both kinds are left to transformers, until the remedy has taken them over."""
+    model = fp8_models.net("moe")
+    linears, experts = (found for found in check_model(model) if found.check == "fp8")
+    assert (linears.status, linears.found) == (
+        "warn",
+        "4 FP8Linears (model.layers.0.self_attn.q_proj, ...) quantize their input as well, and are "
+        "left to their library",
+    )
+    assert experts.found.startswith("1 FP8Experts (model.layers.0.mlp.experts) quantize")
+    with pytest.raises(ImportError, match="finegrained-fp8"):  # here; no pass reads it on a GPU
+        step(model)
+    exec(linears.remedy, {"model": model})
+    assert finding(model, "fp8").status == "ok"
+    assert not traced(model, step).breaks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft as peft_package
@@ -14,14 +16,15 @@ from transformers.integrations.mxfp4 import (
     Mxfp4GptOssMLP,
     convert_moe_packed_tensors,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
 
 import inductor_q
-from inductor_q import exc, experts
+from inductor_q import exc, experts, kbit
 from inductor_q.capture.live import layers_of
 from inductor_q.diagnostics.checks.experts import check
 from inductor_q.experts.model import stacks
 from inductor_q.testing import relative_error
-from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, model, tokens
+from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, model, tokens, transformers
 
 peft: Any = peft_package  # as shipped, it is typed in parts
 
@@ -179,14 +182,22 @@ def test_reports_and_the_doctor_know_them() -> None:
 
 
 class Swizzled:
-    """Stand in for the tensor of triton_kernels that transformers sets in place of a parameter."""
+    """Stand in for the tensor of triton_kernels that transformers sets in place of a parameter: its
+    storage, and the layout of that, which here has everything backwards."""
+
+    def __init__(self, plain: Tensor) -> None:
+        self.data, self.storage, self.layout = plain.transpose(-1, -2).flip(-2), self, self
+
+    def unswizzle_data(self, data: Tensor) -> Tensor:
+        return data.flip(-2)
 
 
 def swizzle(layer: Any) -> None:
     for name in PROJECTIONS:
-        delattr(layer, f"{name}_blocks")
-        delattr(layer, f"{name}_scales")
-        setattr(layer, name, Swizzled())
+        blocks, scales = (layer._parameters.pop(f"{name}_{part}") for part in ("blocks", "scales"))
+        layer._parameters.pop(name, None)
+        setattr(layer, name, Swizzled(blocks.flatten(-2)))
+        setattr(layer, f"{name}_precision_config", SimpleNamespace(weight_scale=Swizzled(scales)))
 
 
 def empty(layer: Any) -> None:
@@ -229,6 +240,25 @@ def test_others_are_refused_and_nothing_is_changed(spoil: Callable[[Any], None])
         ("warn", "inductor_q.experts.use_qfuse"),
         ("warn", "inductor_q.load_checkpoint"),
     ]
+
+
+def test_the_way_out_of_a_swizzled_model(tmp_path: Path) -> None:
+    """transformers writes blocks and scales as they were, and we load them."""
+    net, dense = pair()
+    for layer in net.model.layers:
+        swizzle(layer.mlp.experts)
+    with pytest.raises(exc.UnreadExperts, match="save_pretrained writes it as it was on disk"):
+        experts.use_qfuse(net)
+    net.hf_quantizer = AutoHfQuantizer.from_config(transformers.Mxfp4Config(), pre_quantized=True)
+    net.config.quantization_config = net.hf_quantizer.quantization_config
+    net.save_pretrained(tmp_path)
+    with kbit.meta_parameters():
+        other = transformers.AutoModelForCausalLM.from_config(net.config, dtype=torch.float32)
+    found = dict(stacks(inductor_q.load_checkpoint(other, tmp_path, progress=False)))
+    assert {stack.format for stack in found.values()} == {"mxfp4"} and len(found) == 4
+    for name, stack in found.items():
+        values = stack.dequantize(torch.float32).transpose(1, 2)
+        assert torch.equal(values, dense.get_parameter(name))
 
 
 def test_a_layer_that_nothing_configures() -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import inductor_q
-from inductor_q import capture, exc, experts, kbit
+from inductor_q import exc, experts, kbit
 from inductor_q.experts.model import stacks
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.integrations import prepare_dora
@@ -496,14 +496,6 @@ def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:
     write(tmp_path, config, state)
     with pytest.raises(exc.AlreadyQuantized, match=r"inductor_q\.load_checkpoint\(model, path\)"):
         inductor_q.quantize(Net(), "nf4_b64", checkpoint=tmp_path)
-
-
-def test_what_transformers_has_loaded_says_how_to_load_it_for_training() -> None:
-    from transformers.integrations.finegrained_fp8 import FP8Linear
-
-    found = capture.packed_weight(FP8Linear(128, 128, (128, 128)), "weight")
-    assert found is not None and found.read is None
-    assert "inductor_q.load_checkpoint" in found.reason
 
 
 def test_a_checkpoint_that_is_not_packed(tmp_path: Path) -> None:
