@@ -157,7 +157,8 @@ def _hadamard(x: Tensor, dtype: torch.dtype) -> Tensor:
         )
     rotation = rotation / size**0.5
     rotated = (x.double().view(-1, size) @ rotation).view(x.shape)
-    return (_token(rotated, dtype).view(-1, size) @ rotation.t()).view(x.shape)
+    cast: Tensor = _token(rotated, dtype).view(-1, size) @ rotation.t()
+    return cast.view(x.shape)
 
 
 CASTS = {"token": _token, "groups": _groups, "hadamard": _hadamard}
