@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import bench_moe, harness
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.kernels import tiles
-from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.scatter2scatter_triton import KERNEL, work
 from inductor_q.log import log

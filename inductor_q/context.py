@@ -26,9 +26,9 @@ from inductor_q.capture.packed import holds_codes
 from inductor_q.formats import get_format
 from inductor_q.frames import user_frame
 from inductor_q.graph_report import Report, SiteRecord
-from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.logits import Recipe
 from inductor_q.resolved import Budget, Resolved
 

@@ -8,19 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels.calls import (
-    Adapter,
-    DropoutGradA,
-    DropoutGradX,
-    DropoutProject,
-    GroupedGram,
-    LinearRows,
-    Requantize,
-    TileMap,
-    unchecked,
-)
+from inductor_q.kernels.calls import Requantize
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
+from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
+from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.linear import compute
 
 

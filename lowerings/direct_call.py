@@ -15,8 +15,8 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from inductor_q.capture.example import example
-from inductor_q.kernels.calls import unchecked
 from inductor_q.kernels.dispatch import served_by
+from inductor_q.kernels.expert_calls import unchecked
 from inductor_q.kernels.provider import warn_passed_over
 from inductor_q.lowerings import calls
 from inductor_q.lowerings.in_force import in_force, is_ours

@@ -27,9 +27,10 @@ from inductor_q.capture.library import Decoded, Linear, Refused, Weight
 from inductor_q.context import Context
 from inductor_q.formats import get_format
 from inductor_q.kernels import linear_rows_triton
-from inductor_q.kernels.calls import DTYPES, LinearRows
+from inductor_q.kernels.checks import DTYPES
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.provider import REFERENCE
+from inductor_q.kernels.rows_calls import LinearRows
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,

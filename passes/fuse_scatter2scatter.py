@@ -35,7 +35,8 @@ from inductor_q.capture.example import example, example_product
 from inductor_q.capture.expert_layers import ExpertLayer, Projection
 from inductor_q.capture.experts_graph import DENSE_EXPERTS, Batched
 from inductor_q.context import Context
-from inductor_q.kernels.calls import ARGUMENTS, DENSE, Scatter2Scatter, arguments, unchecked
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter, arguments, unchecked
 from inductor_q.passes.graph import (
     CAST,
     MUL,

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
-from inductor_q.kernels.calls import ARGUMENTS
+from inductor_q.kernels.expert_calls import ARGUMENTS
 from inductor_q.passes.extend_k import WIDE
 from inductor_q.passes.fuse_dropout import PROJECT
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER

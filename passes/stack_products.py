@@ -17,7 +17,8 @@ from torch import fx
 
 from inductor_q.capture.dynamo import input_index
 from inductor_q.context import Context
-from inductor_q.kernels.calls import ARGUMENTS, DENSE
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import ARGUMENTS
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import ADDMM, CAST, LAYOUT, MM, SLICE, arg, is_tensor, tensor
 from inductor_q.passes.products import DEQUANTIZE, packed_weight

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.tile_map import length
 
 

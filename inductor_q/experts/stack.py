@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.experts.packing import operand_names
-from inductor_q.kernels.calls import DENSE, Stack
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import Stack
 from inductor_q.ops.routing import Routing
 
 

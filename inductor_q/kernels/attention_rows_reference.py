@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import AttentionRows
 from inductor_q.kernels.provider import REFERENCE, Provider
+from inductor_q.kernels.rows_calls import AttentionRows
 
 
 class Reference(Provider[AttentionRows]):

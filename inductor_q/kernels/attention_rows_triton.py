@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import DTYPES, AttentionRows
+from inductor_q.kernels.checks import DTYPES
 from inductor_q.kernels.provider import TritonProvider
+from inductor_q.kernels.rows_calls import AttentionRows
 from inductor_q.kernels.triton_launch import Repeated
 
 #: The most bytes that the queries of a head of keys take, and their number: a program holds them.

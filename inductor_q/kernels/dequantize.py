@@ -19,7 +19,8 @@ from inductor_q.kernels import (
     dequantize_reference,
     dequantize_triton,
 )
-from inductor_q.kernels.calls import Dequantize, check_operands
+from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.checks import check_operands
 from inductor_q.kernels.provider import (
     REFERENCE,
     Launch,

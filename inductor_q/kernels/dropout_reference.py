@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.dropout import keep_mask
+from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.provider import REFERENCE, Provider
 
 

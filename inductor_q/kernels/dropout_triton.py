@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.dropout import CALL_ROWS, threshold
+from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.gpu import unfit
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 
 
 def gather(x: Tensor, grouped: bool, order: Tensor, top_k: int) -> Tensor:

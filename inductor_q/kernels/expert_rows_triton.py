@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.triton_launch import Repeated
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
-from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT, compile_source
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.triton_launch import Repeated
 
 #: The fastest of 33 tiles and numbers of warps on an H200, for nf4, mxfp4 and nvfp4.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import DTYPES
+from inductor_q.kernels.checks import DTYPES
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import GroupedGram
+from inductor_q.kernels.expert_calls import GroupedGram
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.provider import TritonProvider
 

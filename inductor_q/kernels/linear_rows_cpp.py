@@ -16,9 +16,9 @@ from torch import Tensor
 from inductor_q.csrc import build
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles
-from inductor_q.kernels.calls import LinearRows
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
 from inductor_q.kernels.provider import DENSE_WEIGHT, Provider
+from inductor_q.kernels.rows_calls import LinearRows
 
 SOURCE = "linear_rows.cpp"
 #: dtypes by their numbers in csrc/rounding.h and csrc/linear_rows.cpp, first those that x may have.

@@ -20,9 +20,9 @@ from torch import Tensor
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles
-from inductor_q.kernels.calls import LinearRows
 from inductor_q.kernels.dequantize_cuda import TYPES, VECTOR_BYTES
 from inductor_q.kernels.provider import DENSE_WEIGHT, Provider
+from inductor_q.kernels.rows_calls import LinearRows
 
 SOURCE = "linear_rows.cu"
 #: Sizes of csrc/linear_rows.cu: threads, rows of a tile, columns of a chunk, rows of x of an mma.

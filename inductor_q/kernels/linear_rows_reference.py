@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from inductor_q.kernels.calls import Adapter, LinearRows
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.provider import REFERENCE, Provider
+from inductor_q.kernels.rows_calls import Adapter, LinearRows
 
 
 class Reference(Provider[LinearRows]):

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles
-from inductor_q.kernels.calls import Scatter2Scatter
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.expert_scales_triton import ExpandScales, group_of
 from inductor_q.kernels.provider import Provider
 

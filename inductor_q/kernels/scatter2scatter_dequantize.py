@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.expert_active import ActiveExperts, active_experts
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import Provider
 from inductor_q.kernels.scatter2scatter_grouped_mm import (

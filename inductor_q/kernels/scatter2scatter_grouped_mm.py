@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from inductor_q.formats import QuantFormat
-from inductor_q.kernels.calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_active import ActiveExperts, select_adapter
+from inductor_q.kernels.expert_calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, owned, scatter
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.provider import Provider

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from inductor_q.kernels.calls import GroupedGram, Scatter2Scatter
+from inductor_q.kernels.expert_calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import REFERENCE, Provider

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles, tiles
-from inductor_q.kernels.calls import Scatter2Scatter
 from inductor_q.kernels.dequantize_triton import compile_source
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.expert_scales_triton import ExpandScales, group_of
 from inductor_q.kernels.gpu import on
 from inductor_q.kernels.provider import Provider

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import TileMap
+from inductor_q.kernels.expert_calls import TileMap
 from inductor_q.kernels.provider import REFERENCE, Provider
 from inductor_q.kernels.tile_map import WIDTH_STEP, height, length
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from inductor_q.kernels.calls import TileMap
+from inductor_q.kernels.expert_calls import TileMap
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.tile_map import WIDTH_STEP, height, length
 from inductor_q.kernels.triton_launch import Repeated

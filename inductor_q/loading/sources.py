@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from inductor_q.capture import holds_experts
 from inductor_q.capture.packed import holds_codes
 from inductor_q.formats import FORMATS
-from inductor_q.kernels.calls import check_operands
+from inductor_q.kernels.checks import check_operands
 from inductor_q.loading.files import Checkpoint, assign, owners
 from inductor_q.loading.found import Find, Found, Shapes, finds_nothing
 from inductor_q.loading.layers import replace_layers

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from inductor_q.kernels.calls import AttentionRows, schema
+from inductor_q.kernels.calls import schema
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.rows_calls import AttentionRows
 from inductor_q.ops.library import define
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.formats import get_format
-from inductor_q.kernels.calls import check_operands
+from inductor_q.kernels.checks import check_operands
 from inductor_q.kernels.dequantize import PREPARED, write
 from inductor_q.ops.library import define, define_autograd
 

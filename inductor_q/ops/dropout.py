@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject, schema
+from inductor_q.kernels.calls import schema
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.ops.library import define
 
 

@@ -25,7 +25,8 @@ from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat, get_format
 from inductor_q.formats.codec import Integer
 from inductor_q.formats.minifloat import E4M3
-from inductor_q.kernels.calls import Requantize, check_operands
+from inductor_q.kernels.calls import Requantize
+from inductor_q.kernels.checks import check_operands
 from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.dequantize import dequantize
 from inductor_q.ops.library import define

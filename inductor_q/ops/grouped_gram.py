@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import GroupedGram, schema
+from inductor_q.kernels.calls import schema
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.expert_calls import GroupedGram
 from inductor_q.ops.library import define
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from inductor_q.exc import WrongShape
 from inductor_q.formats import get_format
-from inductor_q.kernels.calls import LinearRows, check_device, check_operands
+from inductor_q.kernels.checks import check_device, check_operands
 from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
+from inductor_q.kernels.rows_calls import LinearRows
 from inductor_q.ops.dequantize import dequantize
 from inductor_q.ops.library import define, define_autograd
 

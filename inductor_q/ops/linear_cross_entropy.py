@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from inductor_q.exc import WrongShape
-from inductor_q.kernels.calls import SoftmaxLoss, check_device
+from inductor_q.kernels.calls import SoftmaxLoss
+from inductor_q.kernels.checks import check_device
 from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.library import define, define_composite
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from inductor_q.exc import WrongShape
 from inductor_q.formats import get_format
-from inductor_q.kernels.calls import Adapter, LinearRows, check_device, check_operands
+from inductor_q.kernels.checks import check_device, check_operands
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.library import define
 from inductor_q.ops.linear import check_input
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inductor_q.exc import WrongShape
-from inductor_q.kernels.calls import check_device
+from inductor_q.kernels.checks import check_device
 from inductor_q.ops.library import define, define_autograd
 from inductor_q.ops.linear import check_input
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from inductor_q.exc import UnknownAbsmax, UnsupportedBits, WrongDtype, WrongShape
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS
-from inductor_q.kernels.calls import DTYPES, QuantizeKbit
+from inductor_q.kernels.calls import QuantizeKbit
+from inductor_q.kernels.checks import DTYPES
 from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.quantize_kbit_reference import allocate
 from inductor_q.ops.library import define, define_autograd

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import Scatter2Scatter, arguments, schema, unchecked
+from inductor_q.kernels.calls import schema
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.expert_calls import Scatter2Scatter, arguments, unchecked
 from inductor_q.ops.library import define, define_autograd
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.kernels.calls import ARGUMENTS, DENSE, Scatter2Scatter, arguments
+from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import preferred, preferring
+from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter, arguments
 from inductor_q.ops.grouped_gram import grouped_gram
 
 OP = "scatter2scatter"

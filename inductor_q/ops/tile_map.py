@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from inductor_q.exc import WrongDtype, WrongShape
-from inductor_q.kernels.calls import TileMap
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.expert_calls import TileMap
 from inductor_q.kernels.tile_map import length
 from inductor_q.ops.library import define
 

@@ -10,7 +10,7 @@ import torch
 import inductor_q.ops  # noqa: F401 - it defines the op
 from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.kernels import attention_rows_triton
-from inductor_q.kernels.calls import AttentionRows
+from inductor_q.kernels.rows_calls import AttentionRows
 from tests.support.interpret_attention_rows import SIZES, error, tensors
 from tests.support.processes import interpreted
 

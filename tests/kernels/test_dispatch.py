@@ -14,20 +14,17 @@ from torch import Tensor
 from inductor_q import kernels
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.kernels import dispatch, scatter2scatter_cuda, scatter2scatter_reference
-from inductor_q.kernels.calls import (
+from inductor_q.kernels.calls import Call, Requantize
+from inductor_q.kernels.dispatch import preferring, serve
+from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
+from inductor_q.kernels.expert_calls import (
     ARGUMENTS,
-    Adapter,
-    Call,
-    DropoutGradA,
-    DropoutGradX,
-    DropoutProject,
     GroupedGram,
-    Requantize,
     Scatter2Scatter,
     TileMap,
     unchecked,
 )
-from inductor_q.kernels.dispatch import preferring, serve
+from inductor_q.kernels.rows_calls import Adapter
 from tests.support.few_rows import made
 from tests.support.moe import Layer, layer
 from tests.support.quantized import sample

@@ -13,8 +13,8 @@ from torch.library import opcheck
 from inductor_q import ops
 from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.kernels import dropout_reference, dropout_triton
-from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.dropout import keep_mask, threshold
+from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.testing import relative_error
 from tests.support.interpret_dropout import CASES
 from tests.support.processes import interpreted

@@ -20,8 +20,9 @@ from inductor_q.kernels import (
     scatter2scatter_grouped_mm,
     scatter2scatter_reference,
 )
-from inductor_q.kernels.calls import DENSE, Scatter2Scatter
+from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dequantize import write
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import in_order, on_device
 from inductor_q.log import warn_once

@@ -15,8 +15,8 @@ from inductor_q.exc import WrongShape
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import NF4
 from inductor_q.kernels import linear_rows_cuda, linear_rows_reference, nibbles
-from inductor_q.kernels.calls import Adapter, LinearRows
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
+from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.linears import linears
 from tests.support.compiling import compile_step, step
 from tests.support.few_rows import error, made, serve_rows

@@ -14,9 +14,9 @@ from inductor_q import ops
 from inductor_q.csrc import build
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.kernels import linear_rows_cpp, linear_rows_reference
-from inductor_q.kernels.calls import Adapter, LinearRows
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
+from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from tests.support.few_rows import error, made
 from tests.support.quantized import DTYPES
 

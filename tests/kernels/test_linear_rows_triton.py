@@ -15,10 +15,10 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import PROVIDERS, dispatch, linear_rows_reference, linear_rows_triton
-from inductor_q.kernels.calls import Adapter, LinearRows
 from inductor_q.kernels.dequantize_triton import codebook_on
 from inductor_q.kernels.linear_rows_tiles import LEAST_STEPS, TILES, Tile, tile_of
 from inductor_q.kernels.linear_rows_triton import KERNEL, MOST_ROWS, Plan, codes_of_a_lane, unfit
+from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from tests.support.compile_triton import compiled
 from tests.support.few_rows import error, made
 from tests.support.processes import FEW_OR_ALL, interpreted

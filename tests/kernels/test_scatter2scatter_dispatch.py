@@ -17,8 +17,9 @@ from inductor_q.context import Context
 from inductor_q.graph_report import Report
 from inductor_q.kernels import provider as providers
 from inductor_q.kernels import scatter2scatter_cuda
-from inductor_q.kernels.calls import ARGUMENTS, DENSE, Scatter2Scatter
+from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from tests.support.moe import Layer, Sizes, layer
 from tests.support.tile_cases import BF16, FIT, FP16, device

@@ -21,7 +21,8 @@ from inductor_q.kernels import (
     scatter2scatter_dequantize,
     scatter2scatter_grouped_mm,
 )
-from inductor_q.kernels.calls import DENSE, GroupedGram
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import GroupedGram
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.log import warn_once
 from inductor_q.ops.routing import route

@@ -19,8 +19,8 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.graph_report import Report
 from inductor_q.kernels import dropout_reference
-from inductor_q.kernels.calls import DropoutProject
 from inductor_q.kernels.dropout import keep_mask
+from inductor_q.kernels.dropout_calls import DropoutProject
 from inductor_q.passes.extend_k import EXTEND_DROPPED
 from inductor_q.passes.fuse_dropout import GRAD_A, GRAD_X, PROJECT
 from tests.support.compiling import compile_step, count_ops, no_codegen, partition, step

@@ -20,7 +20,7 @@ from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.kernels import PROVIDERS
-from inductor_q.kernels.calls import unchecked
+from inductor_q.kernels.expert_calls import unchecked
 from inductor_q.log import warn_once
 from tests.support.autocast import cuda_autocast
 from tests.support.compiling import Compiled, compile_step, no_codegen, op_name, step

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 import inductor_q
 from inductor_q import testing
 from inductor_q.graph_report import Report
-from inductor_q.kernels.calls import unchecked
+from inductor_q.kernels.expert_calls import unchecked
 from tests.support.autocast import cuda_autocast
 from tests.support.compiling import count_ops, gradients, partition
 

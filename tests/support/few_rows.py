@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from inductor_q.decode.eager import Eager
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import PROVIDERS, linear_rows_reference
-from inductor_q.kernels.calls import Adapter, LinearRows
+from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from tests.support.quantized import random_weight, sample
 
 

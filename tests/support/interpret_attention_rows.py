@@ -13,7 +13,7 @@ import torch
 
 from inductor_q.kernels import attention_rows_reference, attention_rows_triton
 from inductor_q.kernels.attention_rows_triton import Config, Plan
-from inductor_q.kernels.calls import AttentionRows
+from inductor_q.kernels.rows_calls import AttentionRows
 
 #: Batch, heads of keys, queries of each, keys, features: a cache that fills blocks, and others.
 SIZES = ((2, 2, 4, 96, 16), (1, 3, 1, 33, 32), (3, 1, 17, 70, 16))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inductor_q.kernels import dropout_reference, dropout_triton
-from inductor_q.kernels.calls import DropoutGradA, DropoutGradX, DropoutProject
+from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from tests.support.processes import asked_for
 
 #: rows, columns, adapters, rank, columns of the buffer that x lies in, padding of the result.

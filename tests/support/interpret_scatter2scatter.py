@@ -30,7 +30,8 @@ from inductor_q.kernels import (
     tile_map_triton,
     tiles,
 )
-from inductor_q.kernels.calls import DENSE, Scatter2Scatter, TileMap
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import Scatter2Scatter, TileMap
 from inductor_q.kernels.tile_map import WIDTH_STEP, height
 from inductor_q.kernels.tile_map_reference import reference
 from inductor_q.ops.routing import route

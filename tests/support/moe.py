@@ -11,8 +11,9 @@ from torch import Tensor
 
 from inductor_q import ops
 from inductor_q.formats import FORMATS
-from inductor_q.kernels.calls import DENSE, GroupedGram, Scatter2Scatter
+from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import preferring
+from inductor_q.kernels.expert_calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.provider import Provider
 from inductor_q.ops.routing import Routing, route
 from tests.support.quantized import quantize, random_weight
