@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7270,
+    "benchmarks": 7305,
     "csrc": 3325,
-    "docs": 1460,
+    "docs": 1475,
     "examples": 1140,
     "inductor_q": 5690,
     "inductor_q/capture": 2260,
