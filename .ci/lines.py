@@ -16,14 +16,14 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7465,
+    "benchmarks": 7510,
     "csrc": 3375,
-    "docs": 1485,
+    "docs": 1505,
     "examples": 1140,
     "inductor_q": 5690,
     "inductor_q/capture": 2420,
     "inductor_q/commands": 1080,
-    "inductor_q/decode": 520,
+    "inductor_q/decode": 720,
     "inductor_q/diagnostics": 5690,
     "inductor_q/experts": 1055,
     "inductor_q/formats": 1730,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1000,
     "lowerings": 760,
     "passes": 6275,
-    "tests": 39655,
+    "tests": 39700,
 }
 
 

@@ -2,17 +2,18 @@
 
 Layers are what users have: `inductor_q.quantize` makes torchao's and bitsandbytes', PEFT adapts
 them (r = 16, bf16). Where a library has no product with the values (torchao's MXTensor;
-transformers' FP8Linear quantizes its input), stock multiplies with what the library decodes. All
-peers hold the same tensors. Of ``int4_g128`` qfuse alone trains; ``intx4_g128`` is torchao's int4
-with a byte for each code, through which stock's gradients pass. A format that this machine cannot
-make is left out, and the reason printed.
+transformers' FP8Linear quantizes its input), stock multiplies with what the library decodes, and
+with GPTQ's formula. All peers hold the same tensors. Of ``int4_g128`` qfuse alone trains;
+``intx4_g128`` is torchao's int4 with a byte for each code, through which stock's gradients pass. A
+format that this machine cannot make is left out, and the reason printed.
 
 - dequantize: ``eager`` and ``inductor`` run the library's function, ``qfuse`` is our op, checked
   bitwise; ``copy`` moves as many bytes as they must.
-- linear: forward and backward over 4096 rows; ``error`` is against float64 on the decoded weight.
-- step: that of bench_step (8 layers of Qwen3-8B's shapes on a GPU, 2 x 2048 tokens), compiled once
-  and untimed; ``fused`` is how many layers the report has as fused, ``loss_deviation`` the largest
-  of some steps from eager's.
+- linear: forward and backward over 4096 rows, on a CPU over 16, 128 and 512; ``error`` is against
+  float64 on the decoded weight.
+- step: that of bench_step (8 layers of Qwen3-8B's shapes on a GPU, on a CPU two layers 1024 wide;
+  as many tokens as rows), compiled once and untimed; ``fused`` is how many layers the report has
+  as fused, ``loss_deviation`` the largest of some steps from eager's.
 
 On a GPU each note says whether qfuse / stock is at most 0.85 and the peak no higher than stock's.
 """
@@ -46,12 +47,14 @@ PARTS = ("dequantize", "linear", "step")
 PEERS = ("copy", *harness.PEERS)
 RANK = 16
 GOAL = 0.85
-SHAPES = {"cuda": [(12_288, 4096), (16_384, 16_384)], "cpu": [(1024, 1024)]}
+SHAPES = {"cuda": [(12_288, 4096), (16_384, 16_384)], "cpu": [(2048, 2048)]}
 QUICK = {"cuda": [(12_288, 4096)], "cpu": [(128, 256)]}
-ROWS = {"cuda": 4096, "cpu": 128}  # of the linear layer
+QUICK_ROWS = {"cuda": [4096], "cpu": [128]}
+ROWS = {"cuda": [4096], "cpu": [16, 128, 512]}  # of the linear layer, and tokens of a step
 #: A tile of 128 x 128 has to fit into every projection of a CPU's model.
 SMALL = {**bench_step.SMALL, "num_key_value_heads": 4, "head_dim": 64, "hidden_size": 256}
 SMALL |= {"intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 256}
+WIDER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "head_dim": 128}
 
 
 class Decoded(nn.Linear):
@@ -146,8 +149,36 @@ def _loaded(layer: Any) -> PackedLinear:
     if weight.dtype is torch.float8_e4m3fn:
         operands = {"qweight": weight.data, "scale": layer.weight_scale_inv}
         return PackedLinear(operands, "fp8_e4m3_128x128", sizes, layer.bias)
+    if weight.dtype is torch.uint8:
+        operands = {"qweight": weight.data, "scale": layer.scale, "zero_point": layer.zero_point}
+        return PackedLinear(operands, "int4_g128", sizes, layer.bias)
     operands = {"qweight": weight.qdata, "scale": weight.scale.view(torch.uint8)}
     return PackedLinear(operands, "mxfp4", sizes, layer.bias)
+
+
+def _gptq(linear: nn.Linear) -> Decoded:
+    """Quantize 128 neighbours to 16 evenly spaced values, between the least and the largest."""
+    groups = linear.weight.detach().float().view(-1, 128)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    scale = (high - low) / 15
+    zero = (-low / scale).round()
+    codes = (groups / scale + zero).round().clamp(0, 15).byte().view(linear.weight.shape)
+    layer = Decoded(linear, codes[:, ::2] | codes[:, 1::2] << 4, _of_groups)
+    layer.register_buffer("scale", scale)
+    layer.register_buffer("zero_point", zero.byte())
+    return layer
+
+
+def _of_groups(layer: Any) -> Tensor:
+    codes = torch.stack([layer.weight & 15, layer.weight >> 4], -1).view(-1, 128)
+    values: Tensor = ((codes.float() - layer.zero_point.float()) * layer.scale).to(BF16)
+    return values.view(layer.out_features, layer.in_features)
+
+
+def _bnb(layer: Any) -> Tensor:
+    dequantize: Any = testing.bitsandbytes().functional.dequantize_4bit
+    values: Tensor = dequantize(layer.weight.data, layer.weight.quant_state)
+    return values
 
 
 def _llm_int8(layer: Any) -> Tensor:
@@ -171,6 +202,11 @@ FORMATS = {
     "mxfp4": Format("torchao", _mxfp4, _subclass, _loaded),
     "nvfp4": Format("torchao", functools.partial(_quantized, "nvfp4"), _subclass),
     "llm_int8": Format("bitsandbytes", functools.partial(_quantized, "llm_int8"), _llm_int8),
+    "nf4": Format("bitsandbytes", functools.partial(_quantized, "nf4"), _bnb),
+    "int8_row": Format("torchao", functools.partial(_quantized, "int8"), _subclass),
+    "int8_g64": Format("torchao", functools.partial(_quantized, "int8_g64"), _subclass),
+    "fp8_e5m2": Format("torchao", functools.partial(_quantized, "fp8_e5m2_tensor"), _subclass),
+    "gptq_g128": Format("torch", _gptq, _of_groups, _loaded),
 }
 
 
@@ -178,12 +214,14 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=PEERS)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="and tokens of a step")
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU")
     parser.add_argument("--loss-steps", type=int, default=5)
     parser.set_defaults(vocab_size=32_000, batch=2)
     arguments = parser.parse_args(argv)
     suite = harness.start("bench_formats", arguments)
     suite.settings |= {"rank": RANK, "adapter_dtype": "bf16", "loss_steps": arguments.loss_steps}
+    arguments.rows = arguments.rows or (QUICK_ROWS if arguments.quick else ROWS)[suite.device.type]
     formats = {}
     for name in arguments.formats:
         if reason := FORMATS[name].missing(suite.device):
@@ -194,10 +232,11 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     run = {"dequantize": _dequantize, "linear": _linear, "step": _step}
     for part in arguments.parts:
         for name, fmt in formats.items():
-            torch.compiler.reset()
-            gc.collect()
-            run[part](suite, arguments, name, fmt)
-            harness.keep(suite, arguments)
+            for m in arguments.rows[: 1 if part == "dequantize" else None]:
+                torch.compiler.reset()
+                gc.collect()
+                run[part](suite, arguments, name, fmt, m)
+                harness.keep(suite, arguments)
     shown = ("error", "peak_bytes", "fused", "breaks", "loss_deviation")
     harness.finish(suite, arguments, extras=shown)
     return suite
@@ -249,7 +288,7 @@ def _note(suite: harness.Suite, case: dict[str, Any], fmt: Format) -> None:
 
 
 def _dequantize(
-    suite: harness.Suite, arguments: argparse.Namespace, name: str, fmt: Format
+    suite: harness.Suite, arguments: argparse.Namespace, name: str, fmt: Format, _: int
 ) -> None:
     device = suite.device
     for n, k in (QUICK if arguments.quick else SHAPES)[device.type]:
@@ -310,10 +349,11 @@ def _twin(model: nn.Module, fmt: Format) -> nn.Module:
     return twin
 
 
-def _linear(suite: harness.Suite, arguments: argparse.Namespace, name: str, fmt: Format) -> None:
+def _linear(
+    suite: harness.Suite, arguments: argparse.Namespace, name: str, fmt: Format, m: int
+) -> None:
     device = suite.device
     n, k = (QUICK if arguments.quick else SHAPES)[device.type][0]
-    m = ROWS[device.type]
     layer = fmt.make(_random_linear(n, k, device))
     stored = fmt.stored(layer)
     model = _adapted(nn.Sequential(OrderedDict(proj=layer)), name, ["proj"])
@@ -379,14 +419,17 @@ def _forward_backward(step: bench_step.Step, ids: Tensor) -> None:
     bench_step._backward(step(ids))
 
 
-def _step(suite: harness.Suite, arguments: argparse.Namespace, name: str, fmt: Format) -> None:
+def _step(
+    suite: harness.Suite, arguments: argparse.Namespace, name: str, fmt: Format, m: int
+) -> None:
     device, on_gpu = suite.device, suite.device.type == "cuda"
     layers = arguments.layers or (8 if on_gpu else 1 if arguments.quick else 2)
-    length = 2048 if on_gpu else 64
+    length = m // arguments.batch
     if on_gpu:
         config = testing.qwen3_8b_config(layers, vocab_size=arguments.vocab_size)
     else:
-        config = testing.tiny_qwen3_config(**{**SMALL, "num_hidden_layers": layers})
+        sizes = {**SMALL, **({} if arguments.quick else WIDER), "num_hidden_layers": layers}
+        config = testing.tiny_qwen3_config(**sizes)
     model = _model(config, name, fmt, device, arguments.seed)
     twin, start = _twin(model, fmt), testing.adapter_state(model)
     data = list(bench_step._batches(config, arguments, length, device))

@@ -30,21 +30,22 @@ def compiler() -> list[str]:
 
 
 @functools.cache
-def load(source: str, with_torch: bool = False) -> ctypes.CDLL | str:
+def load(source: str, with_torch: bool = False, printed: str = "") -> ctypes.CDLL | str:
     """Load the shared library built from `csrc/<source>`, or return why there is none.
 
     Args:
         with_torch: whether it includes torch's headers and calls torch's libraries.
+        printed: what it includes as QFUSE_PRINTED, whose integers wrap around.
     """
     cxx = compiler()
     if not cxx:
         return "no C++ compiler: set CXX or install g++"
     path = Path(__file__).with_name(source)
-    flags = (*FLAGS, *(_torch_flags() if with_torch else ()))
+    flags = (*FLAGS, *(_torch_flags() if with_torch else ()), *(["-fwrapv"] if printed else []))
     try:  # a compiler that does not run, a folder without room
-        name = _name(path, cxx, flags)
+        name = _name(path, cxx, (*flags, printed))
         if kept.read(name) is None:
-            return _build(path, cxx, flags, name)
+            return _build(path, cxx, flags, name, printed)
         return ctypes.CDLL(str(kept.folder() / name))
     except RuntimeError as error:
         return str(error)
@@ -61,11 +62,14 @@ def _torch_flags() -> tuple[str, ...]:
     return (*folders, "-ltorch_cpu", "-lc10", f"-DQFUSE_TORCH={torch.__version__}")
 
 
-def _build(path: Path, cxx: Sequence[str], flags: Sequence[str], name: str) -> ctypes.CDLL:
+def _build(
+    path: Path, cxx: Sequence[str], flags: Sequence[str], name: str, printed: str
+) -> ctypes.CDLL:
     """Compile the library, keep it where that can be done, and load it."""
     with tempfile.TemporaryDirectory() as folder:  # a library that is loaded may be removed
-        built = Path(folder, name)
-        _compile(path, cxx, flags, built)
+        built, header = Path(folder, name), Path(folder, "printed.h")
+        header.write_text(printed)
+        _compile(path, cxx, (*flags, f'-DQFUSE_PRINTED="{header}"'), built)
         return ctypes.CDLL(str(kept.keep(name, built.read_bytes()) or built))
 
 

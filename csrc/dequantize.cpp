@@ -1,136 +1,212 @@
-// Dequantize 4-bit codebook weights on a CPU: out[r, c] = codebook[code] * scale, rounded once.
+// Dequantize on a CPU with what is printed of a format (inductor_q/decode/cpp.py), rounded once.
 //
-// The function is plain C over raw pointers, so that it builds in a second at first use and needs no
-// headers of torch. The codebook is an argument, since tables live in Python only. It is compiled with
-// -ffp-contract=off, and its results are those of the eager reference, bit for bit.
+// A part of a row at a time, codes are unpacked to bytes, and vectors of them are decoded and rounded.
+// Where neighbours in a vector do not share their scales, or codes that lie together span rows, each
+// element finds its own. The file is compiled with -ffp-contract=off and -fwrapv, and its results are
+// those of the eager reference, bit for bit.
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
+#include "lanes.h"
 #include "rounding.h"
-
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define QFUSE_AVX512 1
-#endif
 
 namespace {
 
-struct Scales {
-  const void* absmax;            // floats, or uint8 codes where scales are nested
-  const float* nested_codebook;  // nullptr where they are not
-  const float* nested_absmax;
-  const float* nested_offset;
-  int nested_shift;              // log2 of the nested blocksize, as a division costs what decode32 does
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
 
-  float at(int64_t b) const {
-    if (nested_codebook == nullptr) return static_cast<const float*>(absmax)[b];
-    const float value = nested_codebook[static_cast<const uint8_t*>(absmax)[b]];
-    return value * nested_absmax[b >> nested_shift] + nested_offset[0];
-  }
+// A vector of codes, each in a byte, before it is known how they are widened.
+struct Codes {
+  const uint8_t* bytes;
 };
 
-#ifdef QFUSE_AVX512
-// Decodes 8 packed bytes to 16 values, in order. Each byte becomes a 64-bit lane with its two codes.
-inline __m512 decode16(const uint8_t* packed, __m512 table, __m512 scale, bool high_first) {
-  const __m512i bytes =
-      _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed)));
-  const __m512i high = _mm512_srli_epi64(bytes, 4);  // no mask: permutexvar reads four bits only
-  const __m512i first = high_first ? high : bytes;
-  const __m512i second = high_first ? bytes : high;
-  const __m512i codes = _mm512_or_si512(first, _mm512_slli_epi64(second, 32));
-  return _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), scale);
+struct Weight {
+  const void* const* operands;
+  const int* dtypes;  // of operands that hold floating-point numbers, as in rounding.h
+  int64_t rows;
+  int64_t columns;
+  const float* table;  // the values of codes, where an operand has them
+};
+
+template <class To, class From>
+inline To same_bits(From a) {
+  static_assert(sizeof(To) == sizeof(From));
+  To b;
+  std::memcpy(&b, &a, sizeof b);
+  return b;
 }
 
-inline __m256i round_bfloat16(__m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  const __m512i rounded = _mm512_mask_mov_epi32(sum, nan, _mm512_set1_epi32(0x7fc00000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+inline int32_t to_int(int32_t a) { return a; }
+inline Ints to_int(Ints a) { return a; }
+inline Ints to_int(Codes codes) {
+  if constexpr (sizeof(Bytes) == sizeof(Ints)) return same_bits<Ints>(load_bytes(codes.bytes));
+  Ints a;
+  for (int j = 0; j < kLanes; ++j) a[j] = codes.bytes[j];
+  return a;
 }
+
+template <int kBits>
+inline Ints sign_extend(Codes codes) {
+#ifdef __AVX512F__
+  if (kBits == 8)
+    return same_bits<Ints>(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.bytes))));
+#endif
+  return (to_int(codes) << (32 - kBits)) >> (32 - kBits);
+}
+
+inline Ints operator+(Codes codes, int32_t n) { return to_int(codes) + n; }
+
+inline float to_float(float a) { return a; }
+inline float to_float(int32_t a) { return static_cast<float>(a); }
+inline Floats to_float(Ints a) { return __builtin_convertvector(a, Floats); }
+inline Floats to_float(Codes codes) { return to_float(to_int(codes)); }
+inline float as_float(int32_t a) { return same_bits<float>(a); }
+inline Floats as_float(Ints a) { return same_bits<Floats>(a); }
+inline int32_t as_int(float a) { return same_bits<int32_t>(a); }
+inline Ints as_int(Floats a) { return same_bits<Ints>(a); }
+
+// Looks up codes in a table; one of up to 32 values has room for 16 or 32.
+template <int kSize>
+inline Floats look_up(const float* values, Codes codes) {
+  const Ints code = to_int(codes);
+  if constexpr (kSize <= 32 && sizeof(Bytes) == sizeof(Ints)) {
+    const Bytes bytes = same_bits<Bytes>(code);
+    const Floats first = same_bits<Floats>(low(table(values), bytes));
+    if constexpr (kSize <= 16) return first;
+    return code < 16 ? first : same_bits<Floats>(low(table(values + 16), bytes));
+  }
+  Floats a;
+  for (int j = 0; j < kLanes; ++j) a[j] = values[code[j]];
+  return a;
+}
+
+#include QFUSE_PRINTED
+
+constexpr int64_t kPart = 256;  // columns that are decoded at a time
+static_assert(kPart % kTogether == 0);
 
 template <int kDtype>
-inline void decode32(const uint8_t* packed, __m512 table, __m512 scale, bool high_first, bool tiny,
-                     char* out) {
-  const __m512 a = decode16(packed, table, scale, high_first);
-  const __m512 b = decode16(packed + 8, table, scale, high_first);
-  if constexpr (kDtype == kFloat32) {
-    _mm512_storeu_ps(out, a);
-    _mm512_storeu_ps(out + 64, b);
-  } else if constexpr (kDtype == kBFloat16) {
+using Stored = std::conditional_t<kDtype == kFloat32, float, uint16_t>;
+
 #ifdef __AVX512BF16__
-    if (!tiny) {  // the instruction would flush denormals to zero
-      _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-      return;
-    }
+// Whether the instructions that round to bfloat16 would flush one of these to zero.
+inline bool has_denormals(Floats values) { return _mm512_fpclass_ps_mask(values, 0x20) != 0; }
 #endif
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), round_bfloat16(a));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), round_bfloat16(b));
+
+template <int kDtype>
+inline void store(Floats values, Stored<kDtype>* out) {
+  if constexpr (kDtype == kFloat32) {
+    std::memcpy(out, &values, sizeof values);
+    return;
+  }
+#ifdef __AVX512BF16__
+  if (kDtype == kBFloat16 && !has_denormals(values)) {
+    const auto rounded = _mm512_cvtneps_pbh(values);
+    std::memcpy(out, &rounded, sizeof rounded);
+    return;
+  }
+#endif
+#ifdef __AVX512F__
+  if (kDtype == kFloat16) {
+    const auto rounded = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    std::memcpy(out, &rounded, sizeof rounded);
+    return;
+  }
+#endif
+  for (int j = 0; j < kLanes; ++j) ::store(out, j, values[j], kDtype);
+}
+
+// Stores two vectors at once where that takes fewer instructions.
+template <int kDtype>
+inline void store(Floats first, Floats second, Stored<kDtype>* out) {
+#ifdef __AVX512BF16__
+  if (kDtype == kBFloat16 && !has_denormals(first) && !has_denormals(second)) {
+    const auto rounded = _mm512_cvtne2ps_pbh(second, first);
+    std::memcpy(out, &rounded, sizeof rounded);
+    return;
+  }
+#endif
+  store<kDtype>(first, out);
+  store<kDtype>(second, out + kLanes);
+}
+
+template <int kDtype>
+void decode_part(const Weight weight, int64_t row, int64_t first, int64_t count, int64_t group,
+                 Stored<kDtype>* out) {
+  const int64_t i = row * weight.columns + first;
+  const Unit* __restrict const qweight = static_cast<const Unit*>(weight.operands[0]);
+  uint8_t unpacked[kPart];
+  const uint8_t* codes = unpacked;
+  if constexpr (kTogether == 1) {
+    codes = qweight + i;
   } else {
-    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtps_ph(a, kNearest));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), _mm512_cvtps_ph(b, kNearest));
+    for (int64_t b = 0; b < count / kTogether; ++b)
+#pragma GCC unroll(kTogether > 8 ? 1 : kTogether)
+      for (int32_t lane = 0; lane < kTogether; ++lane)
+        unpacked[b * kTogether + lane] = static_cast<uint8_t>(code_of(
+            qweight, weight, row, i / kTogether + b, lane, first / kTogether + b, lane));
+  }
+  int64_t next = group - first % group;  // where others begin to share
+  for (int64_t j = 0; j < count; next += group) {
+    float found[kShared];
+    Floats shared[kShared];
+    share(weight, i + j, row, first + j, found);
+    for (int n = 0; n < kShared; ++n) shared[n] = same_bits<Floats>(splat(found[n]));
+    const int64_t end = std::min(count, next);
+    for (; j + 2 * kLanes <= end; j += 2 * kLanes)
+      store<kDtype>(value_of(weight, {codes + j}, shared),
+                    value_of(weight, {codes + j + kLanes}, shared), out + j);
+    for (; j < end; j += kLanes) store<kDtype>(value_of(weight, {codes + j}, shared), out + j);
+  }
+}
+
+// Decodes any part of a row into the columns of `out`, from `at` on.
+void decode_elements(const Weight& weight, int64_t row, int64_t first, int64_t count, int dtype,
+                     void* out, int64_t at) {
+  const Unit* const qweight = static_cast<const Unit*>(weight.operands[0]);
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t column = first + j, i = row * weight.columns + column;
+    float found[kShared];
+    Floats shared[kShared];
+    share(weight, i, row, column, found);
+    for (int n = 0; n < kShared; ++n) shared[n] = same_bits<Floats>(splat(found[n]));
+    uint8_t codes[kLanes] = {static_cast<uint8_t>(
+        code_of(qweight, weight, row, i / kTogether, i % kTogether, column / kTogether,
+                column % kTogether))};
+    ::store(out, at + j, value_of(weight, {codes}, shared)[0], dtype);
   }
 }
 
 template <int kDtype>
-void decode_row_fast(const uint8_t* packed, const float* codebook, const Scales& scales,
-                     int64_t block, int64_t start, int64_t cols, bool high_first, char* out) {
-  constexpr int kSize = kDtype == kFloat32 ? 4 : 2;
-  const __m512 table = _mm512_loadu_ps(codebook);
-  const uint8_t* source = packed + start / 2;
-  int64_t b = start / block;
-  int64_t left = block - start % block;  // divided once a row: a division costs what decode32 does
-  for (int64_t c = 0; c < cols; ++b, left = block) {
-    const float block_scale = scales.at(b);
-    const bool tiny = std::fabs(block_scale) < 1e-30f;
-    const __m512 scale = _mm512_set1_ps(block_scale);
-    const int64_t end = c + left < cols ? c + left : cols;
-    for (; c < end; c += 32)
-      decode32<kDtype>(source + c / 2, table, scale, high_first, tiny, out + c * kSize);
-  }
-}
-#endif
-
-void decode_row(const uint8_t* packed, const float* codebook, const Scales& scales, int64_t block,
-                int64_t start, int64_t cols, bool high_first, int dtype, void* out) {
-  int64_t current = -1;
-  float scale = 0.0f;
-  for (int64_t c = 0; c < cols; ++c) {
-    const int64_t i = start + c;
-    if (i / block != current) scale = scales.at(current = i / block);
-    const bool high = (i % 2 == 0) == high_first;
-    const uint8_t byte = packed[i / 2];
-    store(out, c, codebook[high ? byte >> 4 : byte & 15] * scale, dtype);
+void decode(const Weight& weight, int64_t out_stride, int64_t group, void* out) {
+  const bool in_parts = weight.columns % kTogether == 0 && group % kLanes == 0;
+#pragma omp parallel for schedule(static) if (weight.rows * weight.columns > 65536)
+  for (int64_t row = 0; row < weight.rows; ++row) {
+    for (int64_t first = 0; first < weight.columns; first += kPart) {
+      const int64_t count = std::min(kPart, weight.columns - first), at = row * out_stride + first;
+      if (in_parts)
+        decode_part<kDtype>(weight, row, first, count, group, static_cast<Stored<kDtype>*>(out) + at);
+      else
+        decode_elements(weight, row, first, count, kDtype, out, at);
+    }
   }
 }
 
 }  // namespace
 
-extern "C" void qfuse_dequantize_4bit(
-    const uint8_t* packed, const float* codebook, const void* absmax, const float* nested_codebook,
-    const float* nested_absmax, const float* nested_offset, int64_t nested_block, int64_t block,
-    int64_t rows, int64_t cols, int64_t out_stride, int high_first, int dtype, void* out) {
-  const Scales scales{absmax, nested_codebook, nested_absmax, nested_offset,
-                      __builtin_ctzll(static_cast<unsigned long long>(nested_block))};
-  const int64_t size = dtype == kFloat32 ? 4 : 2;
-#pragma omp parallel for schedule(static) if (rows * cols > 65536)
-  for (int64_t r = 0; r < rows; ++r) {
-    char* row = static_cast<char*>(out) + r * out_stride * size;
-    const int64_t start = r * cols;
-#ifdef QFUSE_AVX512
-    if (cols % 32 == 0 && block % 32 == 0) {
-      if (dtype == kFloat32)
-        decode_row_fast<kFloat32>(packed, codebook, scales, block, start, cols, high_first, row);
-      else if (dtype == kBFloat16)
-        decode_row_fast<kBFloat16>(packed, codebook, scales, block, start, cols, high_first, row);
-      else
-        decode_row_fast<kFloat16>(packed, codebook, scales, block, start, cols, high_first, row);
-      continue;
-    }
-#endif
-    decode_row(packed, codebook, scales, block, start, cols, high_first, dtype, row);
-  }
+// group: how many neighbours in a row share their scales, from each multiple on.
+extern "C" void qfuse_dequantize(const void* const* operands, const int* dtypes, int64_t rows,
+                                 int64_t columns, int64_t out_stride, int64_t group, int dtype,
+                                 void* out) {
+  float table[std::max(kTable, 32)] = {};
+  for (int e = 0; e < kTable; ++e)
+    table[e] = widen(operands[kTableOperand], e, dtypes[kTableOperand]);
+  const Weight weight{operands, dtypes, rows, columns, table};
+  if (dtype == kFloat32) decode<kFloat32>(weight, out_stride, group, out);
+  else if (dtype == kBFloat16) decode<kBFloat16>(weight, out_stride, group, out);
+  else decode<kFloat16>(weight, out_stride, group, out);
 }

@@ -34,25 +34,6 @@ constexpr int64_t kTilesFrom = 5;                // rows of x from which the mat
 constexpr int64_t kPairsFrom = 3;                // likewise, for products of pairs
 constexpr int64_t kGrain = 1 << 16;              // elements of weights that are worth a thread
 
-inline float widen(const void* p, int64_t i, int dtype) {
-  switch (dtype) {
-    case kFloat32: return static_cast<const float*>(p)[i];
-    case kBFloat16: {
-      const uint32_t bits = uint32_t{static_cast<const uint16_t*>(p)[i]} << 16;
-      float value;
-      std::memcpy(&value, &bits, 4);
-      return value;
-    }
-    case kFloat16: {
-      Half half;
-      std::memcpy(&half, static_cast<const uint16_t*>(p) + i, 2);
-      return static_cast<float>(half);
-    }
-    case kUInt8: return static_cast<const uint8_t*>(p)[i];
-    default: return static_cast<const int8_t*>(p)[i];
-  }
-}
-
 // How x and the values of codes are multiplied: as float32 of every processor.
 struct Widened {
   using Number = float;

@@ -37,7 +37,6 @@ struct QfuseWeight {
 }
 
 enum Zero { kNone = 0, kCode = 1, kValue = 2 };  // (code - zero) * scale; code * scale + zero
-constexpr int kUInt8 = 3, kInt8 = 4;             // dtypes beside those of rounding.h
 
 // Floats that start a line of the cache: a vector that lies across two takes two loads.
 class Buffer {

@@ -1,4 +1,4 @@
-// Store a float32 in the dtype asked for, rounded to nearest even, as torch does.
+// Read a number of any dtype as float32; store one, rounded to nearest even, as torch does.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@ using Half = __fp16;
 using Half = _Float16;
 #endif
 
-enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// Those that a result may have come first.
+enum Dtype { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kUInt8 = 3, kInt8 = 4 };
 
 inline uint16_t to_bfloat16(float value) {
   uint32_t bits;
@@ -30,4 +31,23 @@ inline void store(void* out, int64_t i, float value, int dtype) {
   if (dtype == kFloat32) static_cast<float*>(out)[i] = value;
   else if (dtype == kBFloat16) static_cast<uint16_t*>(out)[i] = to_bfloat16(value);
   else static_cast<uint16_t*>(out)[i] = to_float16(value);
+}
+
+inline float widen(const void* p, int64_t i, int dtype) {
+  switch (dtype) {
+    case kFloat32: return static_cast<const float*>(p)[i];
+    case kBFloat16: {
+      const uint32_t bits = uint32_t{static_cast<const uint16_t*>(p)[i]} << 16;
+      float value;
+      std::memcpy(&value, &bits, 4);
+      return value;
+    }
+    case kFloat16: {
+      Half half;
+      std::memcpy(&half, static_cast<const uint16_t*>(p) + i, 2);
+      return static_cast<float>(half);
+    }
+    case kUInt8: return static_cast<const uint8_t*>(p)[i];
+    default: return static_cast<const int8_t*>(p)[i];
+  }
 }

@@ -343,6 +343,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-h200": lambda: quality("h200"),
     "format-decodes": format_figures.decodes,
     "format-training": format_figures.training,
+    "format-cpu": format_figures.on_cpu,
     "moe-formats": format_figures.experts,
     "moe-recipes": moe_figures.recipes,
     "moe-providers": moe_figures.providers,

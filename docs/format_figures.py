@@ -27,6 +27,7 @@ STEPS = (
 )
 #: A format that no other peer can train, or decode in a compiled graph.
 ALONE = "formats_step_int4-h200"
+CPU = "formats-cpu"
 EXPERTS = ("moe_mxfp4-h200", "moe_nvfp4-h200")
 
 
@@ -55,17 +56,34 @@ def training() -> str:
             shown = (_time(name, peer, case, 1e3) for peer in ("eager", "inductor", "qfuse"))
             peers = [peer for peer in ("inductor", "qfuse") if rows(name, peer, **case)]
             peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
-            ratio = "none"
-            if len(peers) == 2:
-                own, stock = (seconds(name, peer, **case) for peer in ("qfuse", "inductor"))
-                ratio = f"{own / stock:.2f}"
             what = "linear" if part == "linear" else case["size"]
             share = percent(row(name, "qfuse", **case)["roof_fraction"])
-            sizes = (ratio, share, *["none"] * (2 - len(peaks)), *peaks)
+            sizes = (_ratio(name, case), share, *["none"] * (2 - len(peaks)), *peaks)
             body.append((case["format"], what, *shown, *sizes))
     header = ("format", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
     more = ("qfuse, share of the roof", "peak, stock", "peak, qfuse")
     return f"{table((*header, *more), body)}\n\n{source(ONE, *STEPS, ALONE)}"
+
+
+def on_cpu() -> str:
+    """Write decodes, and qfuse over stock Inductor in a linear layer and a step, by rows."""
+    found = cases(CPU)
+    body = []
+    for format in dict.fromkeys(case["format"] for case in found):
+        decode = next(c for c in found if (c["part"], c["format"]) == ("dequantize", format))
+        times = (_time(CPU, peer, decode, 1e6) for peer in ("eager", "inductor", "qfuse"))
+        pairs = [c for c in found if c["format"] == format and c["part"] != "dequantize"]
+        body.append((format, *times, *(_ratio(CPU, case) for case in pairs)))
+    decoded = ("its library", "the same under stock Inductor", "qfuse")
+    rows_of = [f"{part}, {m}" for part in ("linear", "step") for m in (16, 128, 512)]
+    return f"{table(('format', *decoded, *rows_of), body)}\n\n{source(CPU)}"
+
+
+def _ratio(name: str, case: dict[str, Any]) -> str:
+    """Write the time of qfuse over that of stock Inductor, where that has one."""
+    if not rows(name, "inductor", **case):
+        return "none"
+    return f"{seconds(name, 'qfuse', **case) / seconds(name, 'inductor', **case):.2f}"
 
 
 def experts() -> str:

@@ -1,1 +1,1 @@
-"""Interpreters of `QuantFormat.decode`: eager torch, Inductor loops, Triton source."""
+"""Interpreters of `QuantFormat.decode`: eager torch, Inductor loops, Triton and C++ source."""

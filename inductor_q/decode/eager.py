@@ -77,6 +77,9 @@ class Eager:
     def with_bit(self, code: Tensor, bit: Tensor, position: int) -> Tensor:
         return code | (bit << position)
 
+    def sign_extend(self, code: Tensor, bits: int) -> Tensor:
+        return torch.where(code < 1 << bits - 1, code, code - (1 << bits))
+
     def add_int(self, a: Tensor, n: int) -> Tensor:
         return a + n
 

@@ -114,6 +114,9 @@ class Loops:
         shifted = ops.bitwise_left_shift(bit, ops.constant(position, torch.int32))
         return ops.bitwise_or(code, shifted)
 
+    def sign_extend(self, code: Any, bits: int) -> Any:
+        return ops.where(self.less(code, 1 << bits - 1), code, self.add_int(code, -(1 << bits)))
+
     def add_int(self, a: Any, n: int) -> Any:
         return ops.add(a, ops.constant(n, torch.int32))
 

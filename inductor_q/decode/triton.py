@@ -12,26 +12,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inductor_q.decode.infix import Infix
 from inductor_q.formats import QuantFormat
 
 
-class Printer:
-    """Interprets a decode by writing one assignment per operation.
+class Printer(Infix):
+    """Prints a decode for Triton.
 
     mask: the name of the mask of every load of an operand, or None.
     """
 
     def __init__(self, mask: str | None) -> None:
-        self.lines: list[str] = []
+        super().__init__()
         self.operands: dict[str, None] = {}
         self.tables: dict[tuple[float, ...], None] = {}
         self._sizes: set[str] = set()
         self._mask = mask
 
-    def _let(self, expression: str) -> str:
-        name = f"t{len(self.lines)}"
-        self.lines.append(f"{name} = {expression}")
-        return name
+    def assign(self, name: str, expression: str) -> str:
+        return f"{name} = {expression}"
 
     def _read(self, pointer: str, index: str) -> str:
         guard = f", mask={self._mask}, other=0" if self._mask else ""
@@ -98,26 +97,9 @@ class Printer:
         word = self.to_int(word)
         return self._let(f"({word} >> ({lane} * {bits}).to(tl.int32)) & {(1 << bits) - 1}")
 
-    def with_bit(self, code: str, bit: str, position: int) -> str:
-        return self._let(f"{code} | ({bit} << {position})")
-
-    def add_int(self, a: str, n: int) -> str:
-        return self._let(f"{a} + {n}")
-
-    def and_int(self, a: str, n: int) -> str:
-        return self._let(f"{a} & {n}")
-
-    def or_int(self, a: str, n: int) -> str:
-        return self._let(f"{a} | {n}")
-
-    def shift_left(self, a: str, n: int) -> str:
-        return self._let(f"{a} << {n}")
-
-    def shift_right(self, a: str, n: int) -> str:
-        return self._let(f"{a} >> {n}")
-
-    def less(self, a: str, n: int) -> str:
-        return self._let(f"{a} < {n}")
+    def sign_extend(self, code: str, bits: int) -> str:
+        less = self.less(code, 1 << bits - 1)
+        return self.where(less, code, self.add_int(code, -(1 << bits)))
 
     def where(self, condition: str, a: str, b: str) -> str:
         return self._let(f"tl.where({condition}, {a}, {b})")
@@ -133,15 +115,6 @@ class Printer:
 
     def times(self, a: str, factor: float) -> str:
         return self._let(f"{a} * {factor!r}")
-
-    def mul(self, a: str, b: str) -> str:
-        return self._let(f"{a} * {b}")
-
-    def add(self, a: str, b: str) -> str:
-        return self._let(f"{a} + {b}")
-
-    def sub(self, a: str, b: str) -> str:
-        return self._let(f"{a} - {b}")
 
     def div(self, a: str, b: str) -> str:
         return self._let(f"tl.div_rn({a}, {b})")

@@ -126,12 +126,6 @@ def rounded(o: Ops[I, V], a: V, dtype: str) -> V:
     return o.as_float(o.where(is_finite, near, bits))  # a GPU's NaN has all bits set
 
 
-def sign_extend(o: Ops[I, V], code: V, bits: int) -> V:
-    """Read a code of so many bits as a number in two's complement."""
-    half = 1 << bits - 1
-    return o.where(o.less(code, half), code, o.add_int(code, -2 * half))
-
-
 @dataclass(frozen=True)
 class Integer:
     """The value is a signed integer of 8 bits."""
@@ -145,7 +139,7 @@ class Integer:
         return ()
 
     def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
-        return scaled(o, o.to_float(sign_extend(o, code, 8)), shared)
+        return scaled(o, o.to_float(o.sign_extend(code, 8)), shared)
 
 
 @dataclass(frozen=True)
@@ -169,7 +163,7 @@ class Affine:
 
     def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
         scale, zero_point = shared
-        code = sign_extend(o, code, self.signed_bits) if self.signed_bits else code
+        code = o.sign_extend(code, self.signed_bits) if self.signed_bits else code
         return o.mul(o.sub(o.to_float(code), zero_point), scale)
 
 
@@ -217,5 +211,5 @@ class Shifted:
 
     def decode(self, o: Ops[I, V], code: V, *shared: V) -> V:
         scale, zero_point = shared
-        number = o.add_int(code, -8) if self.is_offset else sign_extend(o, code, 4)
+        number = o.add_int(code, -8) if self.is_offset else o.sign_extend(code, 4)
         return o.add(o.mul(o.to_float(number), scale), zero_point)

@@ -2,7 +2,7 @@
 
 `decode(o, i)` is written once against the operations `o` of `formats.ops` and run by the
 interpreters in `inductor_q.decode`: eager torch (the reference and the fake), Inductor's loop-level
-ops (the lowering) and a printer of Triton device code. Nothing here knows torch.
+ops (the lowering), printers of Triton device code and of C++. Nothing here knows torch.
 """
 
 from __future__ import annotations

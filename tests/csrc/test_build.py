@@ -60,6 +60,15 @@ def test_build_is_cached_by_content(
     assert len(built(tmp_path)) == 3
 
 
+def test_what_is_printed_is_included_and_names_the_library(load: Loader, tmp_path: Path) -> None:
+    load("#include QFUSE_PRINTED\n" + ANSWER.replace("42", "printed"))
+    for answer in (42, 43):
+        printed = f"constexpr int printed = {answer};"
+        library: Any = build.load.__wrapped__("answer.cpp", printed=printed)
+        assert library.answer() == answer
+    assert len(built(tmp_path)) == 2
+
+
 def test_build_failure_is_a_reason(load: Loader, tmp_path: Path) -> None:
     reason = load("this is no C++;\n")
     assert isinstance(reason, str)

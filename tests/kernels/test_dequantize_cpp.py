@@ -1,4 +1,4 @@
-"""The C++ kernel: any layout, any scale, any processor and number of threads."""
+"""The C++ kernel: any layout, operands and scale, any processor and number of threads."""
 
 from __future__ import annotations
 
@@ -11,25 +11,71 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inductor_q.csrc import build
+from inductor_q.decode import cpp
 from inductor_q.formats import FORMATS, QuantFormat
+from inductor_q.formats.bnb import NF4
+from inductor_q.formats.codec import Table
+from inductor_q.formats.layout import HIGH_FIRST, Interleaved
+from inductor_q.formats.minifloat import E4M3
+from inductor_q.formats.operand import FLOATS
+from inductor_q.formats.packing import BytePacking
+from inductor_q.formats.scale import BlockScale, GroupScale, NestedScale
 from inductor_q.kernels import dequantize_cpp, dequantize_reference
 from inductor_q.kernels.calls import Dequantize
-from tests.support.dequantize_kernels import SCALES, check
-from tests.support.quantized import DTYPES, assert_same_bits, needs_0_50
+from inductor_q.kernels.dequantize import write
+from tests.support.dequantize_kernels import LAYOUTS, SCALES, check
+from tests.support.quantized import DTYPES, assert_same_bits, forget_kernels, needs_0_50, sample
 
 _FMT = FORMATS["nf4_b64"]
+
+#: One of each packing, codec and kind of scale.
+NAMES = (
+    *("nf4_b64_nested", "int8_absmax", "kbit3_e4m4", "kbit5_fp16", "int4_g32", "int8_g64"),
+    *("int8_tensor", "int4_plain_g32", "int4_tiles_g32", "fp8_e4m3_row", "fp8_e5m2_tensor"),
+    *("fp8_e4m3_128x128", "mxfp4", "mxfp8_e4m3", "nvfp4_rows", "nvfp4_divided_rows"),
+    *("nvfp4_tiles", "nf4_tensor_b64", "hqq2_g16_bf16", "hqq4_g64_fp16"),
+)
 
 
 @needs_0_50
 @given(
-    layout=st.tuples(st.integers(1, 9), st.integers(1, 200), st.integers(0, 70)),
-    name=st.sampled_from(
-        [f.name for f in FORMATS.values() if not dequantize_cpp.KERNEL.unknown(f)]
-    ),
+    layout=st.tuples(st.integers(1, 9), st.integers(1, 600), st.integers(0, 70)),
+    name=st.sampled_from(NAMES),
     dtype=st.sampled_from(DTYPES),
 )
 def test_cpp_on_any_layout(layout: tuple[int, int, int], name: str, dtype: torch.dtype) -> None:
     check(dequantize_cpp.KERNEL, FORMATS[name], layout, dtype)
+
+
+#: Compositions that no library writes.
+OTHERS = (
+    QuantFormat("i8", BytePacking(8), Table("values", 256), (BlockScale("absmax", 64),)),
+    QuantFormat("t2", BytePacking(2, HIGH_FIRST), Table("values", 4), (BlockScale("absmax", 24),)),
+    QuantFormat("w4", BytePacking(4, Interleaved(2), 4), NF4, (GroupScale("scale", 32, E4M3),)),
+    QuantFormat(
+        "odd",
+        BytePacking(4, HIGH_FIRST),
+        NF4,
+        (NestedScale("absmax", 64, Table("t", 256), BlockScale("outer", 100), "offset"),),
+    ),
+)
+
+
+@pytest.mark.parametrize("fmt", OTHERS, ids=[fmt.name for fmt in OTHERS])
+def test_cpp_decodes_formats_that_no_library_writes(fmt: QuantFormat) -> None:
+    for layout in LAYOUTS:
+        check(dequantize_cpp.KERNEL, fmt, layout, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_cpp_reads_numbers_of_any_dtype(dtype: str) -> None:
+    fmt, shape = FORMATS["int4_plain_g32"], (4, 96)
+    operands, _ = sample(fmt, shape)
+    operands[1:] = [operand.to(getattr(torch, dtype)) for operand in operands[1:]]
+    out, expected = torch.empty(shape), torch.empty(shape)
+    dequantize_cpp.KERNEL.run(Dequantize(operands, fmt, out))
+    dequantize_reference.KERNEL.run(Dequantize(operands, fmt, expected))
+    assert_same_bits(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,7 +97,7 @@ def test_cpp_on_denormal_and_extreme_scales(
 
 
 @needs_0_50
-@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f"])
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx2"])
 def test_cpp_as_other_processors_run_it(
     flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -63,19 +109,40 @@ def test_cpp_as_other_processors_run_it(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
     monkeypatch.setattr(build, "load", build.load.__wrapped__)
-    function = dequantize_cpp._function.__wrapped__()
-    assert not isinstance(function, str), function
-    monkeypatch.setattr(dequantize_cpp, "_function", lambda: function)
-    planes = dequantize_cpp._kbit_function.__wrapped__()
-    assert not isinstance(planes, str), planes
-    monkeypatch.setattr(dequantize_cpp, "_kbit_function", lambda: planes)
-    for name in ("nf4_b64", "fp4_b32_nested", "kbit3_fp16", "kbit5_e4m4"):
+    functions = {name: _built(name) for name in (_FMT.name, "int8_g64", "nvfp4_rows", "kbit5_fp16")}
+    monkeypatch.setattr(dequantize_cpp, "_function", lambda fmt: functions[fmt.name])
+    for name in functions:
         for dtype in DTYPES:
             check(dequantize_cpp.KERNEL, FORMATS[name], (4, 128, 64), dtype)
             check(dequantize_cpp.KERNEL, FORMATS[name], (5, 7, 2), dtype)
     for dtype in DTYPES:
         for absmax in SCALES.values():
             test_cpp_on_denormal_and_extreme_scales(absmax, 64, dtype)
+
+
+def _built(name: str) -> object:
+    function = dequantize_cpp._function.__wrapped__(FORMATS[name])
+    assert not isinstance(function, str), function
+    return function
+
+
+def test_a_format_that_does_not_compile_is_served_by_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if dequantize_cpp.KERNEL.missing():
+        pytest.skip("no C++ compiler here")
+    source = {dequantize_cpp.PROBE: cpp.source(dequantize_cpp.PROBE)}
+    monkeypatch.setattr(cpp, "source", lambda fmt: source.get(fmt, "this is no C++;\n"))
+    monkeypatch.setattr(dequantize_cpp, "_function", dequantize_cpp._function.__wrapped__)
+    forget_kernels(monkeypatch)
+    fmt = FORMATS["int8_g64"]
+    operands, values = sample(fmt, (4, 128))
+    out = torch.empty(4, 128)
+    write(operands, fmt, out)
+    assert_same_bits(out, values)
+    (told,) = caplog.messages
+    assert told.startswith("dequantize: provider 'cpp' is not used: ")
+    assert "failed on dequantize.cpp: " in told
 
 
 def test_cpp_on_a_large_weight_in_threads() -> None:

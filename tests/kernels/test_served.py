@@ -32,7 +32,7 @@ INT4 = {
 EVERY = NIBBLES | PLANES | OTHERS
 
 SERVED: dict[tuple[str, str, str], set[str]] = {
-    ("dequantize", "cpu", "cpp"): NIBBLES | PLANES,
+    ("dequantize", "cpu", "cpp"): EVERY,
     ("dequantize", "cpu", "reference"): EVERY,
     ("dequantize", "cuda", "cuda"): PLANES,
     ("dequantize", "cuda", "triton"): EVERY,
