@@ -68,15 +68,16 @@ def training() -> str:
 def on_cpu() -> str:
     """Write decodes, and qfuse over stock Inductor in a linear layer and a step, by rows."""
     found = cases(CPU)
+    sizes = dict.fromkeys((c["part"], c["size"]) for c in found if c["part"] != "dequantize")
     body = []
     for format in dict.fromkeys(case["format"] for case in found):
-        decode = next(c for c in found if (c["part"], c["format"]) == ("dequantize", format))
+        own = {(c["part"], c["size"]): c for c in found if c["format"] == format}
+        decode = next(case for (part, _), case in own.items() if part == "dequantize")
         times = (_time(CPU, peer, decode, 1e6) for peer in ("eager", "inductor", "qfuse"))
-        pairs = [c for c in found if c["format"] == format and c["part"] != "dequantize"]
-        body.append((format, *times, *(_ratio(CPU, case) for case in pairs)))
+        body.append((format, *times, *(_ratio(CPU, own[s]) if s in own else "" for s in sizes)))
     decoded = ("its library", "the same under stock Inductor", "qfuse")
-    rows_of = [f"{part}, {m}" for part in ("linear", "step") for m in (16, 128, 512)]
-    return f"{table(('format', *decoded, *rows_of), body)}\n\n{source(CPU)}"
+    header = ("format", *decoded, *(" ".join(size) for size in sizes))
+    return f"{table(header, body)}\n\n{source(CPU)}"
 
 
 def _ratio(name: str, case: dict[str, Any]) -> str:
