@@ -92,6 +92,16 @@ def functions_at_limit() -> int:
     return _counted()["limits"]
 
 
+def count_anew() -> None:
+    """Count breaks and refused graphs from here on.
+
+    A reset does this by itself where this backend compiled a graph since the reset before it: torch
+    tells no backend that it has not called.
+    """
+    global _before
+    _before = _all()
+
+
 def _counted() -> Counter[str]:
     """Return what torch has counted since the last reset, or since its counters were cleared."""
     return Counter(
@@ -251,10 +261,9 @@ def qfuse_backend() -> Any:
 
 def _reset() -> None:
     """Forget the reports; `torch.compiler.reset()` calls this."""
-    global _before
     _reports.clear()
     corrections.forget()
-    _before = _all()
+    count_anew()
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()

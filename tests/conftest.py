@@ -33,6 +33,14 @@ def choose_again() -> None:
     forget()
 
 
+@pytest.fixture(autouse=True)
+def count_again() -> None:
+    """A break of an earlier test is not counted, whichever backend compiled around it."""
+    from inductor_q.backend import count_anew
+
+    count_anew()
+
+
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["graph", "code"])
 def graph_or_code(request: pytest.FixtureRequest) -> Iterator[None]:
     """For a test of what passes make of a graph: the default group runs that graph op by op, the

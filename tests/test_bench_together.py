@@ -14,8 +14,11 @@ from benchmarks import together
 from benchmarks.__main__ import main
 
 MEASURES = """
-import json, sys, time
+import json, pathlib, sys, time
 from benchmarks.alone import alone
+deadline = time.monotonic() + 60
+while not pathlib.Path(sys.argv[2]).exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
 seen = []
 for _ in range(3):
     with alone(), alone():
@@ -27,8 +30,9 @@ for _ in range(3):
 json.dump(seen, open(sys.argv[1], "w"))
 """
 COUNTS = """
-import json, sys, time
+import json, pathlib, sys, time
 ticks = [time.monotonic()]
+pathlib.Path(sys.argv[2]).touch()
 while ticks[-1] - ticks[0] < 4:
     time.sleep(0.01)
     ticks.append(time.monotonic())
@@ -48,9 +52,10 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_measures_while_the_others_stand_still(modules: Path) -> None:
     names = ("a", "b")
-    lines = [f"{name}: measures {modules / name}.json" for name in names]
+    counting = modules / "counting"  # c takes longer to start on some machines than a to measure
+    lines = [f"{name}: measures {modules / name}.json {counting}" for name in names]
     plan = modules / "plan.txt"
-    plan.write_text("\n".join([*lines, "# stands still", "", "c: counts {json}"]))
+    plan.write_text("\n".join([*lines, "# stands still", "", f"c: counts {{json}} {counting}"]))
     assert main(["together", str(plan), "--out", str(modules / "out")]) == 0
     spans = [span for name in names for span in json.loads((modules / f"{name}.json").read_text())]
     spans.sort()
@@ -66,7 +71,8 @@ def test_who_dies_while_it_measures_stops_nobody(modules: Path) -> None:
     dies += "time.sleep(1)\nwith alone():\n    os.kill(os.getpid(), 9)\n"
     head = (modules / "measures.py").read_text().splitlines()[0]
     (modules / "dies.py").write_text(f"{head}\n{dies}")
-    commands = {"dies": ["dies"], "c": ["counts", str(modules / "c.json")]}
+    counts = ["counts", str(modules / "c.json"), str(modules / "counting")]
+    commands = {"dies": ["dies"], "c": counts}
     began = time.monotonic()
     assert together.run(commands, modules / "out", 300) == 1
     assert time.monotonic() - began < 200
@@ -74,7 +80,7 @@ def test_who_dies_while_it_measures_stops_nobody(modules: Path) -> None:
 
 
 def test_what_takes_too_long_is_stopped(modules: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = {"c": ["counts", str(modules / "c.json")]}
+    commands = {"c": ["counts", str(modules / "c.json"), str(modules / "counting")]}
     assert together.run(commands, modules / "out", 1) == 1
     assert "c: stopped after" in capsys.readouterr().out
     assert not (modules / "c.json").exists()

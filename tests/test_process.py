@@ -55,6 +55,15 @@ def test_layers_are_counted_over_all_graphs() -> None:
     assert last is not None and last.summary().startswith("qfuse: graph 1/0, training; preset")
 
 
+def test_breaks_of_another_backend_count_until_counted_anew() -> None:
+    torch.compiler.reset()
+    torch.compile(Two(), backend="eager")(torch.ones(4, 64, dtype=torch.bfloat16))
+    torch.compiler.reset()  # of which torch tells "eager" alone
+    assert inductor_q.backend.graph_breaks() == 1
+    inductor_q.backend.count_anew()
+    assert inductor_q.backend.graph_breaks() == 0
+
+
 def test_a_layer_that_no_graph_reads_counts() -> None:
     model = Two()
     run(model, both=False)
