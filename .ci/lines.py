@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 3375,
     "docs": 1505,
     "examples": 1140,
-    "inductor_q": 5690,
+    "inductor_q": 5700,
     "inductor_q/capture": 2420,
     "inductor_q/commands": 1080,
     "inductor_q/decode": 720,
