@@ -16,8 +16,8 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7510,
-    "csrc": 3375,
+    "benchmarks": 7520,
+    "csrc": 3420,
     "docs": 1505,
     "examples": 1140,
     "inductor_q": 5700,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1000,
     "lowerings": 760,
     "passes": 6275,
-    "tests": 39800,
+    "tests": 39950,
 }
 
 
