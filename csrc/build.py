@@ -7,10 +7,13 @@ only if it is whole: a library that misses its end would end the process with SI
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,9 +47,10 @@ def load(source: str, with_torch: bool = False, printed: str = "") -> ctypes.CDL
     flags = (*FLAGS, *(_torch_flags() if with_torch else ()), *(["-fwrapv"] if printed else []))
     try:  # a compiler that does not run, a folder without room
         name = _name(path, cxx, (*flags, printed))
-        if kept.read(name) is None:
-            return _build(path, cxx, flags, name, printed)
-        return ctypes.CDLL(str(kept.folder() / name))
+        if kept.read(name) is not None:
+            with contextlib.suppress(OSError):  # whole, but of libraries that have changed
+                return ctypes.CDLL(str(kept.folder() / name))
+        return _build(path, cxx, flags, name, printed)
     except RuntimeError as error:
         return str(error)
     except OSError as error:
@@ -75,7 +79,7 @@ def _build(
 
 def _name(path: Path, cxx: Sequence[str], flags: Sequence[str]) -> str:
     headers = (header.read_text() for header in sorted(path.parent.glob("*.h")))
-    key = "\0".join((path.read_text(), *headers, *flags, toolchain(cxx)))
+    key = "\0".join((path.read_text(), *headers, *cxx, *flags, toolchain(cxx)))
     digest = hashlib.sha256(key.encode()).hexdigest()[:20]
     return f"{path.stem}-{digest}.so"
 
@@ -86,9 +90,15 @@ def toolchain(cxx: Sequence[str]) -> str:
     -march=native: machines with other processors may share the folder.
     """
     version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
+    key = "\0".join((version, platform.machine(), *_processor()))
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _processor() -> list[str]:
+    """Return what Linux says of what processors can do: x86's flags, or ARM's features and part."""
     cpu = Path("/proc/cpuinfo")
-    flags = cpu.read_text().partition("flags")[2].partition("\n")[0] if cpu.exists() else ""
-    return hashlib.sha256(f"{version}\0{flags}".encode()).hexdigest()[:16]
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    return sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part"))})
 
 
 def _compile(path: Path, cxx: Sequence[str], flags: Sequence[str], target: Path) -> None:
@@ -100,5 +110,7 @@ def _compile(path: Path, cxx: Sequence[str], flags: Sequence[str], target: Path)
     command = [*cxx, "-o", str(target), str(path), *flags]  # libraries come last
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
-        error = run.stderr.strip()[-400:]
+        said = run.stderr.strip()
+        first = re.search(r"^\S+:\d+:\d+: (fatal )?error:", said, re.MULTILINE)
+        error = said[first.start() :][:400] if first else said[-400:]  # the rest may follow from it
         raise RuntimeError(f"{shlex.join(cxx)} failed on {path.name}: {error}")

@@ -50,7 +50,7 @@ inline Ints to_int(Codes codes) {
 
 template <int kBits>
 inline Ints sign_extend(Codes codes) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && defined(__AVX512BW__)
   if (kBits == 8)
     return same_bits<Ints>(
         _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.bytes))));
@@ -110,7 +110,7 @@ inline void store(Floats values, Stored<kDtype>* out) {
     return;
   }
 #endif
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && defined(__AVX512BW__)
   if (kDtype == kFloat16) {
     const auto rounded = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     std::memcpy(out, &rounded, sizeof rounded);
@@ -182,9 +182,10 @@ void decode_elements(const Weight& weight, int64_t row, int64_t first, int64_t c
 }
 
 template <int kDtype>
-void decode(const Weight& weight, int64_t out_stride, int64_t group, void* out) {
+void decode(const Weight& weight, int64_t out_stride, int64_t group, int threads, void* out) {
   const bool in_parts = weight.columns % kTogether == 0 && group % kLanes == 0;
-#pragma omp parallel for schedule(static) if (weight.rows * weight.columns > 65536)
+  if (weight.rows * weight.columns <= 65536) threads = 1;
+#pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t row = 0; row < weight.rows; ++row) {
     for (int64_t first = 0; first < weight.columns; first += kPart) {
       const int64_t count = std::min(kPart, weight.columns - first), at = row * out_stride + first;
@@ -201,12 +202,12 @@ void decode(const Weight& weight, int64_t out_stride, int64_t group, void* out) 
 // group: how many neighbours in a row share their scales, from each multiple on.
 extern "C" void qfuse_dequantize(const void* const* operands, const int* dtypes, int64_t rows,
                                  int64_t columns, int64_t out_stride, int64_t group, int dtype,
-                                 void* out) {
+                                 int threads, void* out) {
   float table[std::max(kTable, 32)] = {};
   for (int e = 0; e < kTable; ++e)
     table[e] = widen(operands[kTableOperand], e, dtypes[kTableOperand]);
   const Weight weight{operands, dtypes, rows, columns, table};
-  if (dtype == kFloat32) decode<kFloat32>(weight, out_stride, group, out);
-  else if (dtype == kBFloat16) decode<kBFloat16>(weight, out_stride, group, out);
-  else decode<kFloat16>(weight, out_stride, group, out);
+  if (dtype == kFloat32) decode<kFloat32>(weight, out_stride, group, threads, out);
+  else if (dtype == kBFloat16) decode<kBFloat16>(weight, out_stride, group, threads, out);
+  else decode<kFloat16>(weight, out_stride, group, threads, out);
 }

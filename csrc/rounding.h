@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __aarch64__  // whose C++ compilers know the other name for less long
+#if defined(__F16C__) && !defined(__FLT16_MAX__)  // g++ 11 has float16 for x86 in instructions alone
+#include <immintrin.h>
+#elif defined(__aarch64__)  // whose C++ compilers know the other name for less long
 using Half = __fp16;
 #else
 using Half = _Float16;
@@ -20,12 +22,22 @@ inline uint16_t to_bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+#if defined(__F16C__) && !defined(__FLT16_MAX__)
+inline uint16_t to_float16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+inline float from_float16(uint16_t bits) { return _cvtsh_ss(bits); }
+#else
 inline uint16_t to_float16(float value) {
   const Half half = static_cast<Half>(value);
   uint16_t bits;
   std::memcpy(&bits, &half, 2);
   return bits;
 }
+inline float from_float16(uint16_t bits) {
+  Half half;
+  std::memcpy(&half, &bits, 2);
+  return static_cast<float>(half);
+}
+#endif
 
 inline void store(void* out, int64_t i, float value, int dtype) {
   if (dtype == kFloat32) static_cast<float*>(out)[i] = value;
@@ -42,11 +54,7 @@ inline float widen(const void* p, int64_t i, int dtype) {
       std::memcpy(&value, &bits, 4);
       return value;
     }
-    case kFloat16: {
-      Half half;
-      std::memcpy(&half, static_cast<const uint16_t*>(p) + i, 2);
-      return static_cast<float>(half);
-    }
+    case kFloat16: return from_float16(static_cast<const uint16_t*>(p)[i]);
     case kUInt8: return static_cast<const uint8_t*>(p)[i];
     default: return static_cast<const int8_t*>(p)[i];
   }

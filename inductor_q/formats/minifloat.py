@@ -70,26 +70,28 @@ class Minifloat:
         if self.signed:
             sign = o.shift_right(code, self.exponent_bits + self.mantissa_bits)
             bits = o.with_bit(bits, sign, 31)
-        value = o.as_float(bits)
-        if self.bias != 127:
-            value = o.times(value, 2.0 ** (127 - self.bias))
-        return scaled(o, value, shared)
+        return scaled(o, o.as_float(bits), shared)
 
     def _bits(self, o: Ops[I, V], magnitude: V) -> V:
-        """Put exponent and mantissa where float32 has them; that is 2^(127 - bias) times too small.
+        """Put exponent and mantissa where float32 has them, and correct the exponent by the bias.
 
-        Subnormal numbers become such numbers of float32, and the product that corrects them is
-        exact, too.
+        Subnormal numbers are products. They are normal ones of float32, and no step towards them is
+        subnormal, since a processor may be told to take those for zero.
         """
         m = self.mantissa_bits
         bits = o.shift_left(magnitude, 23 - m)
+        if self.bias != 127:
+            bits = o.add_int(bits, 127 - self.bias << 23)
         if self.special == "ieee":
             first = self.magnitudes - (1 << m)
             bits = o.where(o.less(magnitude, first), bits, o.or_int(bits, _INFINITY))
         if self.special == "nan":
             last = self.magnitudes - 1
             bits = o.where(o.less(magnitude, last), bits, o.or_int(bits, _NAN))
-        if not self.subnormal:
+        if self.subnormal:
+            low = o.as_int(o.times(o.to_float(magnitude), math.ldexp(1.0, 1 - self.bias - m)))
+            bits = o.where(o.less(magnitude, 1 << m), low, bits)
+        else:
             assert self.bias == 127, "2^-127 alone has an exponent that is none of float32's"
             low = o.or_int(bits, _HALF_OF_SMALLEST_NORMAL)
             bits = o.where(o.less(magnitude, 1), low, bits)

@@ -55,7 +55,7 @@ class Cpp(DequantizeProvider):
         def launch(operands: Sequence[Tensor], out: Tensor) -> None:
             held = [t.contiguous() for t in operands]  # until the call returns; most often itself
             pointers = (ctypes.c_void_p * count)(*[t.data_ptr() for t in held])
-            function(pointers, dtypes, *sizes, out.data_ptr())
+            function(pointers, dtypes, *sizes, torch.get_num_threads(), out.data_ptr())
 
         return launch
 
@@ -68,7 +68,7 @@ def _function(fmt: QuantFormat) -> Any:
         return library
     function = library.qfuse_dequantize
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer, pointer, *[integer] * 4, ctypes.c_int, pointer]
+    function.argtypes = [pointer, pointer, *[integer] * 4, ctypes.c_int, ctypes.c_int, pointer]
     function.restype = None
     return function
 

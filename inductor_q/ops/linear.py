@@ -37,8 +37,8 @@ def linear(
         weight again instead of saving it; inside of `torch.func.grad` and the like it does not.
 
     Raises:
-        WrongShape, WrongDevice: the last dimension of `x` is not K, or `x` lies on
-            another device.
+        WrongShape, WrongDevice: the last dimension of `x` is not K, `bias` is not [N], or one of
+            them lies on another device.
     """
     if torch._C._are_functorch_transforms_active():
         # An op with a formula for its gradient knows neither torch.func.grad nor vmap.
@@ -61,6 +61,8 @@ def check_input(
     check_device("quantized weight", operands, x)
     if bias is not None:
         check_device("bias", [bias], x)
+        if tuple(bias.shape) != (shape[0],):
+            raise WrongShape(what="bias", expected=(shape[0],), got=tuple(bias.shape))
 
 
 def _linear(

@@ -93,8 +93,6 @@ def _call(
         check_input(x, weight, (rows, columns), bias)
         check_operands(weight, get_format(format), (rows, columns), x.dtype)
         weights.append(weight)
-        if bias is not None and tuple(bias.shape) != (rows,):
-            raise WrongShape(what="bias", expected=(rows,), got=tuple(bias.shape))
         adapters.append(None)
         if a is not None or b is not None:
             got = tuple(() if t is None else tuple(t.shape) for t in (a, b))

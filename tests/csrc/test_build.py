@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from inductor_q import kept
 from inductor_q.csrc import build
 from inductor_q.log import warn_once
 from tests.support.processes import environment
@@ -74,7 +75,7 @@ def test_build_failure_is_a_reason(load: Loader, tmp_path: Path) -> None:
     assert isinstance(reason, str)
     command = " ".join(build.compiler())
     assert reason.startswith(f"{command} failed on answer.cpp: ")
-    assert "error" in reason
+    assert "error" in reason and "answer.cpp:1" in reason
     assert not (tmp_path / "cache" / "qfuse").exists()
 
 
@@ -103,18 +104,49 @@ def test_build_without_a_compiler(load: Loader, monkeypatch: pytest.MonkeyPatch)
     assert load(ANSWER) == "no C++ compiler: set CXX or install g++"
 
 
-@pytest.mark.parametrize("kept", [0, 9, 1000, -1])
+@pytest.mark.parametrize("left", [0, 9, 1000, -1])
 def test_a_library_that_misses_its_end_is_built_again(
-    kept: int, load: Loader, tmp_path: Path
+    left: int, load: Loader, tmp_path: Path
 ) -> None:
     """Loaded, it may end the process with SIGBUS."""
     assert load(ANSWER).answer() == 42
     path = tmp_path / "cache" / "qfuse" / built(tmp_path)[0]
     whole = path.read_bytes()
     path.unlink()  # this process has mapped what lies there
-    path.write_bytes(whole[:kept])
+    path.write_bytes(whole[:left])
     assert load(ANSWER).answer() == 42
     assert path.read_bytes() == whole
+
+
+def test_a_library_that_cannot_be_loaded_is_built_again(load: Loader, tmp_path: Path) -> None:
+    """It is whole, and was linked with libraries that are gone."""
+    assert load(ANSWER).answer() == 42
+    source, other = tmp_path / "other.cpp", tmp_path / "other.so"
+    source.write_text("int nowhere();\n" + ANSWER.replace("42", "nowhere()"))
+    command = [*build.compiler(), "-shared", "-fPIC", "-Wl,-z,now", "-o", str(other), str(source)]
+    subprocess.run(command, check=True)
+    text = ANSWER.replace("42", "43")
+    path = tmp_path / "csrc" / "answer.cpp"
+    path.write_text(text)
+    name = build._name(path, build.compiler(), (*build.FLAGS, ""))
+    kept.keep(name, other.read_bytes())
+    assert load(text).answer() == 43
+    assert kept.read(name) != other.read_bytes()
+
+
+def test_the_compilers_flags_and_the_processor_name_the_library(
+    load: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = build.compiler()
+    for cxx in (command, [*command, "-DQFUSE_OTHER"]):
+        monkeypatch.setenv("CXX", " ".join(cxx))
+        assert load(ANSWER).answer() == 42
+    assert len(built(tmp_path)) == 2
+    digests = set()
+    for features in ("Features\t: fp asimd", "Features\t: fp asimd sve bf16", "flags\t: avx2"):
+        monkeypatch.setattr(Path, "read_text", lambda _, text=features: f"{text}\n")
+        digests.add(build.toolchain(command))
+    assert len(digests) == 3
 
 
 def test_build_where_the_cache_cannot_be_written(

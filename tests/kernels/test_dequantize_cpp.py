@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from inductor_q import ops
 from inductor_q.csrc import build
 from inductor_q.decode import cpp
 from inductor_q.formats import FORMATS, QuantFormat
@@ -23,10 +27,13 @@ from inductor_q.formats.scale import BlockScale, GroupScale, NestedScale
 from inductor_q.kernels import dequantize_cpp, dequantize_reference
 from inductor_q.kernels.calls import Dequantize
 from inductor_q.kernels.dequantize import write
+from inductor_q.kernels.dispatch import preferring
+from inductor_q.kernels.provider import REFERENCE
 from tests.support.dequantize_kernels import LAYOUTS, SCALES, check
 from tests.support.quantized import DTYPES, assert_same_bits, forget_kernels, needs_0_50, sample
 
 _FMT = FORMATS["nf4_b64"]
+SEEDED = torch.Generator().manual_seed(0)
 
 #: One of each packing, codec and kind of scale.
 NAMES = (
@@ -97,7 +104,7 @@ def test_cpp_on_denormal_and_extreme_scales(
 
 
 @needs_0_50
-@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx2"])
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512bw", "-mno-avx512f", "-mno-avx2"])
 def test_cpp_as_other_processors_run_it(
     flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -143,6 +150,56 @@ def test_a_format_that_does_not_compile_is_served_by_the_reference(
     (told,) = caplog.messages
     assert told.startswith("dequantize: provider 'cpp' is not used: ")
     assert "failed on dequantize.cpp: " in told
+
+
+@pytest.mark.parametrize("name", ["cpp", REFERENCE])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_tensor", "fp8_e5m2_tensor", "kbit4_e4m4"])
+def test_codes_of_small_numbers_where_float32_has_no_subnormal_ones(fmt: str, name: str) -> None:
+    """They are subnormal for their format alone: 2^-9 of E4M3 is an ordinary float32 number."""
+    found = FORMATS[fmt]
+    operands = dict(zip(found.operands, found.sample((256, 256), SEEDED), strict=True))
+    for operand, every in ((operands["qweight"], 256), (operands.get("absmax"), 100)):
+        if operand is not None and operand.dtype is torch.uint8:
+            operand.copy_((torch.arange(operand.numel()) % every).view_as(operand))
+    values = {}
+    try:
+        for flush in (False, True):
+            torch.set_flush_denormal(flush)
+            with preferring("dequantize", name):
+                values[flush] = ops.dequantize(
+                    list(operands.values()), fmt, (256, 256), torch.float32
+                )
+    finally:
+        torch.set_flush_denormal(False)
+    subnormal = values[False].abs() < torch.finfo(torch.float32).tiny
+    assert_same_bits(values[True].where(~subnormal, 0), values[False].where(~subnormal, 0))
+    assert (values[False] == 0).float().mean() < 0.1
+
+
+def test_cpp_follows_torchs_number_of_threads() -> None:
+    """Also of a thread that is not Python's main one, whose OpenMP has a number of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    command = [sys.executable, "-c", THREADS]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert told.stdout.split() == ["0"], told.stderr
+
+
+THREADS = """
+import os, threading, torch
+from inductor_q import ops
+from inductor_q.formats import FORMATS
+torch.set_num_threads(1)
+fmt = FORMATS["nf4_b64"]
+operands = fmt.sample((1024, 1024), torch.Generator().manual_seed(0))
+def decode():
+    before = len(os.listdir("/proc/self/task"))
+    ops.dequantize(operands, fmt.name, (1024, 1024), torch.float32)
+    print(len(os.listdir("/proc/self/task")) - before)
+ops.dequantize(operands, fmt.name, (1024, 1024), torch.float32)
+other = threading.Thread(target=decode)
+other.start()
+other.join()
+"""
 
 
 def test_cpp_on_a_large_weight_in_threads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from inductor_q import ops, testing
 from inductor_q.backend import qfuse
+from inductor_q.exc import WrongShape
+from inductor_q.formats import FORMATS
 from inductor_q.kernels.dispatch import preferring
 from inductor_q.kernels.provider import REFERENCE
 from tests.support.compiling import SMALL, Between, step
@@ -184,6 +188,20 @@ def test_strided_input(view: str) -> None:
         gradients(ours, case.leaves), gradients(theirs, case.leaves), strict=True
     ):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("rows", [2, 65])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 64)])
+def test_a_bias_of_another_shape_is_refused(shape: tuple[int, ...], rows: int) -> None:
+    """A kernel would read beyond its end."""
+    fmt = "nf4_b64"
+    operands = FORMATS[fmt].sample((64, 64), torch.Generator().manual_seed(0))
+    x = torch.ones(rows, 64)
+    with pytest.raises(WrongShape, match=re.escape(f"bias has shape {shape}, expected (64,)")):
+        ops.linear(x, operands, fmt, (64, 64), torch.ones(shape))
+    with FakeTensorMode() as mode, pytest.raises(WrongShape, match="bias"):
+        fake, bias, *packed = (mode.from_tensor(t) for t in (x, torch.ones(shape), *operands))
+        torch.ops.qfuse.linear(fake, packed, fmt, (64, 64), bias)
 
 
 def test_strided_gradient() -> None:

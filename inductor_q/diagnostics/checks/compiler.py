@@ -10,7 +10,7 @@ import torch
 from inductor_q.csrc import build
 from inductor_q.diagnostics.checks.finding import Finding, Status
 
-INSTALL = "apt-get install g++  # or export CXX=/path/to/a/c++/compiler"
+INSTALL = "apt-get install g++  # 11 or newer; or export CXX=/path/to/a/c++/compiler"
 
 
 def check() -> Iterator[Finding]:
