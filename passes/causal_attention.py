@@ -40,7 +40,7 @@ from inductor_q.context import Context
 from inductor_q.passes.causal_mask import MADE_OUTSIDE, Unproven, read
 from inductor_q.passes.dynamo_graph import CHECKPOINT, same_size, written_to
 from inductor_q.passes.grouped_keys import before_repeat
-from inductor_q.passes.mask_meaning import SEQUENCES, Meaning
+from inductor_q.passes.mask_meaning import COMPARED, VALID, Meaning
 from inductor_q.passes.runner import CAPTURED, Site
 from inductor_q.passes.written_attention import Written, additive, fixed, read_written
 
@@ -181,15 +181,19 @@ class _Mask:
     def _make(self, graph: fx.Graph) -> list[fx.Node]:
         value, meaning = _value(self.node), self.meaning
         make = QFUSE.valid_first.default
-        args: tuple[Any, ...] = (meaning.valid,)
+        valid = meaning.valid
+        if valid is not None and meaning.is_valid != VALID[0]:  # else our ops compare
+            compares, number = COMPARED[meaning.is_valid]
+            valid = self._call(graph, compares, (valid, number))
+        args: tuple[Any, ...] = (valid,)
         if self.in_blocks:
             sizes = (self._size(graph, dim) for dim in (0, -1))
             make = QFUSE.block_tables.default
-            args = (meaning.positions, meaning.valid, *sizes, meaning.window, value.device)
+            args = (meaning.positions, valid, *sizes, meaning.window, value.device)
         if meaning.sequences is not None:
             real = None
             if meaning.real:
-                compares, number = SEQUENCES[meaning.real]
+                compares, number = COMPARED[meaning.real]
                 real = self._call(graph, compares, (meaning.sequences, number))
             args = (*args, meaning.sequences, real)
         call = self._call(graph, make, args)

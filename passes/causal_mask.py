@@ -28,7 +28,15 @@ import torch
 from torch import fx
 
 from inductor_q.passes.dynamo_graph import expression, same_size, written_to
-from inductor_q.passes.mask_meaning import COUNTS, SEQUENCES, SIZES, Meaning, chosen, expected_mask
+from inductor_q.passes.mask_meaning import (
+    COMPARED,
+    COUNTS,
+    SIZES,
+    VALID,
+    Meaning,
+    chosen,
+    expected_mask,
+)
 from inductor_q.passes.mask_values import EXACT, Evaluation, NotProven, input_name
 
 _ANOTHER = "the mask is another than the causal one"
@@ -88,14 +96,15 @@ def read(
 def _meanings(sources: Sequence[fx.Node]) -> list[Meaning]:
     """What a mask of these inputs may mean, without a window."""
     if len(sources) == 1:
-        meanings = [Meaning(valid=sources[0]), Meaning(positions=sources[0])]
-        return meanings + [Meaning(sequences=sources[0], real=real) for real in ("", *SEQUENCES)]
+        meanings = [Meaning(valid=sources[0], is_valid=numbers) for numbers in VALID]
+        meanings += [Meaning(positions=sources[0])]
+        return meanings + [Meaning(sequences=sources[0], real=real) for real in ("", *COMPARED)]
     if len(sources) == 2:
         pairs = (sources, sources[::-1])
         meanings = [Meaning(valid, positions) for valid, positions in pairs]
         for valid, numbers in pairs:
-            meanings += [Meaning(valid, sequences=numbers, real=r) for r in ("", *SEQUENCES)]
-        return meanings
+            meanings += [Meaning(valid, sequences=numbers, real=r) for r in ("", *COMPARED)]
+        return [replace(meaning, is_valid=numbers) for numbers in VALID for meaning in meanings]
     return [Meaning()]  # of more than two, running it tells what it depends on
 
 

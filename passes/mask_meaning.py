@@ -27,13 +27,15 @@ WINDOWS = {3: (2, 5), 8: (2, 5, 11), 160: (2, 70, 159, 161)}
 #: The largest number that a mask may be computed with at the fewest positions.
 LARGEST = 16
 
-#: Which numbers of sequences are none of padding: how such a number compares with another.
-SEQUENCES: dict[str, tuple[Callable[[Any, int], Any], int]] = {
+#: How the numbers that are none of padding compare with another.
+COMPARED: dict[str, tuple[Callable[[Any, int], Any], int]] = {
     "!= 0": (operator.ne, 0),
     "> 0": (operator.gt, 0),
     ">= 0": (operator.ge, 0),
     "!= -1": (operator.ne, -1),
 }
+#: Those of an `attention_mask`.
+VALID = ("!= 0", "> 0")
 
 #: The pairs of rows that two inputs are given together.
 PAIRS = 36
@@ -44,13 +46,14 @@ class Meaning:
     """The keys that a proven mask lets a query see: itself and those before it, and of these:
 
     Args:
-        valid: an input [B, S] of the graph, which is not zero for keys that are seen; None: any.
+        valid: an input [B, S] of the graph, whose numbers say which keys are seen; None: any.
+        is_valid: those that are, a key of COMPARED.
         positions: an input [B, S] that rises by one inside of each document, of which the query's
             is seen; None: any.
         window: how many positions are seen, the query's among them; None: any number.
         sequences: an input [B, S] of numbers, of which the query's is seen; None: any. A number may
             come again behind others.
-        real: which of these numbers are seen at all, a key of SEQUENCES; "": all.
+        real: which of these numbers are seen at all, a key of COMPARED; "": all.
 
     Inputs are as large as the mask in this batch, but for one row that may stand for all: to rely
     on that in others, guard it.
@@ -61,6 +64,7 @@ class Meaning:
     window: int | None = None
     sequences: fx.Node | None = None
     real: str = ""
+    is_valid: str = VALID[0]
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -76,7 +80,8 @@ def expected_mask(
     behind = place[:, None] - place
     mask = ((behind >= 0) & (behind < (window or size)))[None, None]
     if meaning.valid is not None:
-        mask = mask & (inputs[meaning.valid] != 0)[:, None, None, :]
+        compares, number = COMPARED[meaning.is_valid]
+        mask = mask & compares(inputs[meaning.valid], number)[:, None, None, :]
     if meaning.positions is not None:
         rows = inputs[meaning.positions]
         begins = torch.ones_like(rows, dtype=torch.bool)
@@ -87,7 +92,7 @@ def expected_mask(
         rows = inputs[meaning.sequences]
         mask = mask & (rows[:, None, :, None] == rows[:, None, None, :])
         if meaning.real:
-            compares, number = SEQUENCES[meaning.real]
+            compares, number = COMPARED[meaning.real]
             mask = mask & compares(rows, number)[:, None, None, :]
     return mask
 
@@ -139,13 +144,16 @@ def _few(sequences: int | torch.SymInt, few: int) -> int:
 
 
 def _validity(size: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows of zeros where padding is; numbers other than 0 and 1 are among them."""
+    """Rows of zeros where padding is; numbers other than 0 and 1 are among them, negative ones and,
+    at more positions, such as 32 bits do not hold."""
     few_valid, most_valid = (torch.randint(n, (8, size), generator=generator) for n in (4, 8))
     padded = torch.arange(size) < torch.tensor([[0], [1], [size // 2], [size]])
     patterns = torch.cat([few_valid == 0, most_valid != 0, padded, padded.flip(1)]).long()
     if size == SIZES[0]:
-        patterns = torch.cartesian_prod(*[torch.arange(2)] * size)
-    return torch.cat([patterns, patterns[:4] * 3])
+        patterns = torch.cartesian_prod(*[torch.arange(-1, 2)] * size)
+        return torch.cat([patterns, patterns[:4] * 3])
+    signs = torch.randint(-1, 2, (8, size), generator=generator)
+    return torch.cat([patterns, patterns[:4] * 3, signs, signs << 32])
 
 
 def _positions(size: int, generator: torch.Generator) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -529,6 +529,27 @@ def test_masks_in_checkpoints(
     (graph,) = backend.graphs
     made = graph.find_nodes(op="call_function", target=torch.ops.qfuse.valid_first.default)
     assert len(made) == tables
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_padding_of_negative_numbers(documents: bool) -> None:
+    """It is hidden where the mask says so, and is seen where the mask compares with zero."""
+
+    def attend(x: Tensor, given: Tensor, ids: Tensor) -> Tensor:
+        mask = causal(x[:, 0]) & (given > 0)[:, None, None, :]
+        if documents:
+            mask = mask & (ids[:, None, :, None] == ids[:, None, None, :])
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    torch.compiler.reset()
+    backend = CapturedStage(PASS, **ALWAYS)
+    x, ids = torch.randn(2, 2, 24, 8), torch.arange(3).repeat_interleave(8).repeat(2, 1)
+    given = torch.ones(2, 24, dtype=torch.int64)
+    given[0, 20:], given[1, 22:] = -1, -100
+    got = torch.compile(attend, backend=backend)(x, given, ids)
+    seen = (given > 0)[:, None, :, None]
+    torch.testing.assert_close(got * seen, attend(x, given, ids) * seen)
+    assert [site.rejected for site in backend.sites] == [""]
 
 
 def test_two_masks_of_one_model() -> None:

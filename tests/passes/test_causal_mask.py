@@ -329,6 +329,7 @@ def meaning(mask: Callable[..., Tensor], *inputs: Tensor, dynamic: bool) -> str:
         if source is not None:
             assert source.op == "placeholder"
             parts.append(f"{part} {str(source.target)[2:3]}")
+    parts += [found.is_valid] if found.valid is not None and found.is_valid != "!= 0" else []
     parts += [found.real] if found.real else []
     return ", ".join(parts + ([] if found.window is None else [f"window {found.window}"]))
 
@@ -362,6 +363,19 @@ def hidden_keys(x: Tensor) -> Tensor:
     return causal(x) & (x == 0)[:, None, None, :]
 
 
+def positive_keys(x: Tensor) -> Tensor:
+    """As who pads with -1 writes it, or with -100 as labels are."""
+    return causal(x) & (x > 0)[:, None, None, :]
+
+
+def keys_from_one_on(x: Tensor) -> Tensor:
+    return causal(x) & ~(x < 1)[:, None, None, :]
+
+
+def keys_of_32_bits(x: Tensor) -> Tensor:
+    return causal(x) & (x.int() != 0)[:, None, None, :]
+
+
 def keys_of_one(x: Tensor) -> Tensor:
     """Twos are valid in eager, and not here."""
     return causal(x) & (x == 1)[:, None, None, :]
@@ -390,6 +404,9 @@ OTHERWISE = "the mask depends on the input x in a way that is not known"
         (documents_by_place, "positions x"),
         (valid_queries, OTHERWISE),
         (hidden_keys, OTHERWISE),
+        (positive_keys, "valid x, > 0"),
+        (keys_from_one_on, "valid x, > 0"),
+        (keys_of_32_bits, OTHERWISE),
         (keys_of_one, OTHERWISE),
         (documents_unordered, OTHERWISE),
         (documents_of_any_step, OTHERWISE),
@@ -748,6 +765,10 @@ def of_sequences_and_positions(x: Tensor, y: Tensor) -> Tensor:
     return same_number(x) & documents(y)
 
 
+def of_positive_keys(x: Tensor, y: Tensor) -> Tensor:
+    return documents(x) & (y > 0)[:, None, None, :]
+
+
 def of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return of_both(x, y) & valid_keys(z)
 
@@ -757,6 +778,7 @@ def of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     ("mask", "expected"),
     [
         (of_both, "valid x, positions y"),
+        (of_positive_keys, "valid y, positions x, > 0"),
         (of_both_in_window, "valid y, positions x, window 16"),
         (of_sequences, "valid x, sequences y"),
         (of_multipack, "valid y, sequences x, != 0, window 16"),
