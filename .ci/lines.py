@@ -20,14 +20,14 @@ BUDGET = {
     "csrc": 3420,
     "docs": 1505,
     "examples": 1140,
-    "inductor_q": 5700,
-    "inductor_q/capture": 2420,
+    "inductor_q": 5735,
+    "inductor_q/capture": 2435,
     "inductor_q/commands": 1080,
     "inductor_q/decode": 720,
     "inductor_q/diagnostics": 5690,
     "inductor_q/experts": 1055,
     "inductor_q/formats": 1730,
-    "inductor_q/integrations": 1150,
+    "inductor_q/integrations": 1160,
     "inductor_q/kbit": 835,
     "inductor_q/kernels": 6685,
     "inductor_q/loading": 1440,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1000,
     "lowerings": 760,
     "passes": 6300,
-    "tests": 40000,
+    "tests": 40100,
 }
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,11 +20,12 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._logging._internal import trace_structured
 
 from inductor_q import capture, corrections, lowerings, memory
 from inductor_q.cache import bodies_are_cacheable, load_report, report_key, report_tag, store_report
+from inductor_q.capture import live
 from inductor_q.capture.dynamo import (
     counterparts,
     device_of,
@@ -34,7 +36,6 @@ from inductor_q.capture.dynamo import (
     packed_weights,
     tell_last_graph,
 )
-from inductor_q.capture.live import quantized_layers
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, PackedForInference, UnwritableOutput
 from inductor_q.exclusions import without_effect
@@ -62,6 +63,7 @@ FUSION_LIMITS = {
 capture.trace_gathered()  # torch.compile imports this module before it traces anything
 
 _reports: list[Report] = []  # one for each graph of this process
+_parameters: list[list[weakref.ref[torch.Tensor]]] = []  # what each graph was compiled for
 _before: Counter[str] = Counter()  # what torch had counted at the last reset
 _written: dict[str, list[Report]] = {}  # what this process has put into each report file
 
@@ -77,6 +79,21 @@ def last_report() -> Report | None:
 def reports() -> tuple[Report, ...]:
     """Return the report of each graph that this process has compiled since the last reset."""
     return tuple(_reports)
+
+
+def reports_of(model: nn.Module) -> tuple[Report, ...]:
+    """Return the reports of graphs, but for those that were compiled for another live module.
+
+    The parameters of a graph may be in no module: gathered for a while, or gone.
+    """
+    own = {id(p) for p in model.parameters()}
+    every = {id(p) for p in live.parameters()}
+    found = []
+    for report, references in zip(_reports, _parameters, strict=True):
+        compiled_for = {id(p) for p in (reference() for reference in references) if p is not None}
+        if compiled_for & own or not compiled_for & every:
+            found.append(report)
+    return tuple(found)
 
 
 def graph_breaks() -> int:
@@ -153,6 +170,7 @@ def qfuse(
             "torch._dynamo.config.optimize_ddp = False, set before the first step"
         )
     _reports.append(report)
+    _parameters.append([weakref.ref(x) for x in example_inputs if isinstance(x, nn.Parameter)])
     if resolved.report and resolved.report not in _written:
         _write(resolved.report)  # before time goes into compiling
     sources = input_sources(gm)
@@ -262,6 +280,7 @@ def qfuse_backend() -> Any:
 def _reset() -> None:
     """Forget the reports; `torch.compiler.reset()` calls this."""
     _reports.clear()
+    _parameters.clear()
     corrections.forget()
     count_anew()
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
@@ -287,7 +306,7 @@ def _warn_of_breaks() -> None:
     """Warn at the third graph where there are breaks, and quantized layers that no graph read."""
     if len(_reports) != 3 or not graph_breaks() or any(report.weights for report in _reports):
         return
-    if alive := len(quantized_layers()):
+    if alive := len(live.quantized_layers()):
         log.warning(
             "qfuse: 0 of %d quantized layers fused so far; 3 graphs, %d breaks: `qfuse explain` "
             "names them; a Trainer needs inductor_q.integrations.QfuseCallback()",

@@ -513,6 +513,18 @@ class NormOfOneRank(QfuseError, ValueError):
     )
 
 
+class ReplicatedModel(QfuseError, ValueError):
+    """A trainer would run copies of the model in threads (nn.DataParallel), which call what was
+    compiled for the original."""
+
+    gpus: int
+    message = (
+        "{gpus} GPUs are visible to one process, so the trainer would wrap the model in "
+        "nn.DataParallel, whose replicas cannot be compiled. Start a process for each GPU: "
+        "torchrun --nproc-per-node {gpus} train.py; or set CUDA_VISIBLE_DEVICES=0"
+    )
+
+
 class NoProfileSteps(QfuseError, ValueError):
     message = "profile_steps is {given!r}: name the steps to record, from 1 on, such as (4, 5)"
     given: Any

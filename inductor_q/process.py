@@ -72,11 +72,12 @@ def report(model: nn.Module | None = None) -> ProcessReport:
     """Return what became of quantized layers over all graphs of this process.
 
     Args:
-        model: count the layers of this model only; otherwise those of every model that is alive,
-            where a graph read some layer of it, or of all where no graph read any.
+        model: count the layers of this model only, and no graph of another model that is alive;
+            otherwise the layers of every model that is alive, where a graph read some layer of it,
+            or of all where no graph read any. Breaks are those of the process.
     """
     found = quantized_layers() if model is None else layers_of(model)
-    reports = backend.reports()
+    reports = backend.reports() if model is None else backend.reports_of(model)
     judged: dict[str, Verdict] = {}
     for one in reports:
         for path, verdict in one.verdicts().items():

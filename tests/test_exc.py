@@ -167,6 +167,13 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.ReplicatedModel(gpus=2),
+        "2 GPUs are visible to one process, so the trainer would wrap the model in "
+        "nn.DataParallel, whose replicas cannot be compiled. Start a process for each GPU: "
+        "torchrun --nproc-per-node 2 train.py; or set CUDA_VISIBLE_DEVICES=0",
+        ValueError,
+    ),
+    (
         exc.NormOfOneRank(value=1.0),
         "max_grad_norm=1.0 clips each rank by the norm of its own experts, so that what the ranks "
         "have in common drifts apart. Set max_grad_norm=0.0, or train in a loop of your own with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -62,6 +63,19 @@ def test_breaks_of_another_backend_count_until_counted_anew() -> None:
     assert inductor_q.backend.graph_breaks() == 1
     inductor_q.backend.count_anew()
     assert inductor_q.backend.graph_breaks() == 0
+
+
+def test_a_model_is_not_credited_with_the_graphs_of_another() -> None:
+    """Whose layers have the same paths. Once a model is gone, nobody can tell which graphs were
+    for it; nor of parameters that are in no module, as those that FSDP gathers."""
+    model, other = Two(), Two()
+    run(model)
+    assert inductor_q.report(other).fused == inductor_q.report(other).graphs == 0
+    assert inductor_q.report(model).fused == inductor_q.report(nn.Sequential(model)).fused == 2
+    assert inductor_q.report(model.first).fused == 1
+    del model
+    gc.collect()
+    assert inductor_q.report(other).graphs == 2
 
 
 def test_a_layer_that_no_graph_reads_counts() -> None:

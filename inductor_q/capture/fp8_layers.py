@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from inductor_q.capture.library import Packed, Refused, Stored
 
@@ -48,9 +48,18 @@ def packed(module: Any, name: str) -> Packed | None:
     format = "mxfp4" if codes.dtype is torch.int8 else "fp8_e4m3_128x128"
     if block is None and len(shape) == 2 and format != "mxfp4":
         format = "fp8_e4m3_tensor"
+    missing = (codes.is_meta or scale.is_meta) and not _comes_with_calls(module)
+    if missing:
+        return found(reason="it is on the meta device: no checkpoint has been loaded into it")
     if reason := _unreadable(codes, scale, format, shape, block):
         return found(reason=reason)
     return found(read=partial(_read, codes, scale, format, shape))
+
+
+def _comes_with_calls(module: nn.Module) -> bool:
+    """Whether a hook of accelerate's loads what the module holds at each call."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", [hook]))
 
 
 def _unreadable(
@@ -58,8 +67,6 @@ def _unreadable(
 ) -> str:
     """Say why codes and scales are not in the format; "" where they are."""
     *stack, rows, columns = shape
-    if codes.is_meta or scale.is_meta:
-        return "it is on the meta device: no checkpoint has been loaded into it"
     if not (codes.is_contiguous() and scale.is_contiguous()):
         return "its codes or scales do not lie row by row"
     dtypes: tuple[torch.dtype, ...] = (*_FLOATS, torch.float8_e8m0fnu)

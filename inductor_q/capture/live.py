@@ -7,6 +7,8 @@ types and plain attributes are looked at: nothing of a module is run.
 from __future__ import annotations
 
 import gc
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,11 @@ class Quantized:
 def quantized_layers() -> tuple[Quantized, ...]:
     """Find every packed weight of every live module; paths count from the root of its tree."""
     return layers_of(*_roots())
+
+
+def parameters() -> Iterator[nn.Parameter]:
+    """Find the parameters of every live module."""
+    return itertools.chain.from_iterable(root.parameters() for root in _roots())
 
 
 def layers_of(*roots: nn.Module) -> tuple[Quantized, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile
+from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
 from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.cpu_packing import keep_unpacked
@@ -64,6 +64,7 @@ class QfuseCallback(TrainerCallback):
     Raises:
         OptionsWithoutCompile: there are options, and `enabled` is False.
         NoProfileSteps: there is a folder for a profile, and no step to record.
+        ReplicatedModel: when the trainer is made, where it would use nn.DataParallel.
         NormOfOneRank: at the start of training, where `experts.shard` has left experts to other
             ranks, and the trainer clips gradients.
     """
@@ -95,6 +96,8 @@ class QfuseCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.enabled:
+            if _is_replicated(args, kwargs["model"]):
+                raise ReplicatedModel(gpus=args.n_gpu)
             keep_unpacked(kwargs["model"])
             prepare_unless_strict(kwargs["model"], self.settings["options"])
             _take_over(args)
@@ -154,6 +157,12 @@ def compile_trainer(trainer: Any, **settings: Any) -> Any:
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.add_callback(callback)
     return trainer
+
+
+def _is_replicated(args: Any, model: nn.Module) -> bool:
+    """Whether a Trainer wraps the model in nn.DataParallel, as it does but for bitsandbytes'."""
+    of_bitsandbytes = ("is_loaded_in_8bit", "is_loaded_in_4bit")
+    return args.n_gpu > 1 and not any(getattr(model, name, False) for name in of_bitsandbytes)
 
 
 def _take_over(args: Any) -> None:

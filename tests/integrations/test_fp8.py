@@ -226,7 +226,7 @@ def test_a_layer_that_is_in_16_bits_by_now() -> None:
 
 def test_products_in_eight_bits() -> None:
     """`qfuse.compute` multiplies codes with codes again, with scales by row."""
-    model = lora(net().to(torch.float32), "q_proj")
+    model = lora(net(), "q_proj")
     for name, parameter in model.named_parameters():
         if parameter.dtype is torch.float32 and "scale_inv" not in name:
             parameter.data = parameter.data.to(BF16)
@@ -238,7 +238,22 @@ def test_products_in_eight_bits() -> None:
         loss, _ = train(model, model)
     report = inductor_q.last_report()
     assert report is not None and report.in_eight_bits()[0] >= LINEARS
+    assert inductor_q.report(model).fused == len(layers(model)) == LINEARS
     assert 0 < relative_error(loss, plainly) < 0.02
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_that_accelerate_offloads(first: bool) -> None:
+    """Their weights are on the meta device between calls, and come with each."""
+    model = net()
+    if first:
+        prepare_fp8(model)
+    with torch.no_grad():
+        expected = plain(model)(TOKENS).logits
+        accelerate.cpu_offload(model, "cpu")
+        assert layers(model)[0].weight.is_meta
+        prepare_fp8(model)
+        assert torch.equal(model(TOKENS).logits, expected)
 
 
 def test_copies_files_and_hooks() -> None:

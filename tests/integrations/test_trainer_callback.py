@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import subprocess
@@ -15,7 +16,13 @@ from torch import nn
 
 import inductor_q
 from examples.common import byte_tokenizer
-from inductor_q.exc import NoProfileSteps, NoRegion, OptionsWithoutCompile, UnknownOption
+from inductor_q.exc import (
+    NoProfileSteps,
+    NoRegion,
+    OptionsWithoutCompile,
+    ReplicatedModel,
+    UnknownOption,
+)
 from inductor_q.integrations import QfuseCallback, local_device_map
 from inductor_q.integrations.backend_name import forget_backend, name_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
@@ -157,6 +164,18 @@ def test_importing_what_trainers_need_names_the_backend(name: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
     )
     assert done.stdout == "QFUSE\n", done.stderr
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_several_gpus_of_one_process_are_refused(quantized: bool, tmp_path: Path) -> None:
+    """Where transformers would replicate the model, which it does not if bitsandbytes packed it."""
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+    arguments._n_gpu = 2
+    given: Any = nn.Linear(2, 2)
+    given.is_loaded_in_4bit = quantized
+    refused = contextlib.nullcontext() if quantized else pytest.raises(ReplicatedModel, match="2 G")
+    with refused:
+        QfuseCallback().on_init_end(arguments, None, None, model=given)
 
 
 def test_options_without_compile_are_refused() -> None:
