@@ -465,6 +465,16 @@ class UnreadableLogits(QfuseError, RuntimeError):
     )
 
 
+class OneBackward(QfuseError, NotImplementedError):
+    """The gradients of a loss in chunks are computed with it, and nothing is kept to differentiate
+    them by."""
+
+    message = (
+        "a loss in chunks has no gradient of its gradient, which create_graph=True asks for. "
+        "Compile the model with options={{'qfuse.loss': 'whole'}}, which keeps the logits"
+    )
+
+
 # --- the machine --------------------------------------------------------------------------------
 
 

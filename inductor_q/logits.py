@@ -27,6 +27,8 @@ _READ = (
 
 _CHANGED = "the head was changed, by an optimizer's step perhaps, before these logits were read"
 
+_OVERWRITTEN = "the hidden states were written to before the logits made of them were read"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -177,10 +179,13 @@ def _make(recipe: Recipe, outputs: Sequence[Any], given: Callable[[fx.Node], Any
     bias = None if recipe.bias is None else given(recipe.bias)
     dtype = recipe.computed
     states = [_State(weight) for weight in (*weights, *([] if bias is None else [bias]))]
+    versions = [_version(x) for x in inputs]
 
     def product() -> Tensor:
         if any(state.has_changed() for state in states):
             raise UnreadableLogits(problem=_CHANGED)
+        if [_version(x) for x in inputs] != versions:
+            raise UnreadableLogits(problem=_OVERWRITTEN)
         with torch.autocast(inputs[0].device.type, enabled=False):
             parts = [
                 torch.nn.functional.linear(x.to(dtype), weight.to(dtype))

@@ -13,8 +13,9 @@ logits that the graph itself reads.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.frames import user_frame
 from inductor_q.logits import Recipe
-from inductor_q.passes.dynamo_graph import same_size
+from inductor_q.passes.dynamo_graph import called, is_transformed, same_size, written_by
 from inductor_q.passes.runner import CAPTURED, Site
 
 F = torch.nn.functional
@@ -84,7 +85,8 @@ class ChunkLoss:
                 yield Site(node, rejected=str(reason), by_choice=True)
                 continue
             value = head.terms[0].x.meta["example_value"]
-            logits = hint(_value(node.args[0]).shape[0]) * hint(_value(node.args[0]).shape[1])
+            rows, columns = _value(_arguments(node)["input"]).shape
+            logits = hint(rows) * hint(columns)
             provider = "qfuse.linear_cross_entropy"
             if head.returned:
                 provider += ", logits on demand"
@@ -167,6 +169,8 @@ def _head(node: fx.Node, context: Context) -> _Head:
         raise _Refused("the labels are probabilities")
     if not logits.requires_grad:
         raise _Refused("nothing trains here: the logits are kept")
+    if any(map(is_transformed, node.all_input_nodes)):
+        raise _Refused("the loss is inside of a transform of torch.func")
     return _traced(given["input"], node, context)
 
 
@@ -177,17 +181,67 @@ def _traced(node: fx.Node, loss: fx.Node, context: Context) -> _Head:
         way.append(node)
         node = source
     way.append(node)
-    terms, bias = _terms(node)
+    made: list[fx.Node] = []
+    terms, bias = _terms(node, made)
     dtype = _dtype(terms, way, context)
     columns = _value(node).shape[-1]
     if not all(same_size(_value(n).shape[-1], columns) for n in way[1:]):
         raise _Refused("the loss takes the logits in another shape")
+    _check_slices(way)
+    if any(_value(n).device != _value(node).device for n in way[1:]):
+        raise _Refused("the loss is computed on another device than the logits")
+    _check_gradients([*made, *way[1:-1]])
+    _check_writes({*made, *way}, made, _divisor(loss, _arguments(loss)["reduction"])[1])
     returned = _returned(node, way)
     if returned:
         for weight in [t.weight for t in terms] + ([] if bias is None else [bias]):
             if weight.op not in ("placeholder", "get_attr"):
                 raise _Refused("the logits are returned, and the graph computes the head's weight")
     return _Head(tuple(terms), bias, dtype, tuple(reversed(rows)), returned)
+
+
+def _check_slices(way: Sequence[fx.Node]) -> None:
+    """Refuse rows that are left out behind a view: they are left out of the hidden states, which
+    have the shape of the product."""
+    is_viewed = False
+    for node, source in itertools.pairwise(reversed(way[1:])):
+        node, source = source, node
+        if node.target is operator.getitem:
+            if is_viewed:
+                raise _Refused("rows are left out of a view of the logits")
+        elif not _same_shape(node, source):
+            is_viewed = True
+
+
+def _check_gradients(nodes: Iterable[fx.Node]) -> None:
+    """Refuse what was computed under `torch.no_grad()`, where a gradient would go through."""
+    for node in nodes:
+        given = (_value(n) for n in node.all_input_nodes)
+        if _value(node).requires_grad != any(v is not None and v.requires_grad for v in given):
+            raise _Refused("a part of the logits is computed under torch.no_grad()")
+
+
+def _check_writes(path: Set[fx.Node], made: Iterable[fx.Node], loss: fx.Node) -> None:
+    """Refuse where numbers are written to behind the first of the products: they could be those of
+    the logits, which are not there any more, or of what they are computed from, later than before.
+    """
+    ahead, node = {n for n in made if n.target in LINEAR}, loss
+    while ahead:
+        node = node.prev
+        ahead.discard(node)
+        if node in path:  # as `logits /= number`
+            continue
+        for written in written_by(node):
+            value = _value(written)
+            if value is None or value.is_floating_point():
+                name, where = called(node), user_frame(node)
+                at = f" at {where}" if where else ""
+                raise _Refused(f"{name}{at} writes between the logits and their loss")
+
+
+def _same_shape(one: fx.Node, other: fx.Node) -> bool:
+    a, b = _value(one).shape, _value(other).shape
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def _dtype(terms: Sequence[_Term], way: Sequence[fx.Node], context: Context) -> torch.dtype:
@@ -234,27 +288,37 @@ def _keeps_columns(index: Any, value: Any) -> bool:
     return bool(index[-1] == slice(None) or index[-1] is Ellipsis)
 
 
-def _terms(node: fx.Node) -> tuple[list[_Term], fx.Node | None]:
-    """Read logits as a sum of products with weights [V, K], and their bias."""
+def _terms(node: fx.Node, made: list[fx.Node]) -> tuple[list[_Term], fx.Node | None]:
+    """Read logits as a sum of products with weights [V, K], and their bias; list what makes them
+    in `made`."""
     args = node.args
+    made.append(node)
     if node.op == "call_function" and node.target in LINEAR:
         names: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False))
         names |= node.kwargs
-        product = _Term(names["input"], names["weight"], _value(node).dtype)
-        return [product], names.get("bias")
+        product, bias = (
+            _Term(names["input"], names["weight"], _value(node).dtype),
+            names.get("bias"),
+        )
+        if bias is not None and not same_size(_value(bias).shape[0], _value(node).shape[-1]):
+            raise _Refused("the head's bias is not a number for each column")
+        return [product], bias
     if node.op == "call_function" and node.target in ADD and len(args) == 2 and not node.kwargs:
-        sides = [_terms(side) for side in args if isinstance(side, fx.Node)]
+        nodes = [side for side in args if isinstance(side, fx.Node)]
+        if not all(_value(n) is not None and _same_shape(n, node) for n in nodes):
+            raise _Refused("the logits are a sum of which a part is repeated")
+        sides = [_terms(side, made) for side in nodes]
         biases = [bias for _, bias in sides if bias is not None]
         if len(sides) == 2 and len(biases) < 2:
             return sides[0][0] + sides[1][0], biases[0] if biases else None
     if (scaled := _scaled(node)) is not None:
-        terms, bias = _terms(scaled[0])
+        terms, bias = _terms(scaled[0], made)
         if bias is None:
             return [replace(t, scale=t.scale * scaled[1]) for t in terms], None
     if node.op == "call_method" and node.target in ("to", "clone"):
         source = _argument(node, 0)
         assert source is not None, f"{node} is a method of nothing"
-        return _terms(source)
+        return _terms(source, made)
     name = getattr(node.target, "__name__", node.target)
     raise _Refused(f"the logits come from {name}, not from a product with a plain weight alone")
 
@@ -279,10 +343,12 @@ def _returned(logits: fx.Node, way: Sequence[fx.Node]) -> dict[fx.Node, torch.dt
     while todo:
         node, user = todo.pop()
         if user.op == "output":
-            if _value(node).dim() != _value(logits).dim():
-                raise _Refused("the graph returns its logits in another shape")
+            if not _same_shape(node, logits):
+                raise _Refused("the graph returns its logits in another shape, or a part of them")
+            if _value(node).device != _value(logits).device:
+                raise _Refused("the graph returns its logits on another device")
             if node in way and node is not logits and not _is_cast(node):
-                raise _Refused("the graph returns a part of its logits")
+                raise _Refused("the graph returns a view of its logits")
             found[node] = _value(node).dtype
         elif _is_cast(user):
             todo += [(user, other) for other in user.users]
@@ -299,7 +365,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _check_size(node: fx.Node, context: Context) -> None:
-    rows, columns = _value(node.args[0] if node.args else node.kwargs["input"]).shape
+    rows, columns = _value(_arguments(node)["input"]).shape
     least = context.threshold("chunk_loss.min_logits")
     if not isinstance(rows, int):
         rows = MANY  # another batch may have any number

@@ -45,6 +45,14 @@ def name(node: fx.Node) -> str:
     return called(node).partition(".")[0]
 
 
+def is_transformed(node: fx.Node) -> bool:
+    """Whether the value belongs to a transform of torch.func, outside of which nothing is computed
+    from it."""
+    value = node.meta.get("example_value")
+    wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+    return isinstance(value, torch.Tensor) and bool(wrapped(value))
+
+
 def adds_nothing(node: fx.Node) -> bool:
     """Whether a node is `x += 0`, as transformers 4 writes an offset."""
     return node.target is operator.iadd and type(node.args[1]) is int and node.args[1] == 0

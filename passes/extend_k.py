@@ -20,6 +20,7 @@ dtype, and everything under numerics "strict".
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -276,9 +277,10 @@ def _impossible(found: _Sum) -> str:
         return f"the adapter computes in {dtypes}, the layer in {layer}"
     if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
         return "one term uses its weight transposed, another does not"
-    spans = [(low.projection.node, low.start) for low in found.lows]
-    if len(set(spans)) < len(spans):
-        return "one projection feeds two adapters of the same layer"
+    for one, other in itertools.combinations(found.lows, 2):
+        overlap = one.start < other.end and other.start < one.end
+        if one.projection.node is other.projection.node and overlap:
+            return "one projection feeds two adapters of the same layer"
     if len(set(found.blocks)) < len(found.blocks):
         return "two quantized layers of the sum share an input"
     return ""

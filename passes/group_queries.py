@@ -25,7 +25,7 @@ from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.ops.registry import define_ops
 from inductor_q.passes.causal_attention import ATTENTION, arguments_of
-from inductor_q.passes.dynamo_graph import same_size
+from inductor_q.passes.dynamo_graph import is_transformed, same_size
 from inductor_q.passes.grouped_keys import unrepeated
 from inductor_q.passes.runner import CAPTURED, Site
 
@@ -58,7 +58,7 @@ class GroupQueries:
             found = _grouped(node, arguments)
             if found == "":
                 continue
-            if any(_is_transformed(n) for n in (node, *node.all_input_nodes)):
+            if any(is_transformed(n) for n in (node, *node.all_input_nodes)):
                 found = "attention is inside of a transform of torch.func"
             reason = found if isinstance(found, str) else _refused(arguments, found)
             if reason or isinstance(found, str):
@@ -144,13 +144,6 @@ def _by_rows(node: fx.Node, arguments: dict[str, Any], context: Context) -> bool
 
 def _scale(query: fx.Node, scale: float | None) -> float:
     return float(_shape(query)[-1]) ** -0.5 if scale is None else float(scale)
-
-
-def _is_transformed(node: fx.Node) -> bool:
-    """Whether the value belongs to a transform, outside of which nothing is computed from it."""
-    value = node.meta.get("example_value")
-    wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
-    return isinstance(value, torch.Tensor) and bool(wrapped(value))
 
 
 def _is(size: Any, number: int) -> bool:

@@ -167,6 +167,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.OneBackward(),
+        "a loss in chunks has no gradient of its gradient, which create_graph=True asks for. "
+        "Compile the model with options={'qfuse.loss': 'whole'}, which keeps the logits",
+        NotImplementedError,
+    ),
+    (
         exc.ReplicatedModel(gpus=2),
         "2 GPUs are visible to one process, so the trainer would wrap the model in "
         "nn.DataParallel, whose replicas cannot be compiled. Start a process for each GPU: "

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.exc import WrongShape
+from inductor_q.exc import OneBackward, WrongShape
 from inductor_q.kernels.calls import SoftmaxLoss
 from inductor_q.kernels.checks import check_device
 from inductor_q.kernels.dispatch import serve
@@ -110,6 +110,8 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: what is returned would pass for constants
+            raise OneBackward()
         scale, *gradients = ctx.saved_tensors
         factor = grad * scale
         scaled = iter([(gradient.float() * factor).to(ctx.dtype) for gradient in gradients])

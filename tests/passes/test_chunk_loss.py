@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inductor_q import testing
-from inductor_q.exc import UnreadableLogits
+from inductor_q.exc import OneBackward, UnreadableLogits
 from inductor_q.logits import Logits
 from tests.support.captured import CapturedStage
 from tests.support.compiling import compile_step
@@ -274,6 +274,163 @@ def test_other_losses_are_left_and_say_why(
     ((rejected, _),) = found(backend)
     assert reason in rejected
     assert backend.sites[0].by_choice  # nothing that "qfuse.strict" should refuse
+
+
+class Custom(Adapted):
+    """A step whose loss is written by hand."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
+        return self.step(self, torch.tanh(self.body(x)), labels)
+
+
+def flat_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def clamped(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(x)
+    logits.clamp_(-0.1, 0.1)
+    return flat_loss(logits * 3.0, labels)
+
+
+def assigned(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(x)
+    logits[..., :25] = -5.0
+    return flat_loss(logits * 1.0, labels)
+
+
+def base_written(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    base = model.head(x)
+    base.mul_(3.0)
+    return flat_loss(base + model.b(model.a(x)), labels)
+
+
+def another_name(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    """`.to()` of the same dtype is the tensor itself."""
+    logits = model.head(x)
+    same = logits.to(torch.float32)
+    same.mul_(2.0)
+    return flat_loss(logits, labels)
+
+
+def input_written(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    x = x * 1.0
+    logits = model.head(x)
+    x += 1.0
+    return flat_loss(logits, labels)
+
+
+def base_without_gradient(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        base = model.head(x)
+    return flat_loss(base + model.b(model.a(x)), labels)
+
+
+def adapter_without_gradient(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        low = model.b(model.a(x))
+    return flat_loss(model.head(x) + low, labels)
+
+
+def rows_of_a_view(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    logits = model.head(x).view(-1, VOCABULARY)
+    return F.cross_entropy(logits[:-1], labels.reshape(-1)[1:].clamp(min=0))
+
+
+def part_returned(model: Custom, x: Tensor, labels: Tensor) -> Any:
+    shifted = model.head(x)[..., :-1, :].float()
+    return flat_loss(shifted, labels[:, 1:].clamp(min=0)), shifted
+
+
+def repeated_rows(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+    return flat_loss(model.head(x) + model.b(model.a(x[:, :1])), labels)
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (clamped, "clamp_ at "),
+        (assigned, "setitem at "),
+        (base_written, "mul_ at "),
+        (another_name, "mul_ at "),
+        (input_written, "iadd at "),
+        (base_without_gradient, "under torch.no_grad()"),
+        (adapter_without_gradient, "under torch.no_grad()"),
+        (rows_of_a_view, "rows are left out of a view"),
+        (part_returned, "in another shape, or a part of them"),
+        (repeated_rows, "a sum of which a part is repeated"),
+    ],
+)
+def test_steps_that_write_or_leave_out_are_what_they_were(
+    step: Callable[..., Any], reason: str
+) -> None:
+    model = Custom(step)
+    model.head.requires_grad_(step not in (base_without_gradient, input_written))
+    call, backend = compiled(model)
+    x, labels = batch()
+    got, expected = call(x, labels), model(x, labels)
+    if isinstance(expected, tuple):
+        torch.testing.assert_close(got[1], expected[1])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    losses = [y[0] if isinstance(y, tuple) else y for y in (got, expected)]
+    ours, eagers = (torch.autograd.grad(y, trained, allow_unused=True) for y in losses)
+    torch.testing.assert_close(losses[0], losses[1])
+    for mine, exact in zip(ours, eagers, strict=True):
+        zero = torch.zeros(())
+        torch.testing.assert_close(zero if mine is None else mine, zero if exact is None else exact)
+    ((rejected, _),) = found(backend)
+    assert reason in rejected
+
+
+def test_a_loss_of_named_arguments() -> None:
+    def step(model: Custom, x: Tensor, labels: Tensor) -> Tensor:
+        logits = model.head(x)
+        logits /= 2.0
+        return F.cross_entropy(input=logits.view(-1, VOCABULARY), target=labels.reshape(-1))
+
+    model = Custom(step)
+    call, backend = compiled(model)
+    x, labels = batch()
+    torch.testing.assert_close(call(x, labels), model(x, labels))
+    assert [rejected for rejected, _ in found(backend)] == [""]
+
+
+def test_a_loss_under_torch_func() -> None:
+    model = LossOnly()
+    x, labels = batch()
+    backend = CapturedStage(PASS, **CHUNKS)
+    torch.compiler.reset()
+    got = torch.compile(torch.func.grad(lambda x: model(x, labels)), backend=backend)(x)
+    torch.testing.assert_close(got, torch.func.grad(lambda x: model(x, labels))(x))
+    assert found(backend) == [("the loss is inside of a transform of torch.func", "")]
+
+
+def test_a_gradient_of_the_gradient_is_refused() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(5, 8)
+    labels = torch.arange(6) % 5
+    loss = torch.ops.qfuse.linear_cross_entropy([x], [weight], None, labels, None, True, -100, 64)
+    with pytest.raises(OneBackward, match=r"'qfuse\.loss': 'whole'"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_logits_of_hidden_states_that_were_written_to_are_refused() -> None:
+    def step(model: Custom, x: Tensor, labels: Tensor) -> Any:
+        logits = model.head(x)
+        return flat_loss(logits, labels), logits, x
+
+    call, _ = compiled(Custom(step))
+    x, labels = batch()
+    with torch.no_grad():
+        x.requires_grad_()
+    _, logits, hidden = call(x, labels)
+    with torch.no_grad():
+        hidden.zero_()
+    with pytest.raises(UnreadableLogits, match="the hidden states were written to"):
+        logits.sum()
 
 
 def test_asked_for_chunks_are_made_of_any_number_of_rows() -> None:

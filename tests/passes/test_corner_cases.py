@@ -91,6 +91,16 @@ SUMS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "the end of a matrix's projection": lambda m, h: (
         m.base(h.flatten(0, 1)) + (h.flatten(0, 1) @ m.a.t())[:, 2:] @ m.b[:, 2:].t()
     ),
+    "overlapping parts of a projection": lambda m, h: (
+        m.base(h.flatten(0, 1))
+        + (p := h.flatten(0, 1) @ m.a.t())[:, :6] @ m.b[:, :6].t()
+        + p[:, 4:] @ m.b[:, 4:].t()
+    ),
+    "a part of a projection beside all of it": lambda m, h: (
+        m.base(h.flatten(0, 1))
+        + (p := h.flatten(0, 1) @ m.a.t()) @ m.b.t()
+        + p[:, 2:4] @ m.b[:, 2:4].t()
+    ),
     "a few positions of a projection": lambda m, h: (
         m.base(h[:, :R].sin()) + (h @ m.a.t())[:, :R] @ m.b.t()
     ),
