@@ -261,7 +261,8 @@ def _unless_traced_anew(report: Report) -> Iterator[None]:
     try:
         yield
     except RestartAnalysis:
-        _reports[:] = [one for one in _reports if one is not report]
+        for place in [i for i, one in enumerate(_reports) if one is report]:
+            del _reports[place], _parameters[place]
         raise
 
 

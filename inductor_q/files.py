@@ -33,14 +33,19 @@ def replacing(path: Path, *, fsync: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file, and make its folder, by `replacing`.
+    """Write a file, and make its folder, by `replacing` it; or what a link points to. A device or a
+    pipe is written to.
 
     Raises:
         OSError: the file is then as it was before.
     """
+    path, given = path.resolve(), data.encode() if isinstance(data, str) else data
+    if path.exists() and not path.is_file():
+        path.write_bytes(given)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as scratch:
-        scratch.write_bytes(data.encode() if isinstance(data, str) else data)
+        scratch.write_bytes(given)
 
 
 def check_writable(folder: Path) -> None:

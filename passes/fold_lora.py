@@ -36,16 +36,20 @@ from inductor_q.passes.graph import (
     VIEWS,
     arg,
     emit,
+    is_tangent,
     is_tensor,
+    is_view,
     replay,
     tensor,
     widens,
+    written_inputs,
 )
 from inductor_q.passes.products import MAX_RANK, as_scaled
 from inductor_q.passes.runner import Site
 
 #: The layouts that products are moved through: graph.LAYOUT without what copies or repeats.
 LAYOUT = VIEWS | {PERMUTE}
+WRITTEN = "forward writes to what is multiplied: backward would read other numbers"
 STRICT = "qfuse.numerics='strict' keeps every product as written"
 FLOAT32 = (
     "float32 adapter on a 16-bit activation: its products stay float32 "
@@ -95,6 +99,8 @@ class FoldLora:
         demoted: dict[fx.Node, torch.dtype] = {}
         scalars: dict[fx.Node, fx.Node] = {}
         casts: dict[object, fx.Node] = {}
+        trains = any(map(is_tangent, graph.find_nodes(op="placeholder")))
+        written = written_inputs(graph) if trains else set()
         scales: list[Site] = []  # moved when nothing but layout stands between them and a product
         for node in graph.nodes:
             if node.op != "call_function":
@@ -103,14 +109,17 @@ class FoldLora:
                 if not _is_returned(node):
                     yield Site(node, plan=_Drop())
             elif node.target is CAST and _casts_nothing(node) and not _is_returned(node):
-                yield Site(node, plan=_Drop())
+                if _shown(node) not in written:
+                    yield Site(node, plan=_Drop())
             elif node.target is CAST and (first := _alike(node, casts)) is not node:
                 yield Site(node, plan=_Same(first))
             elif is_tensor(node) and (found := as_scaled(node)) is not None:
                 plain, factor = found
                 if isinstance(factor, fx.Node):  # forward and backward cast it apart
                     factor = scalars.setdefault(_peel_casts(factor), factor)
-                scales += _scale_sites(node, plain, factor, context)
+                shown = {_shown(n) for n in (plain, factor) if isinstance(n, fx.Node)}
+                reason = "" if shown.isdisjoint(written) else WRITTEN
+                scales += _scale_sites(node, plain, factor, reason, context)
             elif node.target is MM and is_low_rank(node) and _is_one_of_two(node):
                 dtype = _upcast_from(node, demoted)
                 if dtype is not None:
@@ -202,9 +211,10 @@ def _alike(cast: fx.Node, casts: dict[object, fx.Node]) -> fx.Node:
 
 
 def _scale_sites(
-    node: fx.Node, plain: fx.Node, factor: float | fx.Node, context: Context
+    node: fx.Node, plain: fx.Node, factor: float | fx.Node, reason: str, context: Context
 ) -> Iterator[Site]:
-    """Find where the factor of `node` = plain * factor may go: a product below, or those above."""
+    """Find where the factor of `node` = plain * factor may go: a product below, or those above;
+    unless there is a reason against it."""
     found = []
     below = _peel_layout(plain)
     if below.target is MM and is_low_rank(below) and _single_use_chain(plain, below):
@@ -214,8 +224,15 @@ def _scale_sites(
         if products and all(is_low_rank(p) for p in products):
             found += [_MoveScale(node, factor, p, is_output=False) for p in dict.fromkeys(products)]
     for plan in found:
-        reason = STRICT if context.numerics == "strict" else ""
-        yield Site(plan.mm, reason, plan=plan, by_choice=True)
+        strict = STRICT if context.numerics == "strict" else ""
+        yield Site(plan.mm, reason or strict, plan=plan, by_choice=True)
+
+
+def _shown(node: fx.Node) -> fx.Node:
+    """Return the tensor that a node shows by views, copies of its layout and casts."""
+    while node.target in LAYOUT or node.target is CAST or is_view(node):
+        node = arg(node, 0)
+    return node
 
 
 def _peel_layout(node: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inductor_q.files import check_writable, replacing
+from inductor_q.files import check_writable, replacing, write_whole
 
 
 @pytest.mark.parametrize("fsync", [False, True])
@@ -34,6 +34,20 @@ def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
     with replacing(tmp_path / "file") as scratch:
         scratch.write_text("")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("before")
+    link.symlink_to(target)
+    write_whole(link, "after")
+    assert link.is_symlink() and target.read_text() == "after"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "sent")
+    assert os.read(reader, 9) == b"sent" and pipe.is_fifo()
+    os.close(reader)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

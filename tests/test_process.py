@@ -78,6 +78,21 @@ def test_a_model_is_not_credited_with_the_graphs_of_another() -> None:
     assert inductor_q.report(other).graphs == 2
 
 
+def test_a_graph_that_was_traced_anew_counts_once() -> None:
+    """As with dynamic=True a number is, which is a constant the second time."""
+    model = testing.lora_linear(64, 64, r=4)
+
+    def normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return nn.functional.layer_norm(model(x), (64,), eps=eps)
+
+    torch.compiler.reset()
+    inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]
+    with no_codegen():
+        compiled = torch.compile(normed, backend=inductor_q.backend.qfuse, dynamic=True)
+        compiled(torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True), 1e-5)
+    assert inductor_q.report(model).graphs == 1
+
+
 def test_a_layer_that_no_graph_reads_counts() -> None:
     model = Two()
     run(model, both=False)

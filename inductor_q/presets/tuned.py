@@ -44,9 +44,15 @@ class Place:
 
 
 def folder() -> Path:
-    """Return the folder of what `qfuse tune` writes, which may not exist yet."""
+    """Return the folder of what `qfuse tune` writes, which may not exist yet.
+
+    For a user without a home, as in a container whose table has no such uid, it cannot exist.
+    """
     config = os.environ.get("XDG_CONFIG_HOME", "").strip()
-    return (Path(config) if config else Path.home() / ".config") / "qfuse"
+    if not config:
+        home = os.path.expanduser("~")
+        config = os.devnull if home == "~" else os.path.join(home, ".config")
+    return Path(config) / "qfuse"
 
 
 def place_of(device: torch.device) -> Place:
@@ -107,7 +113,7 @@ def find(device: torch.device) -> Preset | None:
         return None
     here = place_of(device)
     path = path_of(here)
-    if not path.exists():
+    if not os.path.exists(path):  # nor where the folder may not be read
         return None
     read_here = _read_or_warn(path, here)
     return read_here and read_here[1]
@@ -115,7 +121,13 @@ def find(device: torch.device) -> Preset | None:
 
 def everything() -> list[tuple[Path, Place, Preset]]:
     """Read all tuned presets of this user; those that cannot be read are warned of."""
-    paths = sorted((folder() / "tuned").glob("*.json"))
+    try:
+        paths = sorted(path for path in (folder() / "tuned").iterdir() if path.suffix == ".json")
+    except (FileNotFoundError, NotADirectoryError):
+        paths = []
+    except OSError as error:
+        warn_once(f"tuned presets are ignored: {error}")
+        paths = []
     return [(path, *found) for path in paths if (found := _read_or_warn(path))]
 
 

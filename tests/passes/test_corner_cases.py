@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.passes.extend_k import WRITTEN
+from inductor_q.passes.fold_lora import WRITTEN as FORWARD_WRITES
 from inductor_q.passes.graph import CHAINED
 from tests.support.compiling import (
     SMALL,
@@ -271,6 +272,35 @@ def test_an_input_is_not_computed_again_from_what_forward_wrote_to(
     for name, grad in grads.items():
         assert testing.relative_error(result.gradients[name], grad) < CLOSE, name
     assert result.reasons["extend_k"] == {WRITTEN: 1}
+
+
+class Doubled(nn.Module):
+    """A projection of twice a state, which is then cleared."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(lambda m, h: m.base(h) * 0.1 + (self.state * 2) @ m.a.t() @ m.b.t())
+        generator = torch.Generator().manual_seed(5)
+        self.register_buffer("state", torch.randn(96, K, generator=generator).to(BF16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.state.mul_(0.0)
+        return y
+
+
+@pytest.mark.usefixtures("graph_or_code")
+def test_a_factor_is_not_moved_off_what_forward_wrote_to() -> None:
+    """The gradient of A reads the product with the factor, not the state, which is zero by then."""
+    x = x_MK(96, K)
+    expected, grads = step(module := Doubled(), x, module=module)
+    result = compile_step(module := Doubled(), x_MK(96, K), module=module)
+    assert testing.relative_error(result.output, expected) < CLOSE
+    for name, grad in grads.items():
+        assert testing.relative_error(result.gradients[name], grad) < CLOSE, name
+    assert FORWARD_WRITES in result.reasons["fold_lora"]
 
 
 @pytest.mark.usefixtures("graph_or_code")

@@ -12,6 +12,7 @@ import torch
 
 from inductor_q import cli
 from inductor_q.exc import UnknownOption, UnreadablePreset
+from inductor_q.files import write_whole
 from inductor_q.options import resolve
 from inductor_q.presets import PRESETS, Entry, select, tuned
 
@@ -109,6 +110,14 @@ def test_a_foreign_file_is_ignored_and_named_once(
     assert message.startswith(f"a tuned preset is ignored: {written}: ")
     assert problem in message
     assert message.endswith("Remove it, or write it again with qfuse tune")
+
+
+def test_who_has_no_home_has_no_tuned_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert tuned.find(torch.device("cpu")) is None and not tuned.everything()
+    with pytest.raises(NotADirectoryError):
+        write_whole(tuned.folder() / "tuned" / "x.json", "")
 
 
 def test_a_damaged_file_is_ignored_and_named(written: Path, told: list[str]) -> None:
