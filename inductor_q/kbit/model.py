@@ -26,7 +26,7 @@ from inductor_q.kbit.linear import KBitLinear
 from inductor_q.kbit.sources import InMemory, Source
 from inductor_q.kbit.tensor import check_codebook, quantize
 from inductor_q.loading.files import Checkpoint, check_not_quantized
-from inductor_q.loading.layers import check_some, linear_layers, replace_layers
+from inductor_q.loading.layers import check_some, linear_layers, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
@@ -155,12 +155,8 @@ def progress_bars(shown: bool) -> Progress:
 
 def default_skip(model: nn.Module) -> tuple[str, ...]:
     """Skip the head, whose errors reach the loss directly, as other quantizers do."""
-    heads = (type(m) is nn.Linear and _is_head(name) for name, m in model.named_modules())
-    return ("lm_head",) if any(heads) else ()
-
-
-def _is_head(name: str) -> bool:
-    return name.rpartition(".")[2] == "lm_head"
+    linears = (name for name, m in model.named_modules() if type(m) is nn.Linear)
+    return ("lm_head",) if any(matches(name, "lm_head") for name in linears) else ()
 
 
 def _check_ks(
