@@ -390,6 +390,17 @@ class NotFinite(QfuseError, ValueError):
     message = "{what} contains NaN or infinity. Repair it, or leave it out with skip=[...]"
 
 
+class NoValues(QfuseError, ValueError):
+    """The tensor is on the meta device, which has shapes and no numbers."""
+
+    what: str
+    message = (
+        "{what} is on the meta device, so it has no values to quantize. Give checkpoint=..., from "
+        "which weights are read one at a time, or load the model before, such as by "
+        "inductor_q.load_checkpoint"
+    )
+
+
 class ScaleOutOfRange(QfuseError, ValueError):
     """The tensor is too large or too small for the number format of its scales."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import capture
+from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import MissingExtra, NoQuantizer, UnknownFormat, WrongScheme
 from inductor_q.formats import FORMATS
 from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, INT8, bnb_format_name
@@ -47,8 +48,9 @@ FIELDS = {
 #: Spellings of transformers' first configurations.
 DEPRECATED = {"load_in_4bit": "nf4", "load_in_8bit": "llm_int8"}
 
-#: Makes a quantized layer of a linear layer, whose weight lies on its device.
-Make = Callable[[nn.Linear], nn.Module]
+#: Makes a quantized layer of a linear layer, whose weight lies on its device; errors call that
+#: weight by the text beside it.
+Make = Callable[[nn.Linear, str], nn.Module]
 
 
 def quantize(
@@ -62,7 +64,8 @@ def quantize(
 ) -> nn.Module:
     """Replace every `nn.Linear` of `model` by a layer of the library that writes the format.
 
-    What is asked for is checked before a weight is read. Quantize first, then attach adapters.
+    What is asked for is checked before a weight is read, and in memory whether the library takes
+    every shape of the model's, before a layer is replaced. Quantize first, then attach adapters.
 
     Args:
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
@@ -82,7 +85,10 @@ def quantize(
         The model, changed in place, or the new layer where `model` is a linear layer itself.
 
     Raises:
-        WrongScheme, UnknownFormat, NoQuantizer, MissingExtra: what is asked for.
+        WrongScheme, UnknownFormat, NoQuantizer, MissingExtra: what is asked for, or a layer whose
+            shape the library does not take.
+        NoValues: a weight is on the meta device and there is no checkpoint.
+        NotFinite, ScaleOutOfRange: a weight, by name, that has no K-bit codes.
         UnknownLayer, NothingToQuantize: there is no such layer, or none that is left.
         AlreadyQuantized, WrongCheckpoint: the checkpoint.
     """
@@ -92,7 +98,8 @@ def quantize(
     from inductor_q.loading.layers import check_some, linear_layers
     from inductor_q.loading.sources import FromCheckpoint
 
-    make = _maker(to)
+    found = resolve(to)
+    make = _maker(to, found)
     if checkpoint is not None:
         check_not_quantized(checkpoint)
     layers = linear_layers(model, default_skip(model) if skip is None else skip)
@@ -102,12 +109,23 @@ def quantize(
         if checkpoint is None
         else FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
     )
+
+    def made(name: str, bias: nn.Parameter | None) -> nn.Module:
+        what, weight = f"weight of {name or 'the layer'}", source.weight(name)
+        layer = make(_linear(weight.to(layers[name].weight.dtype), bias), what)
+        _check_read(to, layer, what)
+        return layer
+
+    if isinstance(found, str) and found.startswith("kbit"):
+        source.check(layers, found.partition("_")[2])
+    if checkpoint is None:  # where layers change one by one, one of each kind is tried before
+        weights = ((name, layer.weight) for name, layer in layers.items())
+        kinds = {(w.shape, w.dtype, w.device): name for name, w in weights}
+        for name in kinds.values():
+            made(name, None)
     with progress_bars(progress) as bars:
         for name in bars.track(list(layers), description="quantizing"):
-            weight = source.weight(name)
-            new = make(_linear(weight.to(layers[name].weight.dtype), layers[name].bias))
-            _check_read(to, new)
-            source.put(name, new)
+            source.put(name, made(name, layers[name].bias))
     return source.finish()
 
 
@@ -137,6 +155,8 @@ def resolve(to: Any) -> Any:
         return to
     raise WrongScheme(asked=to, problem="expected a name, a mapping or a library's configuration")
 
+
+LEAVE_OUT = "Leave the layer out with skip=[...], or ask for another format"
 
 MX = (
     "torchao has no product with MX weights that leaves activations as they are, so they are only "
@@ -193,11 +213,10 @@ def _named(asked: Any, quant_type: str, blocksize: int, nested: bool) -> str:
     return bnb_format_name(quant_type, blocksize, nested)
 
 
-def _maker(to: Any) -> Make:
-    """Return what makes layers of what is asked for; import its library."""
-    found = resolve(to)
+def _maker(to: Any, found: Any) -> Make:
+    """Return what makes layers of what `to` asks for and is resolved to; import its library."""
     if not isinstance(found, str):
-        return functools.partial(_torchao, found)
+        return functools.partial(_torchao, to, found)
     fmt = FORMATS[found]
     if found == INT8.name:
         return functools.partial(_bnb_8bit, _bitsandbytes(found))
@@ -208,7 +227,7 @@ def _maker(to: Any) -> Make:
     config = _torchao_config(found)
     if config is None:
         raise NoQuantizer(name=found, known=tuple(ALIASES))
-    return functools.partial(_torchao, config)
+    return functools.partial(_torchao, to, config)
 
 
 def _bitsandbytes(name: str) -> Any:
@@ -219,7 +238,7 @@ def _bitsandbytes(name: str) -> Any:
     return bitsandbytes.nn
 
 
-def _bnb_4bit(library: Any, name: str, linear: nn.Linear) -> nn.Module:
+def _bnb_4bit(library: Any, name: str, linear: nn.Linear, what: str) -> nn.Module:
     scale, weight = FORMATS[name].blockwise, linear.weight
     assert scale is not None, f"{name=}"
     nested, kind = scale.outer > 0, name.partition("_")[0]
@@ -234,7 +253,7 @@ def _bnb_4bit(library: Any, name: str, linear: nn.Linear) -> nn.Module:
     return _frozen(new)
 
 
-def _bnb_8bit(library: Any, linear: nn.Linear) -> nn.Module:
+def _bnb_8bit(library: Any, linear: nn.Linear, what: str) -> nn.Module:
     """Quantize without outliers, whose number depends on the data and breaks graphs.
 
     Moving an `Int8Params` to a device quantizes it only where it comes from a CPU, so a weight that
@@ -251,24 +270,32 @@ def _bnb_8bit(library: Any, linear: nn.Linear) -> nn.Module:
     return _frozen(new)
 
 
-def _kbit(k: int, absmax: str, linear: nn.Linear) -> nn.Module:
+def _kbit(k: int, absmax: str, linear: nn.Linear, what: str) -> nn.Module:
     from inductor_q import kbit
 
-    layer: nn.Module = kbit.KBitLinear(kbit.quantize(linear.weight, k, absmax=absmax), linear.bias)
+    weight = kbit.quantize(linear.weight, k, absmax=absmax, what=what)
+    layer: nn.Module = kbit.KBitLinear(weight, linear.bias)
     return layer
 
 
-def _torchao(config: Any, linear: nn.Linear) -> nn.Module:
+def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
     """Quantize by torchao, without the settings of Inductor that it would change for the process.
 
-    They include coordinate descent tuning, which makes a first step take many times as long.
+    They include coordinate descent tuning, which makes a first step take many times as long. Shapes
+    that torchao does not take are errors of several kinds there, and of one here.
     """
     from torchao.quantization import quantize_
 
     if getattr(config, "set_inductor_config", False):
         config = dataclasses.replace(config, set_inductor_config=False)
     holder = nn.Sequential(linear)
-    quantize_(holder, config)
+    try:
+        quantize_(holder, config)
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as error:
+        problem = f"torchao does not take the {what} ({error}). {LEAVE_OUT}"
+        raise WrongScheme(asked=to, problem=problem) from error
     return _frozen(holder[0])
 
 
@@ -310,8 +337,11 @@ def _frozen(layer: nn.Module) -> nn.Module:
     return layer.requires_grad_(False)
 
 
-def _check_read(to: Any, layer: nn.Module) -> None:
-    """Raise where a configuration makes weights that no pass reads."""
+def _check_read(to: Any, layer: nn.Module, what: str) -> None:
+    """Raise where a library makes a weight that no pass reads, or leaves it as it is."""
+    if not any(packed_tensors(layer)):
+        problem = f"the library leaves the {what} as it is, unpacked. {LEAVE_OUT}"
+        raise WrongScheme(asked=to, problem=problem)
     weight = layer._parameters.get("weight")
     layout = None if weight is None else capture.layout(weight)
     if layout is not None and layout.reason:

@@ -262,6 +262,13 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.NoValues(what="weight of lm_head"),
+        "weight of lm_head is on the meta device, so it has no values to quantize. Give "
+        "checkpoint=..., from which weights are read one at a time, or load the model before, such "
+        "as by inductor_q.load_checkpoint",
+        ValueError,
+    ),
+    (
         exc.NotFinite(what="weight of q_proj"),
         "weight of q_proj contains NaN or infinity. Repair it, or leave it out with skip=[...]",
         ValueError,

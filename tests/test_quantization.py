@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import inductor_q
-from inductor_q import capture, exc, kbit, ops, testing
+from inductor_q import capture, exc, kbit, ops, quantization, testing
 from inductor_q.formats import FORMATS
 from inductor_q.log import warn_once
 from inductor_q.quantization import resolve
@@ -71,7 +71,7 @@ def test_llm_int8_is_written_on_any_device() -> None:
     GPU already, for which "meta" stands here, would keep its dtype."""
     with torch.device("meta"):
         linear = nn.Linear(64, 128, bias=False, dtype=BF16)
-    layer: Any = inductor_q.quantize(linear, "llm_int8", progress=False)
+    layer: Any = quantization._bnb_8bit(bnb.nn, linear, "weight")
     found = capture.packed_weight(layer, "weight")
     assert found is not None and found.read is not None, found
     codes, scales = found.read().operands
@@ -204,6 +204,42 @@ def test_old_spellings_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
         "load_in_4bit is deprecated: ask for 'nf4'",
         "load_in_8bit is deprecated: ask for 'llm_int8'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "problem"),
+    [
+        ("int8_g32", exc.WrongScheme, "torchao does not take the weight of down .*group size 32"),
+        ("nvfp4", exc.WrongScheme, "torchao does not take the weight of down .*divisible by 16"),
+        ("int4_plain_g64", exc.WrongScheme, "leaves the weight of down as it is, unpacked"),
+        ("kbit4", exc.NotFinite, "weight of down contains NaN"),
+    ],
+)
+def test_a_layer_that_is_not_taken(asked: str, error: Any, problem: str) -> None:
+    """It is named, and those before it are as they were."""
+    net = Net()
+    net.up = nn.Linear(64, 64, dtype=BF16)
+    net.down = nn.Linear(40, 64, bias=False, dtype=BF16)
+    net.down.weight.data[0, 0] = float("nan")
+    if asked.startswith("int4"):  # packing needs more than a CPU, so this layer is alone
+        del net.up
+    before = dict(net.named_parameters())
+    with pytest.raises(error, match=problem):
+        inductor_q.quantize(net, asked, progress=False)
+    after = dict(net.named_parameters())
+    assert before.keys() == after.keys() and all(before[n] is after[n] for n in after)
+    assert all(parameter.requires_grad for parameter in after.values())
+
+
+@pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4"])
+def test_a_model_without_values(asked: str) -> None:
+    with torch.device("meta"):
+        net = Net()
+    for model, name in ((net, "up"), (net.down, "the layer")):
+        with pytest.raises(exc.NoValues, match=f"weight of {name} is on the meta device"):
+            inductor_q.quantize(model, asked, progress=False)
+    with pytest.raises(exc.NoValues, match=r"Give checkpoint=.* inductor_q.load_checkpoint"):
+        kbit.quantize_model(net, 4, progress=False)
 
 
 def test_a_model_that_is_packed_already() -> None:

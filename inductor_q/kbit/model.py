@@ -73,6 +73,7 @@ def quantize_model(
     Raises:
         UnsupportedBits, UnknownAbsmax, WrongCodebook, WrongBudget, UnknownLayer: the arguments.
         NothingToQuantize: no layer is left to quantize; the error says what was found instead.
+        NoValues: a weight is on the meta device and there is no checkpoint.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized.
         NotFinite, ScaleOutOfRange: a weight, by name, that cannot be quantized.
         WrongCheckpoint: it lacks tensors of the model, has them in other shapes, or is damaged.
