@@ -161,6 +161,14 @@ class UnknownLayer(_UnknownName):
         return _first(self.known)
 
 
+class NotNames(QfuseError, TypeError):
+    """One text stands where several names are expected; its letters would be taken for them."""
+
+    argument: str
+    value: str
+    message = "{argument} is the text {value!r}, expected several names: {argument}=[{value!r}]"
+
+
 class UnknownProjection(_UnknownName):
     message = "unknown projection of experts {name!r}{where}{hint} Known: {known!j}"
 

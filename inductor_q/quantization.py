@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def quantize(
             "fp8_row", "fp8_tensor", "int4_g128", "nvfp4", "kbit4". Or a mapping with one key:
             `{"bnb": {"quant_type": "nf4", "blocksize": 64, "nested": True}}`, `{"torchao":
             {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`. Or a configuration
-            of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`. Inductor's
+            of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
+            modules to leave alone count as `skip`, by transformers' rules. Inductor's
             settings stay as they are, also where `set_inductor_config` of torchao's is true.
         skip: names or shell patterns of layers to leave alone; by default the one called "lm_head".
         checkpoint: a safetensors file, an index of shards or a folder with either; `model` then
@@ -85,6 +87,7 @@ def quantize(
         The model, changed in place, or the new layer where `model` is a linear layer itself.
 
     Raises:
+        NotNames: `skip` is a text.
         WrongScheme, UnknownFormat, NoQuantizer, MissingExtra: what is asked for, or a layer whose
             shape the library does not take.
         NoValues: a weight is on the meta device and there is no checkpoint.
@@ -92,7 +95,7 @@ def quantize(
         UnknownLayer, NothingToQuantize: there is no such layer, or none that is left.
         AlreadyQuantized, WrongCheckpoint: the checkpoint.
     """
-    from inductor_q.kbit.model import default_skip, progress_bars
+    from inductor_q.kbit.model import progress_bars, skip_patterns
     from inductor_q.kbit.sources import InMemory, Source
     from inductor_q.loading.files import Checkpoint, check_not_quantized
     from inductor_q.loading.layers import check_some, linear_layers
@@ -102,7 +105,10 @@ def quantize(
     make = _maker(to, found)
     if checkpoint is not None:
         check_not_quantized(checkpoint)
-    layers = linear_layers(model, default_skip(model) if skip is None else skip)
+    left = _left_alone(to, model)
+    patterns = left if skip is None and left is not None else skip_patterns(model, skip)
+    layers = linear_layers(model, patterns)
+    layers = {name: layer for name, layer in layers.items() if name not in (left or ())}
     check_some(layers, model)
     source: Source = (
         InMemory(model, layers, device)
@@ -143,19 +149,27 @@ def resolve(to: Any) -> Any:
             raise UnknownFormat(name=to, known=(*ALIASES, *FORMATS))
         return name
     if isinstance(to, Mapping):
-        return _resolve_mapping(dict(to))
+        return _resolve_mapping(to)
     kind = type(to)
     if kind.__name__ == "BitsAndBytesConfig":
         if to.load_in_8bit:
             return INT8.name
-        return _named(to, to.bnb_4bit_quant_type, 64, bool(to.bnb_4bit_use_double_quant))
+        if not to.load_in_4bit:
+            raise WrongScheme(asked=to, problem="it sets neither load_in_4bit nor load_in_8bit")
+        return _named(to, to.bnb_4bit_quant_type, 64, to.bnb_4bit_use_double_quant)
     if kind.__name__ == "TorchAoConfig":
-        return to.quant_type
+        return resolve(to.quant_type)
+    if kind.__name__ in ("FqnToConfig", "ModuleFqnToConfig"):
+        raise WrongScheme(asked=to, problem=BY_LAYER)
     if kind.__module__.partition(".")[0] == "torchao":
         return to
     raise WrongScheme(asked=to, problem="expected a name, a mapping or a library's configuration")
 
 
+BY_LAYER = (
+    "it says what each layer becomes, and one format is taken here. Apply it by "
+    "torchao.quantization.quantize_(model, config, filter_fn=None), whose weights are read as well"
+)
 LEAVE_OUT = "Leave the layer out with skip=[...], or ask for another format"
 
 MX = (
@@ -164,15 +178,21 @@ MX = (
 )
 
 
-def _resolve_mapping(to: dict[str, Any]) -> Any:
-    old = [key for key in DEPRECATED if to.pop(key, None)]
+def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
+    to = dict(asked)
+    flags = {key: to.pop(key) for key in DEPRECATED if key in to}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise WrongScheme(asked=asked, problem=f"{' and '.join(flags)} are True or False")
+    old = [key for key, is_set in flags.items() if is_set]
+    if len(old) > 1:
+        raise WrongScheme(asked=asked, problem="4 and 8 bits exclude each other")
     if old:
-        (first, *_), new = old, DEPRECATED[old[0]]
-        warn_once(f"{first} is deprecated: ask for {new!r}")
-        if len(old) > 1:
-            raise WrongScheme(asked=old, problem="4 and 8 bits exclude each other")
-        if not to:
-            return resolve(new)
+        new = DEPRECATED[old[0]]
+        if to:
+            problem = f"{old[0]} asks for {new!r}, and something else stands beside it: drop one"
+            raise WrongScheme(asked=asked, problem=problem)
+        warn_once(f"{old[0]} is deprecated: ask for {new!r}")
+        return resolve(new)
     known = ", ".join(FIELDS)
     if len(to) != 1:
         raise WrongScheme(asked=to, problem=f"expected exactly one key of {known}")
@@ -181,8 +201,11 @@ def _resolve_mapping(to: dict[str, Any]) -> Any:
         raise WrongScheme(asked=to, problem=MX)
     if library not in FIELDS:
         raise WrongScheme(asked=to, problem=f"{library!r} is none of {known}")
-    fields = dict(given or {})
-    strange = sorted({*fields} - {*FIELDS[library]})
+    if not isinstance(given, Mapping):
+        problem = f"expected a mapping for {library!r}, with any of {FIELDS[library]}"
+        raise WrongScheme(asked=to, problem=problem)
+    fields = dict(given)
+    strange = sorted(map(str, {*fields} - {*FIELDS[library]}))
     if strange:
         problem = f"{library} has no {', '.join(strange)}; it has {', '.join(FIELDS[library])}"
         if any(field.startswith("activation") for field in strange):
@@ -192,10 +215,10 @@ def _resolve_mapping(to: dict[str, Any]) -> Any:
         raise WrongScheme(asked=to, problem=problem)
     if library == "bnb":
         found = (fields.get("quant_type", "nf4"), fields.get("blocksize", 64))
-        return _named(to, *found, bool(fields.get("nested", True)))
+        return _named(to, *found, fields.get("nested", True))
     if library == "kbit":
         k, absmax = fields.get("k", 4), fields.get("absmax", "e4m4")
-        if k not in KBITS or absmax not in KBIT_SCALES:
+        if not _is_one_of(k, KBITS) or not _is_one_of(absmax, KBIT_SCALES):
             problem = f"k is one of {KBITS}, absmax one of {tuple(KBIT_SCALES)}"
             raise WrongScheme(asked=to, problem=problem)
         return kbit_format_name(k, absmax)
@@ -206,11 +229,43 @@ def _resolve_mapping(to: dict[str, Any]) -> Any:
     return resolve(next(iter(fields.values())))
 
 
-def _named(asked: Any, quant_type: str, blocksize: int, nested: bool) -> str:
-    if quant_type not in BNB_QUANT_TYPES or blocksize not in BLOCKSIZES:
+def _named(asked: Any, quant_type: Any, blocksize: Any, nested: Any) -> str:
+    if not _is_one_of(quant_type, BNB_QUANT_TYPES) or not _is_one_of(blocksize, BLOCKSIZES):
         problem = f"quant_type is one of {tuple(BNB_QUANT_TYPES)}, blocksize one of {BLOCKSIZES}"
         raise WrongScheme(asked=asked, problem=problem)
+    if not isinstance(nested, bool):
+        raise WrongScheme(asked=asked, problem=f"nested is True or False, not {nested!r}")
     return bnb_format_name(quant_type, blocksize, nested)
+
+
+def _is_one_of(value: Any, known: Iterable[Any]) -> bool:
+    """Whether a value is a known one, also in its type: 4.0 is no number of bits."""
+    return any(isinstance(value, type(one)) and value == one for one in known)
+
+
+def _left_alone(to: Any, model: nn.Module) -> list[str] | None:
+    """Return the layers that a configuration of transformers' leaves alone; None if it names none.
+
+    As there, an entry is the start of a name, up to a dot or its end, a regular expression for one,
+    or the end of a name. An entry that fits no layer is no error: embeddings and norms are named.
+    """
+    from inductor_q.loading.layers import names_of
+
+    fields = ("llm_int8_skip_modules", "modules_to_not_convert")
+    entries = next((found for f in fields if (found := getattr(to, f, None)) is not None), None)
+    if entries is None:
+        return None
+    try:
+        starts = [re.compile(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))") for entry in entries]
+    except re.error as error:
+        problem = f"transformers reads {entries} as regular expressions: {error}"
+        raise WrongScheme(asked=to, problem=problem) from None
+    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
+
+    def is_left(name: str) -> bool:
+        return name.endswith(tuple(entries)) or any(start.match(name) for start in starts)
+
+    return [name for name in linears if any(map(is_left, names_of(name)))]
 
 
 def _maker(to: Any, found: Any) -> Make:

@@ -133,6 +133,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.NotNames(argument="skip", value="lm_head"),
+        "skip is the text 'lm_head', expected several names: skip=['lm_head']",
+        TypeError,
+    ),
+    (
         exc.UnknownProjection(name="down", known=("gate_up_proj", "down_proj"), source="targets"),
         "unknown projection of experts 'down' in targets; did you mean 'down_proj'? "
         "Known: gate_up_proj, down_proj",

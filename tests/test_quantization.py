@@ -144,6 +144,42 @@ def test_configurations_of_torchao() -> None:
     assert packed(net) == {"up": "int8_g32"}
 
 
+@pytest.mark.parametrize(
+    ("entries", "skip", "left"),
+    [
+        (["up"], None, {"up"}),  # the default, lm_head, is replaced
+        (["up", "norm"], ["lm_head"], {"up", "lm_head"}),
+        (["l.*head", "own"], None, {"lm_head", "down"}),
+        ([], None, set()),
+        (None, None, {"lm_head"}),
+    ],
+)
+def test_what_a_configuration_of_transformers_leaves_alone(
+    entries: list[str] | None, skip: list[str] | None, left: set[str]
+) -> None:
+    for asked in (
+        transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=entries),
+        transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(), entries),
+    ):
+        net = inductor_q.quantize(Net(), asked, skip=skip, progress=False)
+        assert {"up", "down", "lm_head"} - {*packed(net)} == left
+
+
+def test_what_a_configuration_leaves_alone_below_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    net = peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["up", "lm_head"]))
+    entries = ["up", "lm_head"]
+    asked = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=entries)
+    assert {*packed(inductor_q.quantize(net, asked, progress=False))} == {"base_model.model.down"}
+
+
+def test_skip_is_no_text() -> None:
+    with pytest.raises(exc.NotNames, match=r"skip=\['lm_head'\]"):
+        inductor_q.quantize(Net(), "nf4", skip="lm_head", progress=False)
+    with pytest.raises(exc.NotNames):
+        kbit.quantize_model(Net(), 4, skip="lm_head", progress=False)
+
+
 @pytest.mark.parametrize("asked", ["fp8_row", torchao.Int8WeightOnlyConfig()], ids=str)
 def test_inductor_stays_as_it_is(asked: Any) -> None:
     with inductor_config.patch(coordinate_descent_tuning=False):
@@ -166,6 +202,21 @@ REFUSED = [
     ("mxfp4", "so they are only read; nvfp4 and nf4"),
     ({"mxfp4": {}}, "so they are only read"),
     ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
+    ({"load_in_8bit": True, "bnb": {"quant_type": "fp4"}}, "asks for 'llm_int8', and something"),
+    ({"load_in_4bit": "False"}, "load_in_4bit are True or False"),
+    (transformers.BitsAndBytesConfig(), "neither load_in_4bit nor load_in_8bit"),
+    ({"bnb": {"nested": "False"}}, "nested is True or False, not 'False'"),
+    ({"bnb": {"blocksize": 64.0}}, "blocksize one of"),
+    ({"bnb": {"quant_type": ["nf4"]}}, "quant_type is one of"),
+    ({"bnb": "nf4"}, "expected a mapping for 'bnb', with any of .*'nested'"),
+    ({"fp8": "row"}, r"expected a mapping for 'fp8', with any of \('of',\)"),
+    ({"kbit": 4}, "expected a mapping for 'kbit'"),
+    ({"kbit": {"k": 4.0}}, r"k is one of \(2, 3, 4, 5\)"),
+    (
+        transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(), ["*.up"]),
+        r"transformers reads \['\*.up'\] as regular expressions: nothing to repeat",
+    ),
+    (torchao.FqnToConfig({"up": torchao.Int8WeightOnlyConfig()}), "filter_fn=None"),
     (4, "expected a name, a mapping or a library's configuration"),
 ]
 
@@ -194,12 +245,11 @@ def test_a_configuration_that_quantizes_activations() -> None:
 
 
 def test_old_spellings_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """They are translated, and what is asked for beside them wins."""
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "inductor_q"):
         assert resolve({"load_in_4bit": True}) == "nf4_b64_nested"
         assert resolve({"load_in_4bit": True, "load_in_8bit": False}) == "nf4_b64_nested"
-        assert resolve({"load_in_8bit": True, "bnb": {"quant_type": "fp4"}}) == "fp4_b64_nested"
+        assert resolve({"load_in_8bit": True}) == "int8_absmax"
     assert [record.getMessage() for record in caplog.records] == [
         "load_in_4bit is deprecated: ask for 'nf4'",
         "load_in_8bit is deprecated: ask for 'llm_int8'",

@@ -96,11 +96,16 @@ def _kind(module: nn.Module, weight: Tensor) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern fits a layer's name or its last part, with PEFT's parts or without."""
-    plain = _OF_PEFT.sub("", name)
-    names = {name, *(plain.removeprefix(p) for p in ("", "base_model.", "base_model.model."))}
+    """Whether a shell pattern fits one of a layer's names or its last part."""
+    names = names_of(name)
     names |= {n.rpartition(".")[2] for n in names}
     return any(fnmatchcase(n, pattern) for n in names)
+
+
+def names_of(name: str) -> set[str]:
+    """Return the names by which a layer may be meant: with PEFT's parts and without."""
+    plain = _OF_PEFT.sub("", name)
+    return {name, *(plain.removeprefix(p) for p in ("", "base_model.", "base_model.model."))}
 
 
 def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> nn.Module:
