@@ -161,6 +161,14 @@ class UnknownLayer(_UnknownName):
         return _first(self.known)
 
 
+class NotNames(QfuseError, TypeError):
+    """One text stands where several names are expected; its letters would be taken for them."""
+
+    argument: str
+    value: str
+    message = "{argument} is the text {value!r}, expected several names: {argument}=[{value!r}]"
+
+
 class UnknownProjection(_UnknownName):
     message = "unknown projection of experts {name!r}{where}{hint} Known: {known!j}"
 
@@ -388,6 +396,17 @@ class NotFinite(QfuseError, ValueError):
 
     what: str
     message = "{what} contains NaN or infinity. Repair it, or leave it out with skip=[...]"
+
+
+class NoValues(QfuseError, ValueError):
+    """The tensor is on the meta device, which has shapes and no numbers."""
+
+    what: str
+    message = (
+        "{what} is on the meta device, so it has no values to quantize. Give checkpoint=..., from "
+        "which weights are read one at a time, or load the model before, such as by "
+        "inductor_q.load_checkpoint"
+    )
 
 
 class ScaleOutOfRange(QfuseError, ValueError):

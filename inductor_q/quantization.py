@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import capture
+from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import MissingExtra, NoQuantizer, UnknownFormat, WrongScheme
 from inductor_q.formats import FORMATS
 from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, INT8, bnb_format_name
@@ -47,8 +49,9 @@ FIELDS = {
 #: Spellings of transformers' first configurations.
 DEPRECATED = {"load_in_4bit": "nf4", "load_in_8bit": "llm_int8"}
 
-#: Makes a quantized layer of a linear layer, whose weight lies on its device.
-Make = Callable[[nn.Linear], nn.Module]
+#: Makes a quantized layer of a linear layer, whose weight lies on its device; errors call that
+#: weight by the text beside it.
+Make = Callable[[nn.Linear, str], nn.Module]
 
 
 def quantize(
@@ -62,14 +65,16 @@ def quantize(
 ) -> nn.Module:
     """Replace every `nn.Linear` of `model` by a layer of the library that writes the format.
 
-    What is asked for is checked before a weight is read. Quantize first, then attach adapters.
+    What is asked for is checked before a weight is read, and in memory whether the library takes
+    every shape of the model's, before a layer is replaced. Quantize first, then attach adapters.
 
     Args:
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
             "fp8_row", "fp8_tensor", "int4_g128", "nvfp4", "kbit4". Or a mapping with one key:
             `{"bnb": {"quant_type": "nf4", "blocksize": 64, "nested": True}}`, `{"torchao":
             {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`. Or a configuration
-            of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`. Inductor's
+            of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
+            modules to leave alone count as `skip`, by transformers' rules. Inductor's
             settings stay as they are, also where `set_inductor_config` of torchao's is true.
         skip: names or shell patterns of layers to leave alone; by default the one called "lm_head".
         checkpoint: a safetensors file, an index of shards or a folder with either; `model` then
@@ -82,32 +87,51 @@ def quantize(
         The model, changed in place, or the new layer where `model` is a linear layer itself.
 
     Raises:
-        WrongScheme, UnknownFormat, NoQuantizer, MissingExtra: what is asked for.
+        NotNames: `skip` is a text.
+        WrongScheme, UnknownFormat, NoQuantizer, MissingExtra: what is asked for, or a layer whose
+            shape the library does not take.
+        NoValues: a weight is on the meta device and there is no checkpoint.
+        NotFinite, ScaleOutOfRange: a weight, by name, that has no K-bit codes.
         UnknownLayer, NothingToQuantize: there is no such layer, or none that is left.
         AlreadyQuantized, WrongCheckpoint: the checkpoint.
     """
-    from inductor_q.kbit.model import default_skip, progress_bars
+    from inductor_q.kbit.model import progress_bars, skip_patterns
     from inductor_q.kbit.sources import InMemory, Source
     from inductor_q.loading.files import Checkpoint, check_not_quantized
     from inductor_q.loading.layers import check_some, linear_layers
     from inductor_q.loading.sources import FromCheckpoint
 
-    make = _maker(to)
+    found = resolve(to)
+    make = _maker(to, found)
     if checkpoint is not None:
         check_not_quantized(checkpoint)
-    layers = linear_layers(model, default_skip(model) if skip is None else skip)
+    left = _left_alone(to, model)
+    patterns = left if skip is None and left is not None else skip_patterns(model, skip)
+    layers = linear_layers(model, patterns)
+    layers = {name: layer for name, layer in layers.items() if name not in (left or ())}
     check_some(layers, model)
     source: Source = (
         InMemory(model, layers, device)
         if checkpoint is None
         else FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
     )
+
+    def made(name: str, bias: nn.Parameter | None) -> nn.Module:
+        what, weight = f"weight of {name or 'the layer'}", source.weight(name)
+        layer = make(_linear(weight.to(layers[name].weight.dtype), bias), what)
+        _check_read(to, layer, what)
+        return layer
+
+    if isinstance(found, str) and found.startswith("kbit"):
+        source.check(layers, found.partition("_")[2])
+    if checkpoint is None:  # where layers change one by one, one of each kind is tried before
+        weights = ((name, layer.weight) for name, layer in layers.items())
+        kinds = {(w.shape, w.dtype, w.device): name for name, w in weights}
+        for name in kinds.values():
+            made(name, None)
     with progress_bars(progress) as bars:
         for name in bars.track(list(layers), description="quantizing"):
-            weight = source.weight(name)
-            new = make(_linear(weight.to(layers[name].weight.dtype), layers[name].bias))
-            _check_read(to, new)
-            source.put(name, new)
+            source.put(name, made(name, layers[name].bias))
     return source.finish()
 
 
@@ -125,18 +149,28 @@ def resolve(to: Any) -> Any:
             raise UnknownFormat(name=to, known=(*ALIASES, *FORMATS))
         return name
     if isinstance(to, Mapping):
-        return _resolve_mapping(dict(to))
+        return _resolve_mapping(to)
     kind = type(to)
     if kind.__name__ == "BitsAndBytesConfig":
         if to.load_in_8bit:
             return INT8.name
-        return _named(to, to.bnb_4bit_quant_type, 64, bool(to.bnb_4bit_use_double_quant))
+        if not to.load_in_4bit:
+            raise WrongScheme(asked=to, problem="it sets neither load_in_4bit nor load_in_8bit")
+        return _named(to, to.bnb_4bit_quant_type, 64, to.bnb_4bit_use_double_quant)
     if kind.__name__ == "TorchAoConfig":
-        return to.quant_type
+        return resolve(to.quant_type)
+    if kind.__name__ in ("FqnToConfig", "ModuleFqnToConfig"):
+        raise WrongScheme(asked=to, problem=BY_LAYER)
     if kind.__module__.partition(".")[0] == "torchao":
         return to
     raise WrongScheme(asked=to, problem="expected a name, a mapping or a library's configuration")
 
+
+BY_LAYER = (
+    "it says what each layer becomes, and one format is taken here. Apply it by "
+    "torchao.quantization.quantize_(model, config, filter_fn=None), whose weights are read as well"
+)
+LEAVE_OUT = "Leave the layer out with skip=[...], or ask for another format"
 
 MX = (
     "torchao has no product with MX weights that leaves activations as they are, so they are only "
@@ -144,15 +178,20 @@ MX = (
 )
 
 
-def _resolve_mapping(to: dict[str, Any]) -> Any:
-    old = [key for key in DEPRECATED if to.pop(key, None)]
+def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
+    to = dict(asked)
+    flags = {key: to.pop(key) for key in DEPRECATED if key in to}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise WrongScheme(asked=asked, problem=f"{' and '.join(flags)} are True or False")
+    old = [key for key, is_set in flags.items() if is_set]
+    if len(old) > 1:
+        raise WrongScheme(asked=asked, problem="4 and 8 bits exclude each other")
     if old:
-        (first, *_), new = old, DEPRECATED[old[0]]
-        warn_once(f"{first} is deprecated: ask for {new!r}")
-        if len(old) > 1:
-            raise WrongScheme(asked=old, problem="4 and 8 bits exclude each other")
+        new = DEPRECATED[old[0]]
         if not to:
+            warn_once(f"{old[0]} is deprecated: ask for {new!r}")
             return resolve(new)
+        warn_once(f"{old[0]} is deprecated, and ignored beside {', '.join(map(repr, to))}")
     known = ", ".join(FIELDS)
     if len(to) != 1:
         raise WrongScheme(asked=to, problem=f"expected exactly one key of {known}")
@@ -161,8 +200,11 @@ def _resolve_mapping(to: dict[str, Any]) -> Any:
         raise WrongScheme(asked=to, problem=MX)
     if library not in FIELDS:
         raise WrongScheme(asked=to, problem=f"{library!r} is none of {known}")
-    fields = dict(given or {})
-    strange = sorted({*fields} - {*FIELDS[library]})
+    if not isinstance(given, Mapping):
+        problem = f"expected a mapping for {library!r}, with any of {FIELDS[library]}"
+        raise WrongScheme(asked=to, problem=problem)
+    fields = dict(given)
+    strange = sorted(map(str, {*fields} - {*FIELDS[library]}))
     if strange:
         problem = f"{library} has no {', '.join(strange)}; it has {', '.join(FIELDS[library])}"
         if any(field.startswith("activation") for field in strange):
@@ -172,10 +214,10 @@ def _resolve_mapping(to: dict[str, Any]) -> Any:
         raise WrongScheme(asked=to, problem=problem)
     if library == "bnb":
         found = (fields.get("quant_type", "nf4"), fields.get("blocksize", 64))
-        return _named(to, *found, bool(fields.get("nested", True)))
+        return _named(to, *found, fields.get("nested", True))
     if library == "kbit":
         k, absmax = fields.get("k", 4), fields.get("absmax", "e4m4")
-        if k not in KBITS or absmax not in KBIT_SCALES:
+        if not _is_one_of(k, KBITS) or not _is_one_of(absmax, KBIT_SCALES):
             problem = f"k is one of {KBITS}, absmax one of {tuple(KBIT_SCALES)}"
             raise WrongScheme(asked=to, problem=problem)
         return kbit_format_name(k, absmax)
@@ -186,18 +228,49 @@ def _resolve_mapping(to: dict[str, Any]) -> Any:
     return resolve(next(iter(fields.values())))
 
 
-def _named(asked: Any, quant_type: str, blocksize: int, nested: bool) -> str:
-    if quant_type not in BNB_QUANT_TYPES or blocksize not in BLOCKSIZES:
+def _named(asked: Any, quant_type: Any, blocksize: Any, nested: Any) -> str:
+    if not _is_one_of(quant_type, BNB_QUANT_TYPES) or not _is_one_of(blocksize, BLOCKSIZES):
         problem = f"quant_type is one of {tuple(BNB_QUANT_TYPES)}, blocksize one of {BLOCKSIZES}"
         raise WrongScheme(asked=asked, problem=problem)
+    if not isinstance(nested, bool):
+        raise WrongScheme(asked=asked, problem=f"nested is True or False, not {nested!r}")
     return bnb_format_name(quant_type, blocksize, nested)
 
 
-def _maker(to: Any) -> Make:
-    """Return what makes layers of what is asked for; import its library."""
-    found = resolve(to)
+def _is_one_of(value: Any, known: Iterable[Any]) -> bool:
+    """Whether a value is a known one, also in its type: 4.0 is no number of bits."""
+    return any(isinstance(value, type(one)) and value == one for one in known)
+
+
+def _left_alone(to: Any, model: nn.Module) -> list[str] | None:
+    """Return the layers that a configuration of transformers' leaves alone; None if it names none.
+
+    As there, an entry is the start of a name, up to a dot or its end, a regular expression for one,
+    or the end of a name. An entry that fits no layer is no error: embeddings and norms are named.
+    """
+    from inductor_q.loading.layers import names_of
+
+    fields = ("llm_int8_skip_modules", "modules_to_not_convert")
+    entries = next((found for f in fields if (found := getattr(to, f, None)) is not None), None)
+    if entries is None:
+        return None
+    try:
+        starts = [re.compile(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))") for entry in entries]
+    except re.error as error:
+        problem = f"transformers reads {entries} as regular expressions: {error}"
+        raise WrongScheme(asked=to, problem=problem) from None
+    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
+
+    def is_left(name: str) -> bool:
+        return name.endswith(tuple(entries)) or any(start.match(name) for start in starts)
+
+    return [name for name in linears if any(map(is_left, names_of(name)))]
+
+
+def _maker(to: Any, found: Any) -> Make:
+    """Return what makes layers of what `to` asks for and is resolved to; import its library."""
     if not isinstance(found, str):
-        return functools.partial(_torchao, found)
+        return functools.partial(_torchao, to, found)
     fmt = FORMATS[found]
     if found == INT8.name:
         return functools.partial(_bnb_8bit, _bitsandbytes(found))
@@ -208,7 +281,7 @@ def _maker(to: Any) -> Make:
     config = _torchao_config(found)
     if config is None:
         raise NoQuantizer(name=found, known=tuple(ALIASES))
-    return functools.partial(_torchao, config)
+    return functools.partial(_torchao, to, config)
 
 
 def _bitsandbytes(name: str) -> Any:
@@ -219,7 +292,7 @@ def _bitsandbytes(name: str) -> Any:
     return bitsandbytes.nn
 
 
-def _bnb_4bit(library: Any, name: str, linear: nn.Linear) -> nn.Module:
+def _bnb_4bit(library: Any, name: str, linear: nn.Linear, what: str) -> nn.Module:
     scale, weight = FORMATS[name].blockwise, linear.weight
     assert scale is not None, f"{name=}"
     nested, kind = scale.outer > 0, name.partition("_")[0]
@@ -234,7 +307,7 @@ def _bnb_4bit(library: Any, name: str, linear: nn.Linear) -> nn.Module:
     return _frozen(new)
 
 
-def _bnb_8bit(library: Any, linear: nn.Linear) -> nn.Module:
+def _bnb_8bit(library: Any, linear: nn.Linear, what: str) -> nn.Module:
     """Quantize without outliers, whose number depends on the data and breaks graphs.
 
     Moving an `Int8Params` to a device quantizes it only where it comes from a CPU, so a weight that
@@ -251,24 +324,32 @@ def _bnb_8bit(library: Any, linear: nn.Linear) -> nn.Module:
     return _frozen(new)
 
 
-def _kbit(k: int, absmax: str, linear: nn.Linear) -> nn.Module:
+def _kbit(k: int, absmax: str, linear: nn.Linear, what: str) -> nn.Module:
     from inductor_q import kbit
 
-    layer: nn.Module = kbit.KBitLinear(kbit.quantize(linear.weight, k, absmax=absmax), linear.bias)
+    weight = kbit.quantize(linear.weight, k, absmax=absmax, what=what)
+    layer: nn.Module = kbit.KBitLinear(weight, linear.bias)
     return layer
 
 
-def _torchao(config: Any, linear: nn.Linear) -> nn.Module:
+def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
     """Quantize by torchao, without the settings of Inductor that it would change for the process.
 
-    They include coordinate descent tuning, which makes a first step take many times as long.
+    They include coordinate descent tuning, which makes a first step take many times as long. Shapes
+    that torchao does not take are errors of several kinds there, and of one here.
     """
     from torchao.quantization import quantize_
 
     if getattr(config, "set_inductor_config", False):
         config = dataclasses.replace(config, set_inductor_config=False)
     holder = nn.Sequential(linear)
-    quantize_(holder, config)
+    try:
+        quantize_(holder, config)
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as error:
+        problem = f"torchao does not take the {what} ({error}). {LEAVE_OUT}"
+        raise WrongScheme(asked=to, problem=problem) from error
     return _frozen(holder[0])
 
 
@@ -310,8 +391,11 @@ def _frozen(layer: nn.Module) -> nn.Module:
     return layer.requires_grad_(False)
 
 
-def _check_read(to: Any, layer: nn.Module) -> None:
-    """Raise where a configuration makes weights that no pass reads."""
+def _check_read(to: Any, layer: nn.Module, what: str) -> None:
+    """Raise where a library makes a weight that no pass reads, or leaves it as it is."""
+    if not any(packed_tensors(layer)):
+        problem = f"the library leaves the {what} as it is, unpacked. {LEAVE_OUT}"
+        raise WrongScheme(asked=to, problem=problem)
     weight = layer._parameters.get("weight")
     layout = None if weight is None else capture.layout(weight)
     if layout is not None and layout.reason:

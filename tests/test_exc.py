@@ -133,6 +133,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         KeyError,
     ),
     (
+        exc.NotNames(argument="skip", value="lm_head"),
+        "skip is the text 'lm_head', expected several names: skip=['lm_head']",
+        TypeError,
+    ),
+    (
         exc.UnknownProjection(name="down", known=("gate_up_proj", "down_proj"), source="targets"),
         "unknown projection of experts 'down' in targets; did you mean 'down_proj'? "
         "Known: gate_up_proj, down_proj",
@@ -265,6 +270,13 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         exc.WrongCodebook(k=3, problem="its shape is (16,)"),
         "codebook of k=3: its shape is (16,). It takes 8 finite float32 values in ascending order "
         "(duplicates are allowed)",
+        ValueError,
+    ),
+    (
+        exc.NoValues(what="weight of lm_head"),
+        "weight of lm_head is on the meta device, so it has no values to quantize. Give "
+        "checkpoint=..., from which weights are read one at a time, or load the model before, such "
+        "as by inductor_q.load_checkpoint",
         ValueError,
     ),
     (

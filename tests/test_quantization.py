@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import inductor_q
-from inductor_q import capture, exc, kbit, ops, testing
+from inductor_q import capture, exc, kbit, ops, quantization, testing
 from inductor_q.formats import FORMATS
 from inductor_q.log import warn_once
 from inductor_q.quantization import resolve
@@ -71,7 +71,7 @@ def test_llm_int8_is_written_on_any_device() -> None:
     GPU already, for which "meta" stands here, would keep its dtype."""
     with torch.device("meta"):
         linear = nn.Linear(64, 128, bias=False, dtype=BF16)
-    layer: Any = inductor_q.quantize(linear, "llm_int8", progress=False)
+    layer: Any = quantization._bnb_8bit(bnb.nn, linear, "weight")
     found = capture.packed_weight(layer, "weight")
     assert found is not None and found.read is not None, found
     codes, scales = found.read().operands
@@ -144,6 +144,42 @@ def test_configurations_of_torchao() -> None:
     assert packed(net) == {"up": "int8_g32"}
 
 
+@pytest.mark.parametrize(
+    ("entries", "skip", "left"),
+    [
+        (["up"], None, {"up"}),  # the default, lm_head, is replaced
+        (["up", "norm"], ["lm_head"], {"up", "lm_head"}),
+        (["l.*head", "own"], None, {"lm_head", "down"}),
+        ([], None, set()),
+        (None, None, {"lm_head"}),
+    ],
+)
+def test_what_a_configuration_of_transformers_leaves_alone(
+    entries: list[str] | None, skip: list[str] | None, left: set[str]
+) -> None:
+    for asked in (
+        transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=entries),
+        transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(), entries),
+    ):
+        net = inductor_q.quantize(Net(), asked, skip=skip, progress=False)
+        assert {"up", "down", "lm_head"} - {*packed(net)} == left
+
+
+def test_what_a_configuration_leaves_alone_below_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    net = peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["up", "lm_head"]))
+    entries = ["up", "lm_head"]
+    asked = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=entries)
+    assert {*packed(inductor_q.quantize(net, asked, progress=False))} == {"base_model.model.down"}
+
+
+def test_skip_is_no_text() -> None:
+    with pytest.raises(exc.NotNames, match=r"skip=\['lm_head'\]"):
+        inductor_q.quantize(Net(), "nf4", skip="lm_head", progress=False)
+    with pytest.raises(exc.NotNames):
+        kbit.quantize_model(Net(), 4, skip="lm_head", progress=False)
+
+
 @pytest.mark.parametrize("asked", ["fp8_row", torchao.Int8WeightOnlyConfig()], ids=str)
 def test_inductor_stays_as_it_is(asked: Any) -> None:
     with inductor_config.patch(coordinate_descent_tuning=False):
@@ -166,6 +202,20 @@ REFUSED = [
     ("mxfp4", "so they are only read; nvfp4 and nf4"),
     ({"mxfp4": {}}, "so they are only read"),
     ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
+    ({"load_in_4bit": "False"}, "load_in_4bit are True or False"),
+    (transformers.BitsAndBytesConfig(), "neither load_in_4bit nor load_in_8bit"),
+    ({"bnb": {"nested": "False"}}, "nested is True or False, not 'False'"),
+    ({"bnb": {"blocksize": 64.0}}, "blocksize one of"),
+    ({"bnb": {"quant_type": ["nf4"]}}, "quant_type is one of"),
+    ({"bnb": "nf4"}, "expected a mapping for 'bnb', with any of .*'nested'"),
+    ({"fp8": "row"}, r"expected a mapping for 'fp8', with any of \('of',\)"),
+    ({"kbit": 4}, "expected a mapping for 'kbit'"),
+    ({"kbit": {"k": 4.0}}, r"k is one of \(2, 3, 4, 5\)"),
+    (
+        transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(), ["*.up"]),
+        r"transformers reads \['\*.up'\] as regular expressions: nothing to repeat",
+    ),
+    (torchao.FqnToConfig({"up": torchao.Int8WeightOnlyConfig()}), "filter_fn=None"),
     (4, "expected a name, a mapping or a library's configuration"),
 ]
 
@@ -199,11 +249,49 @@ def test_old_spellings_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "inductor_q"):
         assert resolve({"load_in_4bit": True}) == "nf4_b64_nested"
         assert resolve({"load_in_4bit": True, "load_in_8bit": False}) == "nf4_b64_nested"
+        assert resolve({"load_in_8bit": True}) == "int8_absmax"
         assert resolve({"load_in_8bit": True, "bnb": {"quant_type": "fp4"}}) == "fp4_b64_nested"
     assert [record.getMessage() for record in caplog.records] == [
         "load_in_4bit is deprecated: ask for 'nf4'",
         "load_in_8bit is deprecated: ask for 'llm_int8'",
+        "load_in_8bit is deprecated, and ignored beside 'bnb'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "problem"),
+    [
+        ("int8_g32", exc.WrongScheme, "torchao does not take the weight of down .*group size 32"),
+        ("nvfp4", exc.WrongScheme, "torchao does not take the weight of down .*divisible by 16"),
+        ("int4_plain_g64", exc.WrongScheme, "leaves the weight of down as it is, unpacked"),
+        ("kbit4", exc.NotFinite, "weight of down contains NaN"),
+    ],
+)
+def test_a_layer_that_is_not_taken(asked: str, error: Any, problem: str) -> None:
+    """It is named, and those before it are as they were."""
+    net = Net()
+    net.up = nn.Linear(64, 64, dtype=BF16)
+    net.down = nn.Linear(40, 64, bias=False, dtype=BF16)
+    net.down.weight.data[0, 0] = float("nan")
+    if asked.startswith("int4"):  # packing needs more than a CPU, so this layer is alone
+        del net.up
+    before = dict(net.named_parameters())
+    with pytest.raises(error, match=problem):
+        inductor_q.quantize(net, asked, progress=False)
+    after = dict(net.named_parameters())
+    assert before.keys() == after.keys() and all(before[n] is after[n] for n in after)
+    assert all(parameter.requires_grad for parameter in after.values())
+
+
+@pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4"])
+def test_a_model_without_values(asked: str) -> None:
+    with torch.device("meta"):
+        net = Net()
+    for model, name in ((net, "up"), (net.down, "the layer")):
+        with pytest.raises(exc.NoValues, match=f"weight of {name} is on the meta device"):
+            inductor_q.quantize(model, asked, progress=False)
+    with pytest.raises(exc.NoValues, match=r"Give checkpoint=.* inductor_q.load_checkpoint"):
+        kbit.quantize_model(net, 4, progress=False)
 
 
 def test_a_model_that_is_packed_already() -> None:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.capture import packed_weight
-from inductor_q.exc import UnknownLayer
+from inductor_q.exc import NotNames, UnknownLayer
 from inductor_q.kbit.allocate import allocate, check_importance, measure, table
 from inductor_q.kbit.linear import KBitLinear
 from inductor_q.kbit.sources import InMemory, Source
 from inductor_q.kbit.tensor import check_codebook, quantize
 from inductor_q.loading.files import Checkpoint, check_not_quantized
-from inductor_q.loading.layers import check_some, linear_layers, replace_layers
+from inductor_q.loading.layers import check_some, linear_layers, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
@@ -71,8 +71,10 @@ def quantize_model(
         The model, changed in place; a `KBitLinear` where `model` is itself a linear layer.
 
     Raises:
-        UnsupportedBits, UnknownAbsmax, WrongCodebook, WrongBudget, UnknownLayer: the arguments.
+        UnsupportedBits, UnknownAbsmax, WrongCodebook, WrongBudget, UnknownLayer, NotNames: the
+            arguments.
         NothingToQuantize: no layer is left to quantize; the error says what was found instead.
+        NoValues: a weight is on the meta device and there is no checkpoint.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized.
         NotFinite, ScaleOutOfRange: a weight, by name, that cannot be quantized.
         WrongCheckpoint: it lacks tensors of the model, has them in other shapes, or is damaged.
@@ -84,7 +86,7 @@ def quantize_model(
     check_absmax(absmax)
     if checkpoint is not None:
         check_not_quantized(checkpoint)
-    layers = linear_layers(model, default_skip(model) if skip is None else skip)
+    layers = linear_layers(model, skip_patterns(model, skip))
     check_some(layers, model, told=not isinstance(k, Mapping))
     source: Source
     if checkpoint is None:
@@ -153,14 +155,14 @@ def progress_bars(shown: bool) -> Progress:
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
 
 
-def default_skip(model: nn.Module) -> tuple[str, ...]:
-    """Skip the head, whose errors reach the loss directly, as other quantizers do."""
-    heads = (type(m) is nn.Linear and _is_head(name) for name, m in model.named_modules())
-    return ("lm_head",) if any(heads) else ()
-
-
-def _is_head(name: str) -> bool:
-    return name.rpartition(".")[2] == "lm_head"
+def skip_patterns(model: nn.Module, skip: Collection[str] | None) -> Collection[str]:
+    """Return what to skip: by default the head, whose errors reach the loss directly."""
+    if isinstance(skip, str):
+        raise NotNames(argument="skip", value=skip)
+    if skip is not None:
+        return skip
+    linears = (name for name, m in model.named_modules() if type(m) is nn.Linear)
+    return ("lm_head",) if any(matches(name, "lm_head") for name in linears) else ()
 
 
 def _check_ks(

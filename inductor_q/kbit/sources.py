@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from inductor_q.exc import NoValues
 from inductor_q.kbit.tensor import check_values
 from inductor_q.loading.layers import replace_layers
 
@@ -25,7 +26,11 @@ class Source(Protocol):
 
 
 class InMemory:
-    """Take the model's own weights; each is freed once its layer is replaced."""
+    """Take the model's own weights; each is freed once its layer is replaced.
+
+    Raises:
+        NoValues: a weight is on the meta device.
+    """
 
     def __init__(
         self,
@@ -33,6 +38,9 @@ class InMemory:
         layers: Mapping[str, nn.Linear],
         device: torch.device | str | None,
     ) -> None:
+        for name, layer in layers.items():
+            if layer.weight.is_meta:
+                raise NoValues(what=f"weight of {name or 'the layer'}")
         self._model = model
         self._layers = dict(layers)
         self._device = device

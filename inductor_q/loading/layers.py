@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -12,31 +13,40 @@ from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import NothingToQuantize, UnknownLayer
 from inductor_q.log import log
 
+#: Parts of names that PEFT adds to those of the model below it.
+_OF_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+
+#: Modules of an adapter: LoRA's matrices, copies that train, the encoder of p-tuning.
+_ADAPTER = re.compile(r"^prompt_encoder\.|(^|\.)(lora_|modules_to_save\.)")
+
 
 def linear_layers(model: nn.Module, skip: Collection[str] = ()) -> dict[str, nn.Linear]:
     """Return the layers to quantize, by name: every `nn.Linear` itself, not its subclasses.
 
     Some are left out: layers that `skip` matches; layers whose weight is tied to another parameter,
-    which would be stored twice; layers whose weight is packed already; and the matrices of PEFT's
-    adapters.
+    which would be stored twice; layers whose weight is packed already; and with PEFT, which freezes
+    the model below, the modules of adapters and whatever else trains.
 
     Args:
-        skip: shell patterns of whole names or of last components: "lm_head", "*.layers.0.*".
+        skip: shell patterns of whole names or of last components: "lm_head", "*.layers.0.*". PEFT's
+            parts of a name may be left out.
 
     Raises:
         UnknownLayer: a pattern matches nothing.
     """
     found = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     for pattern in skip:
-        if not any(_matches(name, pattern) for name in found):
+        if not any(matches(name, pattern) for name in found):
             raise UnknownLayer(name=pattern, known=tuple(found), source="skip")
+    has_peft = any(hasattr(m, "peft_config") for m in model.modules())
     owners = Counter(id(p) for m in set(model.modules()) for p in m._parameters.values())
     return {
         name: layer
         for name, layer in found.items()
-        if not any(_matches(name, pattern) for pattern in skip)
+        if not any(matches(name, pattern) for pattern in skip)
         and owners[id(layer.weight)] == 1
-        and ".lora_" not in f".{name}"
+        and not _ADAPTER.search(name)
+        and not (has_peft and layer.weight.requires_grad)
         and not any(packed_tensors(layer))
     }
 
@@ -70,7 +80,7 @@ def check_some(layers: Collection[str], model: nn.Module, *, told: bool = True) 
     elif linears:
         found = (
             f"none of its nn.Linear layers ({linears}) is left: `skip` names them, they share "
-            "their weight with another module, or they belong to an adapter"
+            "their weight with another module, or they belong to an adapter or train beside it"
         )
     else:
         found = "it has no nn.Linear"
@@ -85,8 +95,17 @@ def _kind(module: nn.Module, weight: Tensor) -> str:
     return f"Linear of {weight.dtype if is_plain else type(weight).__name__}"
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+def matches(name: str, pattern: str) -> bool:
+    """Whether a shell pattern fits one of a layer's names or its last part."""
+    names = names_of(name)
+    names |= {n.rpartition(".")[2] for n in names}
+    return any(fnmatchcase(n, pattern) for n in names)
+
+
+def names_of(name: str) -> set[str]:
+    """Return the names by which a layer may be meant: with PEFT's parts and without."""
+    plain = _OF_PEFT.sub("", name)
+    return {name, *(plain.removeprefix(p) for p in ("", "base_model.", "base_model.model."))}
 
 
 def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> nn.Module:

@@ -278,3 +278,43 @@ def test_adapters_are_no_layers_to_quantize() -> None:
         "layers.1.down",
         "lm_head",
     ]
+
+
+@pytest.mark.parametrize(
+    "lora", [{"target_modules": ["up", "lm_head"]}, {"target_modules": ["up"]}]
+)
+def test_skip_takes_names_without_the_parts_that_peft_adds(lora: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(model(), peft.LoraConfig(r=4, **lora))
+    kbit.quantize_model(wrapped, 4, skip=["layers.0.up", "lm_head"], progress=False)
+    assert [name.removeprefix("base_model.model.") for name in packed(wrapped)] == [
+        "layers.0.down",
+        "layers.1.up.base_layer",
+        "layers.1.down",
+    ]
+    wrapped = peft.get_peft_model(model(), peft.LoraConfig(r=4, **lora))
+    kbit.quantize_model(wrapped, 4, progress=False)
+    assert not [name for name in packed(wrapped) if "lm_head" in name]  # the default
+
+
+def test_what_trains_in_a_model_of_peft_is_left() -> None:
+    """Copies of `modules_to_save` train, also those of an adapter that is loaded only to run, and
+    so does the encoder of p-tuning."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = peft.LoraConfig(r=4, target_modules=["up"], modules_to_save=["down"])
+    prompts = peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40}
+    llama = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    for wrapped in (
+        peft.get_peft_model(model(), config),
+        peft.get_peft_model(transformers.LlamaForCausalLM(llama), prompts),
+    ):
+        before = {n for n, p in wrapped.named_parameters() if p.requires_grad}
+        wrapped = kbit.quantize_model(wrapped, 4, progress=False)
+        assert packed(wrapped)
+        assert {n for n, p in wrapped.named_parameters() if p.requires_grad} == before
+    run_only = peft.get_peft_model(model(), config).requires_grad_(False)
+    assert not [name for name in linear_layers(run_only) if "modules_to_save" in name]
