@@ -420,22 +420,61 @@ def test_codes_are_not_read_as_values(tmp_path: Path) -> None:
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
 
 
+INDEX = "model.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("config.json", [], r"config.json.*\n  it is no mapping"),
-        ("config.json", {"quantization_config": "fp8"}, "its quantization_config is 'fp8', which"),
-        ("model.safetensors.index.json", {}, "has no weight_map from names to files"),
-        ("model.safetensors.index.json", [], "has no weight_map from names to files"),
+        ("config.json", b"[]", r"config.json.*\n  it is no mapping"),
+        ("config.json", b"\xff\xfe{}", r"config.json.*\n  'utf-8' codec can't decode"),
+        ("config.json", b'{"text_config": "x"}', "its text_config is 'x', which is no mapping"),
+        ("config.json", b'{"quantization_config": "fp8"}', "its quantization_config is 'fp8'"),
+        ("hf_quant_config.json", b'{"quantization": 4}', "its quantization is 4, which is no map"),
+        (INDEX, b"{}", r"index.json.*\n  it has no weight_map from names to files"),
+        (INDEX, b"[]", r"index.json.*\n  it is no mapping"),
+        (INDEX, b"{", r"index.json.*\n  Expecting property name"),
+        (INDEX, b"\xff\xfe{}", r"index.json.*\n  'utf-8' codec can't decode"),
+        (INDEX, b'{"weight_map": {"a": null}}', "its weight_map has None for a, which names no"),
     ],
 )
 def test_a_file_that_is_something_else_is_named(
-    file: str, content: Any, problem: str, tmp_path: Path
+    file: str, content: bytes, problem: str, tmp_path: Path
 ) -> None:
     config, state, _, _ = fp8_tiles()
     write(tmp_path, config, state)
-    (tmp_path / file).write_text(json.dumps(content))
+    (tmp_path / file).write_bytes(content)
+    if file == INDEX:
+        (tmp_path / "model.safetensors").unlink()
+    if file == "hf_quant_config.json":
+        (tmp_path / "config.json").unlink()
     with pytest.raises(exc.WrongCheckpoint, match=problem):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+def test_one_file_is_taken_before_what_lies_beside_it(tmp_path: Path) -> None:
+    """As transformers takes it: not another file's values, and no index of an earlier save."""
+    config, state, values, _ = fp8_whole()
+    rest = write(tmp_path, config, state)
+    others = {name: torch.zeros_like(value) for name, value in rest.items()}
+    save_file(others, tmp_path / "old.safetensors")
+    for file in ("old.safetensors", "gone.safetensors"):
+        index = {"weight_map": dict.fromkeys(rest, file)}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        net: Any = Net()
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+        assert torch.equal(net.plain.weight, rest["plain.weight"])
+        assert torch.equal(net.packed.dequantize(torch.float32), values)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    config, state, _, _ = fp8_whole()
+    rest = write(tmp_path, config, state)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({"plain.weight": rest["plain.weight"]}, tmp_path / "b.safetensors")
+    with pytest.raises(
+        exc.WrongCheckpoint, match=r"plain.weight is in a.safetensors and in b.safe"
+    ):
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
 
 
