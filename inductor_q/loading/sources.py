@@ -118,10 +118,11 @@ class FromCheckpoint:
         place = self._places[name]
         if place.is_whole:
             ((found,),) = place.found
-            columns = found.columns(self._read) if found.columns else None
-            packed = Packed(found.read(self._read), found.format, found.shape, columns)
+            operands_and_columns = found.read(self._read)
+            columns = operands_and_columns.pop("columns", None)
+            packed = Packed(operands_and_columns, found.format, found.shape, columns)
         else:
-            packed = self._stack(place)
+            packed = self._stack(name, place)
         fmt = FORMATS[packed.format]
         operands = [packed.operands[operand] for operand in fmt.operands]
         check_operands(operands, fmt, packed.shape, torch.float32)
@@ -165,7 +166,7 @@ class FromCheckpoint:
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(name).to(self._device)
 
-    def _stack(self, place: _Place) -> Packed:
+    def _stack(self, stack: str, place: _Place) -> Packed:
         """Put the packed weights of experts, and of their parts, behind each other."""
         format = place.found[0][0].format
         shape = _stacked([[part.shape for part in parts] for parts in place.found])
@@ -173,6 +174,9 @@ class FromCheckpoint:
         filled = dict.fromkeys(numels, 0)
         for part in itertools.chain.from_iterable(place.found):
             for name, values in part.read(self._read).items():
+                if name == "columns":
+                    problem = "has its columns in another order for each expert (act-order)"
+                    raise self._checkpoint.wrong([f"{stack} {problem}"])
                 if name not in out:
                     out[name] = values.new_empty(numels[name])
                 out[name][filled[name] : filled[name] + values.numel()] = values
@@ -298,8 +302,6 @@ def _unstacked(found: Sequence[Sequence[Found]], shape: tuple[int, ...]) -> str:
     formats = sorted({part.format for part in parts})
     if len(formats) > 1:
         return f"is packed as {', '.join(formats)}"
-    if parts[0].columns is not None:
-        return "has its columns in another order for each expert (act-order)"
     numels = [_numels(part.format, part.shape) for part in parts]
     for operand, numel in _numels(formats[0], shape).items():
         if numel != sum(part[operand] for part in numels):

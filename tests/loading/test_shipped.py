@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -528,6 +529,67 @@ def test_what_a_packed_weight_lacks_is_named(part: str, tmp_path: Path) -> None:
     write(tmp_path, config, {**state, part: state[part][:1]})
     with pytest.raises(exc.WrongCheckpoint, match=f"packed.{part} is .*; what is read is"):
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"desc_act": False, "dynamic": {"+:packed": {"desc_act": True}}}], ids=str
+)
+def test_the_order_of_inputs_is_read_where_it_is(said: dict[str, Any], tmp_path: Path) -> None:
+    """GPTQModel may set act-order by layer, and a configuration may say nothing of it."""
+    config, state, values, _ = gptq(act_order=True)
+    del config["desc_act"]
+    write(tmp_path, {**config, **said}, state)
+    net: Any = Net()
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert torch.equal(net.packed.dequantize(torch.float32), values)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_groups_of_other_sizes_are_refused(act_order: bool, tmp_path: Path) -> None:
+    config, state, _, _ = gptq(act_order=act_order)
+    uneven = state["g_idx"].clone()
+    uneven[uneven == 0] = 1
+    for wrong, found in ((uneven, "group 0 for 0"), (0 * uneven, "group 0 for 256")):
+        write(tmp_path, config, {**state, "g_idx": wrong})
+        with pytest.raises(exc.CorruptQuantState, match=f"4 groups for 64 inputs, is {found}"):
+            inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        *(("fp8 tiles", "weight"), ("fp8 whole", "weight"), ("gptq", "qweight"), ("hqq", "W_q")),
+        *(("awq", "qweight"), ("nvfp4 of modelopt", "weight")),
+        ("nvfp4 of compressed-tensors", "weight_packed"),
+        *(("integers of compressed-tensors", n) for n in ("weight_packed", "weight_scale")),
+    ],
+)
+def test_what_is_no_matrix_is_named(case: str, part: str, tmp_path: Path) -> None:
+    config, state, _, _ = CASES[case]()
+    write(tmp_path, config, {**state, part: state[part].reshape(-1)})
+    with pytest.raises(exc.WrongCheckpoint, match=rf"packed.{part} is \(\d+,\); what is read is a"):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+def test_fused_experts_of_compressed_tensors_are_refused(tmp_path: Path) -> None:
+    state = saved("gpt_oss", tmp_path)
+    for name in [n for n in state if n.endswith("gate_up_proj")]:
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[f"{name}_scale"] = torch.ones(*state[name].shape[:2], 1)
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    save_packed(tmp_path, state, config)
+    with pytest.raises(exc.WrongCheckpoint, match=r"gate_up_proj is .*; what is read is a matrix"):
+        inductor_q.load_checkpoint(model("gpt_oss"), tmp_path, progress=False)
+
+
+def test_experts_with_act_order_are_refused(tmp_path: Path) -> None:
+    pack = linear_layers_of_experts(partial(gptq, True), 32)
+    state, _ = pack(saved("qwen3_moe", tmp_path, hidden_size=128))
+    save_packed(tmp_path, state, EXPERTS["int4_g32"][1])  # does not say desc_act
+    net = model("qwen3_moe", hidden_size=128)
+    with pytest.raises(exc.WrongCheckpoint, match="gate_up_proj has its columns in another order"):
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert not any(isinstance(stack, ExpertStack) for _, stack in stacks(net))
 
 
 def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:
