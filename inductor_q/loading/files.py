@@ -52,6 +52,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def names(self) -> list[str]:
+        """List its tensors in alphabetical order, which files do not keep."""
+        return sorted(self._files)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Map names to shapes, from the headers alone."""
         found = {}

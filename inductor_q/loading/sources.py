@@ -22,6 +22,7 @@ from inductor_q.kernels.checks import check_operands
 from inductor_q.loading.files import Checkpoint, assign, owners
 from inductor_q.loading.found import Find, Found, Shapes, finds_nothing
 from inductor_q.loading.layers import replace_layers
+from inductor_q.loading.unused import check_unused
 
 #: Layers' names in the model and in checkpoints, and the parts of each projection, row by row.
 _RENAMED = {".mlp.": ".block_sparse_moe."}
@@ -68,7 +69,8 @@ class FromCheckpoint:
 
     Raises:
         WrongCheckpoint: it lacks tensors of the model, has them in other shapes, or packed where
-            the model has neither a linear layer nor experts.
+            the model has neither a linear layer nor experts, or a bias that no module takes. Of
+            other tensors that nothing takes, a warning tells.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class FromCheckpoint:
         self._device = device
         self._layers: dict[str, nn.Module] = {}
         self._changes: dict[str, Callable[[], object]] = {}
-        self._places = _Search(model, checkpoint, find).places()
+        search = _Search(model, checkpoint, find)
+        self._places = search.places()
+        check_unused(model, checkpoint, search.taken, search.packed, search.passed)
 
     @property
     def packed(self) -> list[str]:
@@ -198,13 +202,21 @@ class _Unread(str):
 
 
 class _Search:
-    """Looks every tensor of a model up in the headers of a checkpoint."""
+    """Looks every tensor of a model up in the headers of a checkpoint.
+
+    taken: the names that were found, and others of the same tensors; `packed` are those of packed
+        weights.
+    passed: layers of experts that keep some of what they have, since it is packed already.
+    """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, find: Find) -> None:
         self._model = model
         self._checkpoint = checkpoint
         self._shapes: Shapes = checkpoint.shapes()
         self._find = find
+        self.taken: set[str] = set()
+        self.packed: set[str] = set()
+        self.passed: set[str] = set()
         self._experts = _projections(model)
         self._linears = {
             f"{name}.weight" if name else "weight"
@@ -223,6 +235,7 @@ class _Search:
         for name, aliases in owners(self._model).items():
             above, _, leaf = name.rpartition(".")
             if above in self._experts and leaf != "weight":
+                self.passed.add(above.rpartition(".")[0])
                 continue  # an adapter of experts, or an operand of what is packed already
             found = self._place(name, aliases, state[name])
             if isinstance(found, str):
@@ -245,17 +258,18 @@ class _Search:
         is_stack = stack in self._experts
         swapped = is_stack and self._experts[stack].is_transposed
         columns = tensor.shape[-2 if swapped else -1] if tensor.ndim else 1
+        self.taken.update(_names(aliases))
         for held in _names([stack] if is_stack else aliases):
             part = self._part(held, columns)
             if isinstance(part, _Unread):
                 return part
             if part is not None:
-                return self._checked(name, _Place([[part]], is_whole=True), tensor)
+                return self._checked(aliases, _Place([[part]], is_whole=True), tensor)
         if not is_stack:
             return f"{name} is not in it"
         for parts in self._by_expert(stack, tensor.shape[0], columns):
             unread = [part for part in parts[0] if isinstance(part, _Unread)]
-            return unread[0] if unread else self._checked(name, _Place(parts), tensor)
+            return unread[0] if unread else self._checked(aliases, _Place(parts), tensor)
         return f"{name} is not in it, neither fused nor expert by expert"
 
     def _by_expert(self, name: str, num_experts: int, columns: int) -> Iterator[Any]:
@@ -278,9 +292,16 @@ class _Search:
             return _Unread(found)
         if found is not None and len((found := found.in_rows(columns)).shape) == 1:
             return _Unread(f"{name} has {found.shape[0]} elements in it, no rows of {columns}")
-        return found or (name if name in self._shapes else None)
+        if found is not None:
+            self.packed.add(name)
+        elif name not in self._shapes:
+            return None
+        self.taken.add(name)
+        return found or name
 
-    def _checked(self, name: str, place: _Place, tensor: Tensor) -> _Place | str:
+    def _checked(self, names: Sequence[str], place: _Place, tensor: Tensor) -> _Place | str:
+        """Return the place of a tensor, by all of its names, or what does not fit."""
+        name = names[0]
         shapes = [
             [part.shape if isinstance(part, Found) else self._shapes[part] for part in parts]
             for parts in place.parts
@@ -289,6 +310,10 @@ class _Search:
         layer = self._experts.get(name) or self._experts.get(name.removesuffix(".weight"))
         if place.packed and layer is None and name not in self._linears:
             return f"{name} is packed in it, and belongs to no linear layer or experts"
+        modules = {self._model.get_submodule(n.rpartition(".")[0]): n for n in names}
+        if place.packed and len(modules) > 1:
+            tied = ", ".join(modules.values())
+            return f"{name} is packed in it, tied here ({tied}): give each module a weight first"
         swapped = place.packed and layer is not None and layer.is_transposed
         if shape != ((here[0], here[2], here[1]) if swapped else here):
             return f"{name} is {shape} in it, {here} here"

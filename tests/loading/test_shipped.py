@@ -592,6 +592,56 @@ def test_experts_with_act_order_are_refused(tmp_path: Path) -> None:
     assert not any(isinstance(stack, ExpertStack) for _, stack in stacks(net))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_nothing_takes_is_told_once(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a few names; not of what lies beside codes, nor of what transformers passes over."""
+    config, state, _, _ = CASES[case]()
+    write(tmp_path, config, {**state, "input_scale": torch.ones(1)})
+    inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+    assert not [r for r in caplog.records if r.name == "inductor_q"]
+    rest = load_file(tmp_path / "model.safetensors")
+    old = {"layers.0.rotary_emb.inv_freq": torch.ones(2), "plain.bias": torch.zeros(8)}
+    others = {f"mtp.{i}.weight": torch.ones(2) for i in range(5)}
+    save_file({**rest, **old, **others}, tmp_path / "model.safetensors")
+    for _ in range(2):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+    (record,) = [r for r in caplog.records if r.name == "inductor_q"]
+    names = "mtp.0.weight, mtp.1.weight, mtp.2.weight, ..."
+    assert f"5 of its tensors are not loaded, since nothing in Net takes them ({names})" in (
+        record.getMessage()
+    )
+
+
+def test_a_bias_that_no_module_takes_is_an_error(tmp_path: Path) -> None:
+    config, state, _, _ = gptq()
+    rest = write(tmp_path, config, state)
+    net: Any = Net()
+    net.packed.bias = None
+    with pytest.raises(exc.WrongCheckpoint, match=r"packed.bias is not zero in it, and its layer"):
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    packed = {f"packed.{name}": value for name, value in state.items()}
+    zeros = {"packed.bias": torch.zeros_like(rest["packed.bias"])}
+    save_file({**rest, **packed, **zeros}, tmp_path / "model.safetensors")
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert type(net.packed) is PackedLinear and net.packed.bias is None
+
+
+def test_a_packed_weight_of_two_modules_is_refused(tmp_path: Path) -> None:
+    """One module under two names has one weight, and is replaced under both."""
+    config, state, values, _ = fp8_whole()
+    write(tmp_path, config, state)
+    net: Any = Net()
+    net.other = nn.Linear(COLUMNS, ROWS, bias=False, dtype=BF16)
+    net.other.weight = net.packed.weight
+    with pytest.raises(exc.WrongCheckpoint, match=r"tied here \(packed.weight, other.weight\)"):
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    net.other = net.packed
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert net.other is net.packed and torch.equal(net.other.dequantize(torch.float32), values)
+
+
 def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:
     config, state, _, _ = fp8_tiles()
     write(tmp_path, config, state)
