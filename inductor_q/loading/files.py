@@ -16,6 +16,9 @@ from inductor_q.exc import AlreadyQuantized, MissingExtra, WrongCheckpoint
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+#: Where a configuration may say how weights are packed.
+_PACKINGS = ("quantization_config", "compression_config")
+
 
 class Checkpoint:
     """Hold a checkpoint: names and shapes of its tensors at once, their values when read.
@@ -167,12 +170,21 @@ def quantization(path: str | Path) -> dict[str, Any] | None:
             continue
         said = _mapping(config)
         for of in (said, _part(config, said, "text_config")):
-            for key in ("quantization_config", "compression_config"):
+            for key in _PACKINGS:
                 if found := _part(config, of, key):
                     return dict(found)
         if name != "config.json" and (found := _part(config, said, "quantization")):
             return {"quant_method": "modelopt", **found}
     return None
+
+
+def forget_quantization(model: nn.Module) -> None:
+    """Take out of a model's configuration how its checkpoint was packed, which it no longer is."""
+    config = getattr(model, "config", None)
+    for of in (config, getattr(config, "text_config", None)):
+        for key in _PACKINGS:
+            if hasattr(of, key):
+                delattr(of, key)
 
 
 def check_not_quantized(path: str | Path) -> None:

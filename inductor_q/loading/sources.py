@@ -265,6 +265,12 @@ class _Search:
                 return part
             if part is not None:
                 return self._checked(aliases, _Place([[part]], is_whole=True), tensor)
+        if f"{stack}.qweight" in self._shapes:
+            return (
+                f"{name} is not in it, but codes ({stack}.qweight) that its config.json does not "
+                "explain. A model of load_checkpoint is saved by inductor_q.kbit.save; for "
+                "save_pretrained call inductor_q.kbit.dequantize_model first"
+            )
         if not is_stack:
             return f"{name} is not in it"
         for parts in self._by_expert(stack, tensor.shape[0], columns):

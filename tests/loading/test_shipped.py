@@ -642,6 +642,33 @@ def test_a_packed_weight_of_two_modules_is_refused(tmp_path: Path) -> None:
     assert net.other is net.packed and torch.equal(net.other.dequantize(torch.float32), values)
 
 
+def test_a_model_that_was_loaded_is_saved(tmp_path: Path) -> None:
+    """Packed by kbit.save, or dequantized; else what save_pretrained writes names these."""
+    state = saved("qwen3_moe", tmp_path)
+    for name in [n for n in state if ".self_attn." in n and "_proj" in n]:
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = torch.tensor(0.5)
+    save_packed(tmp_path, state, {"quant_method": "fp8"})
+
+    def load(folder: Path = tmp_path) -> Any:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with meta_parameters():
+            net = transformers.AutoModelForCausalLM.from_config(config)
+        return inductor_q.load_checkpoint(net, folder, progress=False)
+
+    net = load()
+    expected = net(tokens()).logits
+    kbit.save(net, tmp_path / "packed.bin")
+    assert torch.equal(kbit.load(load(), tmp_path / "packed.bin")(tokens()).logits, expected)
+    net.save_pretrained(tmp_path / "packed")
+    with pytest.raises(exc.WrongCheckpoint, match=r"q_proj.qweight.* is saved by .*kbit.save; for"):
+        load(tmp_path / "packed")
+    kbit.dequantize_model(net)
+    net.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert relative_error(plain(tokens()).logits, expected) < 1e-5
+
+
 def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:
     config, state, _, _ = fp8_tiles()
     write(tmp_path, config, state)
