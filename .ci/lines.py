@@ -30,7 +30,7 @@ BUDGET = {
     "inductor_q/integrations": 1160,
     "inductor_q/kbit": 845,
     "inductor_q/kernels": 6685,
-    "inductor_q/loading": 1460,
+    "inductor_q/loading": 1690,
     "inductor_q/ops": 2680,
     "inductor_q/presets": 610,
     "inductor_q/tuning": 1000,

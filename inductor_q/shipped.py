@@ -22,7 +22,10 @@ def load_checkpoint(
     Nothing is quantized, and no packed weight is held in 16 bits: linear layers become
     `PackedLinear`, experts `inductor_q.experts.ExpertStack`s, and what is not packed is loaded in
     the model's dtypes. Make `model` under `inductor_q.kbit.meta_parameters()` from its
-    configuration; it changes when everything has been read. Then attach adapters.
+    configuration; it changes when everything has been read. Then attach adapters. Its configuration
+    loses the quantization_config, which does not say how the model is packed now: save it by
+    `inductor_q.kbit.save`, or `inductor_q.kbit.dequantize_model` before `save_pretrained`. Tensors
+    of the checkpoint that nothing in the model takes are told in a warning.
 
     Args:
         checkpoint: a safetensors file, an index of shards or a folder with either, beside the
@@ -35,13 +38,14 @@ def load_checkpoint(
 
     Raises:
         UnreadCheckpoint: its quantization has no reader; the error says which have.
-        WrongCheckpoint: it lacks tensors of the model, or has them in other shapes or damaged.
+        WrongCheckpoint: it lacks tensors of the model, or has them in other shapes or damaged; or
+            it has a bias that the model has not, or a packed weight that two modules share.
         CorruptQuantState: codes or scales in other dtypes than their library writes.
     """
     from inductor_q.experts.model import use_qfuse
     from inductor_q.experts.modules import put_stack
     from inductor_q.kbit.model import progress_bars
-    from inductor_q.loading.files import Checkpoint
+    from inductor_q.loading.files import Checkpoint, forget_quantization
     from inductor_q.loading.linear import PackedLinear
     from inductor_q.loading.readers import find_in
     from inductor_q.loading.sources import FromCheckpoint
@@ -73,4 +77,5 @@ def load_checkpoint(
             put = partial(put_stack, layer, leaf, packed.operands, packed.format, packed.shape)
             source.change(name, partial(put, transposed=False))
         model = source.finish()
+    forget_quantization(model)
     return use_qfuse(model) if has_experts else model

@@ -13,17 +13,24 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from inductor_q.exc import AlreadyQuantized, MissingExtra, WrongCheckpoint
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+#: Where a configuration may say how weights are packed.
+_PACKINGS = ("quantization_config", "compression_config")
 
 
 class Checkpoint:
     """Hold a checkpoint: names and shapes of its tensors at once, their values when read.
 
     Args:
-        path: a .safetensors file, an index.json of shards, or a folder with either.
+        path: a .safetensors file, an index.json of shards, or a folder with either. In a folder
+            model.safetensors is taken before an index, as transformers does: what an earlier save
+            left beside it is old.
 
     Raises:
-        WrongCheckpoint: there is no such file, or it is not what it should be.
+        WrongCheckpoint: there is no such file, or it is not what it should be; or a name is in two
+            files of a folder that has no index.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -37,10 +44,20 @@ class Checkpoint:
                     held = set(handle.keys())
                 if missing := sorted(set(names or held) - held):
                     raise self.wrong([f"{name}: the index names {file.name}" for name in missing])
+                if twice := sorted(self._files.keys() & set(names or held)):
+                    raise self.wrong(
+                        f"{name} is in {self._files[name].name} and in {file.name}: give the path "
+                        "of one file, or of an index"
+                        for name in twice
+                    )
                 self._files.update(dict.fromkeys(names or held, file))
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def names(self) -> list[str]:
+        """List its tensors in alphabetical order, which files do not keep."""
+        return sorted(self._files)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Map names to shapes, from the headers alone."""
@@ -78,7 +95,7 @@ class Checkpoint:
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
         """Raise `WrongCheckpoint` for what a missing or damaged file raises inside the block."""
-        damaged = (OSError, json.JSONDecodeError, safetensors().SafetensorError)
+        damaged = (OSError, safetensors().SafetensorError)
         try:
             yield
         except damaged as error:
@@ -88,22 +105,54 @@ class Checkpoint:
 def _files(path: Path) -> list[tuple[Path, list[str]]]:
     """List files and the names to take from each; an empty list stands for all of them."""
     if path.is_dir():
-        index = path / INDEX
-        if not index.exists():
+        found = next((path / name for name in (SINGLE, INDEX) if (path / name).is_file()), None)
+        if found is None:
             files = sorted(path.glob("*.safetensors"))
             if not files:
                 raise FileNotFoundError(f"no {INDEX} and no *.safetensors in {path}")
             return [(file, []) for file in files]
-        path = index
+        path = found
     if path.suffix != ".json":
         return [(path, [])]
-    index, by_file = json.loads(path.read_text()), dict[str, list[str]]()
-    places = index.get("weight_map") if isinstance(index, Mapping) else None
-    if not isinstance(places, Mapping):
-        raise OSError(f"{path} has no weight_map from names to files")
+    places, by_file = _part(path, _mapping(path), "weight_map"), dict[str, list[str]]()
+    if not places:
+        raise _wrong(path, "it has no weight_map from names to files")
     for name, file in places.items():
+        if not isinstance(file, str):
+            raise _wrong(path, f"its weight_map has {file!r} for {name}, which names no file")
         by_file.setdefault(file, []).append(name)
     return [(path.parent / file, names) for file, names in by_file.items()]
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    """Return what a JSON file says.
+
+    Raises:
+        WrongCheckpoint: it cannot be read, or is no mapping.
+    """
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise _wrong(path, str(error)) from error
+    if not isinstance(said, Mapping):
+        raise _wrong(path, "it is no mapping")
+    return said
+
+
+def _part(path: Path, said: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a mapping inside another; an empty one where there is none.
+
+    Raises:
+        WrongCheckpoint: there is something else.
+    """
+    found = said.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise _wrong(path, f"its {key} is {found!r}, which is no mapping")
+    return found
+
+
+def _wrong(path: Path, problem: str) -> WrongCheckpoint:
+    return WrongCheckpoint(path=str(path), problems=(problem,))
 
 
 def quantization(path: str | Path) -> dict[str, Any] | None:
@@ -119,23 +168,23 @@ def quantization(path: str | Path) -> dict[str, Any] | None:
         config = folder / name
         if not config.exists():
             continue
-        try:
-            said = json.loads(config.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise WrongCheckpoint(path=str(config), problems=(str(error),)) from error
-        if not isinstance(said, Mapping):
-            raise WrongCheckpoint(path=str(config), problems=("it is no mapping",))
-        for of in (said, said.get("text_config") or {}):
-            for key in ("quantization_config", "compression_config"):
-                if not of.get(key):
-                    continue
-                if not isinstance(of[key], Mapping):
-                    problem = f"its {key} is {of[key]!r}, which is no mapping"
-                    raise WrongCheckpoint(path=str(config), problems=(problem,))
-                return dict(of[key])
-        if name != "config.json" and said.get("quantization"):
-            return {"quant_method": "modelopt", **said["quantization"]}
+        said = _mapping(config)
+        for of in (said, _part(config, said, "text_config")):
+            for key in _PACKINGS:
+                if found := _part(config, of, key):
+                    return dict(found)
+        if name != "config.json" and (found := _part(config, said, "quantization")):
+            return {"quant_method": "modelopt", **found}
     return None
+
+
+def forget_quantization(model: nn.Module) -> None:
+    """Take out of a model's configuration how its checkpoint was packed, which it no longer is."""
+    config = getattr(model, "config", None)
+    for of in (config, getattr(config, "text_config", None)):
+        for key in _PACKINGS:
+            if hasattr(of, key):
+                delattr(of, key)
 
 
 def check_not_quantized(path: str | Path) -> None:

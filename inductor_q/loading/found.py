@@ -25,13 +25,13 @@ class Found:
     shape: is [rows, columns], or [experts, rows, columns] of a stack; [elements] where the headers
         do not say how they are cut into rows.
     read: returns the operands of the format by name; codes and scales that are bytes as uint8.
-    columns: returns the weight's column of each stored one, where they are in another order.
+        Where the columns are in another order (act-order), `columns` among them has the weight's
+        column of each stored one.
     """
 
     format: str
     shape: tuple[int, ...]
     read: Callable[[Read], dict[str, Tensor]]
-    columns: Callable[[Read], Tensor] | None = None
 
     def in_rows(self, columns: int) -> Found:
         """Cut elements into rows of `columns`, where that is not known yet and they fill some."""
@@ -99,6 +99,14 @@ def grouped(qweight: Tensor, scale: Tensor, zero_point: Tensor, columns: int) ->
         "qweight": qweight.reshape(-1),
         **dict(zip(("scale", "zero_point"), spread, strict=True)),
     }
+
+
+def not_a_matrix(shapes: Shapes, *names: str) -> str:
+    """Return which tensor does not have two dimensions, or has no elements; empty where all do."""
+    for name in names:
+        if len(shapes[name]) != 2 or 0 in shapes[name]:
+            return f"{name} is {shapes[name]}; what is read is a matrix"
+    return ""
 
 
 def misshapen(shapes: Shapes, wanted: Mapping[str, tuple[int, ...]]) -> str:

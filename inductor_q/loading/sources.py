@@ -22,6 +22,7 @@ from inductor_q.kernels.checks import check_operands
 from inductor_q.loading.files import Checkpoint, assign, owners
 from inductor_q.loading.found import Find, Found, Shapes, finds_nothing
 from inductor_q.loading.layers import replace_layers
+from inductor_q.loading.unused import check_unused
 
 #: Layers' names in the model and in checkpoints, and the parts of each projection, row by row.
 _RENAMED = {".mlp.": ".block_sparse_moe."}
@@ -68,7 +69,8 @@ class FromCheckpoint:
 
     Raises:
         WrongCheckpoint: it lacks tensors of the model, has them in other shapes, or packed where
-            the model has neither a linear layer nor experts.
+            the model has neither a linear layer nor experts, or a bias that no module takes. Of
+            other tensors that nothing takes, a warning tells.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class FromCheckpoint:
         self._device = device
         self._layers: dict[str, nn.Module] = {}
         self._changes: dict[str, Callable[[], object]] = {}
-        self._places = _Search(model, checkpoint, find).places()
+        search = _Search(model, checkpoint, find)
+        self._places = search.places()
+        check_unused(model, checkpoint, search.taken, search.packed, search.passed)
 
     @property
     def packed(self) -> list[str]:
@@ -118,10 +122,11 @@ class FromCheckpoint:
         place = self._places[name]
         if place.is_whole:
             ((found,),) = place.found
-            columns = found.columns(self._read) if found.columns else None
-            packed = Packed(found.read(self._read), found.format, found.shape, columns)
+            operands_and_columns = found.read(self._read)
+            columns = operands_and_columns.pop("columns", None)
+            packed = Packed(operands_and_columns, found.format, found.shape, columns)
         else:
-            packed = self._stack(place)
+            packed = self._stack(name, place)
         fmt = FORMATS[packed.format]
         operands = [packed.operands[operand] for operand in fmt.operands]
         check_operands(operands, fmt, packed.shape, torch.float32)
@@ -165,7 +170,7 @@ class FromCheckpoint:
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(name).to(self._device)
 
-    def _stack(self, place: _Place) -> Packed:
+    def _stack(self, stack: str, place: _Place) -> Packed:
         """Put the packed weights of experts, and of their parts, behind each other."""
         format = place.found[0][0].format
         shape = _stacked([[part.shape for part in parts] for parts in place.found])
@@ -173,6 +178,9 @@ class FromCheckpoint:
         filled = dict.fromkeys(numels, 0)
         for part in itertools.chain.from_iterable(place.found):
             for name, values in part.read(self._read).items():
+                if name == "columns":
+                    problem = "has its columns in another order for each expert (act-order)"
+                    raise self._checkpoint.wrong([f"{stack} {problem}"])
                 if name not in out:
                     out[name] = values.new_empty(numels[name])
                 out[name][filled[name] : filled[name] + values.numel()] = values
@@ -194,13 +202,21 @@ class _Unread(str):
 
 
 class _Search:
-    """Looks every tensor of a model up in the headers of a checkpoint."""
+    """Looks every tensor of a model up in the headers of a checkpoint.
+
+    taken: the names that were found, and others of the same tensors; `packed` are those of packed
+        weights.
+    passed: layers of experts that keep some of what they have, since it is packed already.
+    """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, find: Find) -> None:
         self._model = model
         self._checkpoint = checkpoint
         self._shapes: Shapes = checkpoint.shapes()
         self._find = find
+        self.taken: set[str] = set()
+        self.packed: set[str] = set()
+        self.passed: set[str] = set()
         self._experts = _projections(model)
         self._linears = {
             f"{name}.weight" if name else "weight"
@@ -219,6 +235,7 @@ class _Search:
         for name, aliases in owners(self._model).items():
             above, _, leaf = name.rpartition(".")
             if above in self._experts and leaf != "weight":
+                self.passed.add(above.rpartition(".")[0])
                 continue  # an adapter of experts, or an operand of what is packed already
             found = self._place(name, aliases, state[name])
             if isinstance(found, str):
@@ -241,17 +258,24 @@ class _Search:
         is_stack = stack in self._experts
         swapped = is_stack and self._experts[stack].is_transposed
         columns = tensor.shape[-2 if swapped else -1] if tensor.ndim else 1
+        self.taken.update(_names(aliases))
         for held in _names([stack] if is_stack else aliases):
             part = self._part(held, columns)
             if isinstance(part, _Unread):
                 return part
             if part is not None:
-                return self._checked(name, _Place([[part]], is_whole=True), tensor)
+                return self._checked(aliases, _Place([[part]], is_whole=True), tensor)
+        if f"{stack}.qweight" in self._shapes:
+            return (
+                f"{name} is not in it, but codes ({stack}.qweight) that its config.json does not "
+                "explain. A model of load_checkpoint is saved by inductor_q.kbit.save; for "
+                "save_pretrained call inductor_q.kbit.dequantize_model first"
+            )
         if not is_stack:
             return f"{name} is not in it"
         for parts in self._by_expert(stack, tensor.shape[0], columns):
             unread = [part for part in parts[0] if isinstance(part, _Unread)]
-            return unread[0] if unread else self._checked(name, _Place(parts), tensor)
+            return unread[0] if unread else self._checked(aliases, _Place(parts), tensor)
         return f"{name} is not in it, neither fused nor expert by expert"
 
     def _by_expert(self, name: str, num_experts: int, columns: int) -> Iterator[Any]:
@@ -274,9 +298,16 @@ class _Search:
             return _Unread(found)
         if found is not None and len((found := found.in_rows(columns)).shape) == 1:
             return _Unread(f"{name} has {found.shape[0]} elements in it, no rows of {columns}")
-        return found or (name if name in self._shapes else None)
+        if found is not None:
+            self.packed.add(name)
+        elif name not in self._shapes:
+            return None
+        self.taken.add(name)
+        return found or name
 
-    def _checked(self, name: str, place: _Place, tensor: Tensor) -> _Place | str:
+    def _checked(self, names: Sequence[str], place: _Place, tensor: Tensor) -> _Place | str:
+        """Return the place of a tensor, by all of its names, or what does not fit."""
+        name = names[0]
         shapes = [
             [part.shape if isinstance(part, Found) else self._shapes[part] for part in parts]
             for parts in place.parts
@@ -285,6 +316,10 @@ class _Search:
         layer = self._experts.get(name) or self._experts.get(name.removesuffix(".weight"))
         if place.packed and layer is None and name not in self._linears:
             return f"{name} is packed in it, and belongs to no linear layer or experts"
+        modules = {self._model.get_submodule(n.rpartition(".")[0]): n for n in names}
+        if place.packed and len(modules) > 1:
+            tied = ", ".join(modules.values())
+            return f"{name} is packed in it, tied here ({tied}): give each module a weight first"
         swapped = place.packed and layer is not None and layer.is_transposed
         if shape != ((here[0], here[2], here[1]) if swapped else here):
             return f"{name} is {shape} in it, {here} here"
@@ -298,8 +333,6 @@ def _unstacked(found: Sequence[Sequence[Found]], shape: tuple[int, ...]) -> str:
     formats = sorted({part.format for part in parts})
     if len(formats) > 1:
         return f"is packed as {', '.join(formats)}"
-    if parts[0].columns is not None:
-        return "has its columns in another order for each expert (act-order)"
     numels = [_numels(part.format, part.shape) for part in parts]
     for operand, numel in _numels(formats[0], shape).items():
         if numel != sum(part[operand] for part in numels):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -420,22 +421,61 @@ def test_codes_are_not_read_as_values(tmp_path: Path) -> None:
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
 
 
+INDEX = "model.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("config.json", [], r"config.json.*\n  it is no mapping"),
-        ("config.json", {"quantization_config": "fp8"}, "its quantization_config is 'fp8', which"),
-        ("model.safetensors.index.json", {}, "has no weight_map from names to files"),
-        ("model.safetensors.index.json", [], "has no weight_map from names to files"),
+        ("config.json", b"[]", r"config.json.*\n  it is no mapping"),
+        ("config.json", b"\xff\xfe{}", r"config.json.*\n  'utf-8' codec can't decode"),
+        ("config.json", b'{"text_config": "x"}', "its text_config is 'x', which is no mapping"),
+        ("config.json", b'{"quantization_config": "fp8"}', "its quantization_config is 'fp8'"),
+        ("hf_quant_config.json", b'{"quantization": 4}', "its quantization is 4, which is no map"),
+        (INDEX, b"{}", r"index.json.*\n  it has no weight_map from names to files"),
+        (INDEX, b"[]", r"index.json.*\n  it is no mapping"),
+        (INDEX, b"{", r"index.json.*\n  Expecting property name"),
+        (INDEX, b"\xff\xfe{}", r"index.json.*\n  'utf-8' codec can't decode"),
+        (INDEX, b'{"weight_map": {"a": null}}', "its weight_map has None for a, which names no"),
     ],
 )
 def test_a_file_that_is_something_else_is_named(
-    file: str, content: Any, problem: str, tmp_path: Path
+    file: str, content: bytes, problem: str, tmp_path: Path
 ) -> None:
     config, state, _, _ = fp8_tiles()
     write(tmp_path, config, state)
-    (tmp_path / file).write_text(json.dumps(content))
+    (tmp_path / file).write_bytes(content)
+    if file == INDEX:
+        (tmp_path / "model.safetensors").unlink()
+    if file == "hf_quant_config.json":
+        (tmp_path / "config.json").unlink()
     with pytest.raises(exc.WrongCheckpoint, match=problem):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+def test_one_file_is_taken_before_what_lies_beside_it(tmp_path: Path) -> None:
+    """As transformers takes it: not another file's values, and no index of an earlier save."""
+    config, state, values, _ = fp8_whole()
+    rest = write(tmp_path, config, state)
+    others = {name: torch.zeros_like(value) for name, value in rest.items()}
+    save_file(others, tmp_path / "old.safetensors")
+    for file in ("old.safetensors", "gone.safetensors"):
+        index = {"weight_map": dict.fromkeys(rest, file)}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        net: Any = Net()
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+        assert torch.equal(net.plain.weight, rest["plain.weight"])
+        assert torch.equal(net.packed.dequantize(torch.float32), values)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    config, state, _, _ = fp8_whole()
+    rest = write(tmp_path, config, state)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({"plain.weight": rest["plain.weight"]}, tmp_path / "b.safetensors")
+    with pytest.raises(
+        exc.WrongCheckpoint, match=r"plain.weight is in a.safetensors and in b.safe"
+    ):
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
 
 
@@ -489,6 +529,152 @@ def test_what_a_packed_weight_lacks_is_named(part: str, tmp_path: Path) -> None:
     write(tmp_path, config, {**state, part: state[part][:1]})
     with pytest.raises(exc.WrongCheckpoint, match=f"packed.{part} is .*; what is read is"):
         inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"desc_act": False, "dynamic": {"+:packed": {"desc_act": True}}}], ids=str
+)
+def test_the_order_of_inputs_is_read_where_it_is(said: dict[str, Any], tmp_path: Path) -> None:
+    """GPTQModel may set act-order by layer, and a configuration may say nothing of it."""
+    config, state, values, _ = gptq(act_order=True)
+    del config["desc_act"]
+    write(tmp_path, {**config, **said}, state)
+    net: Any = Net()
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert torch.equal(net.packed.dequantize(torch.float32), values)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_groups_of_other_sizes_are_refused(act_order: bool, tmp_path: Path) -> None:
+    config, state, _, _ = gptq(act_order=act_order)
+    uneven = state["g_idx"].clone()
+    uneven[uneven == 0] = 1
+    for wrong, found in ((uneven, "group 0 for 0"), (0 * uneven + 1, "group 0 for 0")):
+        write(tmp_path, config, {**state, "g_idx": wrong})
+        with pytest.raises(exc.CorruptQuantState, match=f"4 groups for 64 inputs, is {found}"):
+            inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+def test_an_order_of_zeros_is_none(tmp_path: Path) -> None:
+    config, state, values, _ = gptq(act_order=False)
+    write(tmp_path, config, {**state, "g_idx": torch.zeros_like(state["g_idx"])})
+    net: Any = Net()
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert torch.equal(net.packed.dequantize(torch.float32), values)
+
+
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        *(("fp8 tiles", "weight"), ("fp8 whole", "weight"), ("gptq", "qweight"), ("hqq", "W_q")),
+        *(("awq", "qweight"), ("nvfp4 of modelopt", "weight")),
+        ("nvfp4 of compressed-tensors", "weight_packed"),
+        *(("integers of compressed-tensors", n) for n in ("weight_packed", "weight_scale")),
+    ],
+)
+def test_what_is_no_matrix_is_named(case: str, part: str, tmp_path: Path) -> None:
+    config, state, _, _ = CASES[case]()
+    write(tmp_path, config, {**state, part: state[part].reshape(-1)})
+    with pytest.raises(exc.WrongCheckpoint, match=rf"packed.{part} is \(\d+,\); what is read is a"):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+
+
+def test_fused_experts_of_compressed_tensors_are_refused(tmp_path: Path) -> None:
+    state = saved("gpt_oss", tmp_path)
+    for name in [n for n in state if n.endswith("gate_up_proj")]:
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[f"{name}_scale"] = torch.ones(*state[name].shape[:2], 1)
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    save_packed(tmp_path, state, config)
+    with pytest.raises(exc.WrongCheckpoint, match=r"gate_up_proj is .*; what is read is a matrix"):
+        inductor_q.load_checkpoint(model("gpt_oss"), tmp_path, progress=False)
+
+
+def test_experts_with_act_order_are_refused(tmp_path: Path) -> None:
+    pack = linear_layers_of_experts(partial(gptq, True), 32)
+    state, _ = pack(saved("qwen3_moe", tmp_path, hidden_size=128))
+    save_packed(tmp_path, state, EXPERTS["int4_g32"][1])  # does not say desc_act
+    net = model("qwen3_moe", hidden_size=128)
+    with pytest.raises(exc.WrongCheckpoint, match="gate_up_proj has its columns in another order"):
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert not any(isinstance(stack, ExpertStack) for _, stack in stacks(net))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_nothing_takes_is_told_once(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a few names; not of what lies beside codes, nor of what transformers passes over."""
+    config, state, _, _ = CASES[case]()
+    write(tmp_path, config, {**state, "input_scale": torch.ones(1)})
+    inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+    assert not [r for r in caplog.records if r.name == "inductor_q"]
+    rest = load_file(tmp_path / "model.safetensors")
+    old = {"layers.0.rotary_emb.inv_freq": torch.ones(2), "plain.bias": torch.zeros(8)}
+    others = {f"mtp.{i}.weight": torch.ones(2) for i in range(5)}
+    save_file({**rest, **old, **others}, tmp_path / "model.safetensors")
+    for _ in range(2):
+        inductor_q.load_checkpoint(Net(), tmp_path, progress=False)
+    (record,) = [r for r in caplog.records if r.name == "inductor_q"]
+    names = "mtp.0.weight, mtp.1.weight, mtp.2.weight, ..."
+    assert f"5 of its tensors are not loaded, since nothing in Net takes them ({names})" in (
+        record.getMessage()
+    )
+
+
+def test_a_bias_that_no_module_takes_is_an_error(tmp_path: Path) -> None:
+    config, state, _, _ = gptq()
+    rest = write(tmp_path, config, state)
+    net: Any = Net()
+    net.packed.bias = None
+    with pytest.raises(exc.WrongCheckpoint, match=r"packed.bias is not zero in it, and its layer"):
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    packed = {f"packed.{name}": value for name, value in state.items()}
+    zeros = {"packed.bias": torch.zeros_like(rest["packed.bias"])}
+    save_file({**rest, **packed, **zeros}, tmp_path / "model.safetensors")
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert type(net.packed) is PackedLinear and net.packed.bias is None
+
+
+def test_a_packed_weight_of_two_modules_is_refused(tmp_path: Path) -> None:
+    """One module under two names has one weight, and is replaced under both."""
+    config, state, values, _ = fp8_whole()
+    write(tmp_path, config, state)
+    net: Any = Net()
+    net.other = nn.Linear(COLUMNS, ROWS, bias=False, dtype=BF16)
+    net.other.weight = net.packed.weight
+    with pytest.raises(exc.WrongCheckpoint, match=r"tied here \(packed.weight, other.weight\)"):
+        inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    net.other = net.packed
+    inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert net.other is net.packed and torch.equal(net.other.dequantize(torch.float32), values)
+
+
+def test_a_model_that_was_loaded_is_saved(tmp_path: Path) -> None:
+    """Packed by kbit.save, or dequantized; else what save_pretrained writes names these."""
+    state = saved("qwen3_moe", tmp_path)
+    for name in [n for n in state if ".self_attn." in n and "_proj" in n]:
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = torch.tensor(0.5)
+    save_packed(tmp_path, state, {"quant_method": "fp8"})
+
+    def load(folder: Path = tmp_path) -> Any:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with meta_parameters():
+            net = transformers.AutoModelForCausalLM.from_config(config)
+        return inductor_q.load_checkpoint(net, folder, progress=False)
+
+    net = load()
+    expected = net(tokens()).logits
+    kbit.save(net, tmp_path / "packed.bin")
+    assert torch.equal(kbit.load(load(), tmp_path / "packed.bin")(tokens()).logits, expected)
+    net.save_pretrained(tmp_path / "packed")
+    with pytest.raises(exc.WrongCheckpoint, match=r"q_proj.qweight.* is saved by .*kbit.save; for"):
+        load(tmp_path / "packed")
+    kbit.dequantize_model(net)
+    net.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert relative_error(plain(tokens()).logits, expected) < 1e-5
 
 
 def test_a_quantizer_names_the_way_to_load_it(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from inductor_q.loading.found import (
     int4_name,
     misshapen,
     nibbles_of,
+    not_a_matrix,
     pack_nibbles,
 )
 
@@ -43,6 +44,8 @@ def _find(shapes: Shapes, name: str, *, group: int) -> Found | str | None:
     packed = shapes.get(f"{base}qweight")
     if packed is None:
         return None
+    if problem := not_a_matrix(shapes, f"{base}qweight"):
+        return problem
     rows, columns = 8 * packed[1], packed[0]
     format = int4_name(columns, group)
     if format is None:

@@ -23,6 +23,7 @@ from inductor_q.loading.found import (
     grouped,
     int4_name,
     nibbles_of,
+    not_a_matrix,
     per_row,
 )
 
@@ -46,6 +47,8 @@ def _fp4(shapes: Shapes, name: str) -> Found | str | None:
     packed, scale = shapes.get(f"{name}_packed"), shapes.get(f"{name}_scale")
     if packed is None or scale is None:
         return None
+    if problem := not_a_matrix(shapes, f"{name}_packed", f"{name}_scale"):
+        return problem
     rows, columns = packed[0], 2 * packed[1]
     block = 16 if f"{name}_global_scale" in shapes else 32
     if scale != (rows, -(-columns // block)):
@@ -67,6 +70,8 @@ def _integers(shapes: Shapes, name: str) -> Found | str | None:
     packed, scale = shapes.get(f"{name}_packed"), shapes.get(f"{name}_scale")
     if packed is None or scale is None:
         return None
+    if problem := not_a_matrix(shapes, f"{name}_packed", f"{name}_scale"):
+        return problem
     if f"{name}_g_idx" in shapes:
         return f"{name} has activation ordering (weight_g_idx)"
     rows, columns = packed[0], 8 * packed[1]
@@ -89,6 +94,8 @@ def _fp8(shapes: Shapes, name: str) -> Found | str | None:
     scale = shapes.get(f"{name}_scale")
     if scale is None or name not in shapes:
         return None
+    if problem := not_a_matrix(shapes, name):
+        return problem
     rows, columns = shapes[name]
 
     def read(tensor: Read) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inductor_q.loading.found import Find, Found, Read, Shapes, e4m3_of, per_row
+from inductor_q.loading.found import Find, Found, Read, Shapes, e4m3_of, not_a_matrix, per_row
 
 TILE = [128, 128]
 
@@ -31,6 +31,8 @@ def _tiles(shapes: Shapes, name: str) -> Found | str | None:
     scale = shapes.get(f"{name}_scale_inv")
     if scale is None or name not in shapes:
         return None
+    if len(shapes[name]) < 2:
+        return f"{name} is {shapes[name]}; what is read is a matrix or a stack of them"
     *stack, rows, columns = shapes[name]
     if scale != (*stack, -(-rows // 128), -(-columns // 128)):
         return f"{name}_scale_inv is {scale}, for a weight {shapes[name]}"
@@ -50,8 +52,10 @@ def _whole(shapes: Shapes, name: str) -> Found | str | None:
     beside = next((n for n in (f"{name}_scale_inv", f"{name}_scale") if n in shapes), None)
     if beside is None or name not in shapes:
         return None
-    *stack, rows, _ = shapes[name]
-    if stack or shapes[beside] not in ((), (1,)):
+    if problem := not_a_matrix(shapes, name):
+        return problem
+    rows, _ = shapes[name]
+    if shapes[beside] not in ((), (1,)):
         return f"{beside} is {shapes[beside]}, for a weight {shapes[name]}"
 
     def read(tensor: Read) -> dict[str, Tensor]:

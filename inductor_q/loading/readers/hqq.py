@@ -18,7 +18,15 @@ from torch import Tensor
 from inductor_q.exc import CorruptQuantState
 from inductor_q.formats.hqq import HQQ_GROUPS
 from inductor_q.kernels.quantize_kbit_reference import pack
-from inductor_q.loading.found import Find, Found, Read, Shapes, misshapen, pack_nibbles
+from inductor_q.loading.found import (
+    Find,
+    Found,
+    Read,
+    Shapes,
+    misshapen,
+    not_a_matrix,
+    pack_nibbles,
+)
 
 #: How many codes lie in a byte of `W_q`, or in an int32 where codes have 3 bits.
 _PACKED = {2: 4, 3: 10, 4: 2, 8: 1}
@@ -54,6 +62,8 @@ def _find(shapes: Shapes, name: str, *, by_tag: Mapping[str, Any]) -> Found | st
     packed = shapes.get(f"{base}W_q")
     if packed is None:
         return None
+    if problem := not_a_matrix(shapes, f"{base}W_q"):
+        return problem
     params = by_tag.get("") or by_tag.get(_tag(base))
     if params is None:
         return f"{name} is packed, and the quantization_config has nothing on {_tag(base)!r}"
@@ -62,14 +72,14 @@ def _find(shapes: Shapes, name: str, *, by_tag: Mapping[str, Any]) -> Found | st
     if unit is None:
         sizes = " and ".join(map(str, HQQ_GROUPS[bits]))
         return f"groups of {group} of {name}; what is read in {bits} bits is multiples of {sizes}"
-    groups = shapes.get(f"{base}scale", (0,))[0]
+    groups = (shapes.get(f"{base}scale") or (0,))[0]
     wanted = {
         f"{base}W_q": (-(-groups // _PACKED[bits]), group),
         **{f"{base}{of}": (groups, 1) for of in ("scale", "zero")},
     }
     if problem := misshapen(shapes, wanted):
         return problem
-    dtype = _DTYPES.get(shapes.get(f"{base}compute_dtype", (0,))[0])
+    dtype = _DTYPES.get((shapes.get(f"{base}compute_dtype") or (0,))[0])
     if dtype is None:
         return f"{name} is computed in another dtype; what is read is torch.float16 and bfloat16"
 

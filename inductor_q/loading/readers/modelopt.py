@@ -12,7 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from inductor_q.loading.found import Find, Found, Read, Shapes, bytes_of, e4m3_of, per_row
+from inductor_q.loading.found import (
+    Find,
+    Found,
+    Read,
+    Shapes,
+    bytes_of,
+    e4m3_of,
+    not_a_matrix,
+    per_row,
+)
 
 
 def reader(config: Mapping[str, Any]) -> Find | str:
@@ -25,8 +34,8 @@ def _find(shapes: Shapes, name: str) -> Found | str | None:
         return None
     if f"{name.removesuffix('weight')}pre_quant_scale" in shapes:
         return f"the input of {name} is scaled before the product (pre_quant_scale)"
-    if len(shapes[name]) != 2:
-        return f"{name} is {shapes[name]}; what is read is a matrix"
+    if problem := not_a_matrix(shapes, name):
+        return problem
     rows, stored = shapes[name]
 
     def read(tensor: Read) -> dict[str, Tensor]:

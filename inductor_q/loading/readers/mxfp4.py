@@ -22,7 +22,7 @@ def _find(shapes: Shapes, name: str) -> Found | str | None:
     blocks = shapes.get(f"{name}_blocks")
     if blocks is None:
         return None
-    *rows, groups, width = blocks
+    *rows, groups, width = blocks if len(blocks) > 1 else (0, 0)
     if width != 16 or shapes.get(f"{name}_scales") != (*rows, groups):
         return f"{name}_blocks is {blocks}, its scales {shapes.get(f'{name}_scales')}"
 
