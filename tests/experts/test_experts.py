@@ -345,6 +345,32 @@ def test_an_adapter_of_peft_is_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(step(again, tokens())[0], logits, **CLOSE)
 
 
+def test_an_alpha_and_a_rank_of_one_layer(tmp_path: Path) -> None:
+    """The adapter of a PEFT model that is called otherwise than "default"."""
+    name = "layers.0.mlp.experts.gate_up_proj"
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        rank_pattern={name: 2},
+        alpha_pattern={name: 64},
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(model("mixtral"), config)
+    logits, _ = step(theirs, tokens())
+    theirs.save_pretrained(tmp_path)
+    attention = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    ours: Any = peft.get_peft_model(model("mixtral"), attention, adapter_name="mine")
+    experts.load_adapter(ours, tmp_path)
+    torch.testing.assert_close(step(ours, tokens())[0], logits, **CLOSE)
+    experts.save_adapter(ours, tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(model("mixtral"), tmp_path / "again")
+    torch.testing.assert_close(step(again, tokens())[0], logits, **CLOSE)
+    both: Any = peft.get_peft_model(model("mixtral"), attention)
+    experts.load_adapter(both, tmp_path / "again")
+    torch.testing.assert_close(step(both, tokens())[0], logits, **CLOSE)
+
+
 def test_an_adapter_comes_back(tmp_path: Path) -> None:
     net = adapted("gpt_oss", "nf4_b64_nested")
     experts.save_adapter(net, tmp_path)
