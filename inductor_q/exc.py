@@ -173,6 +173,17 @@ class CorruptAdapter(QfuseError, ValueError):
     message = "{path}: {problem}"
 
 
+class AlreadyAdapted(QfuseError, ValueError):
+    """A new adapter would replace one whose parameters an optimizer may hold."""
+
+    what: str
+    message = (
+        "{what} has an adapter already, which a new one would discard. Train the parameters lora_A "
+        "and lora_B that it has, give other targets, or make the model anew; load_adapter replaces "
+        "adapters by saved ones"
+    )
+
+
 class NoExperts(QfuseError, ValueError):
     """The model has no expert layers that can be quantized or adapted."""
 

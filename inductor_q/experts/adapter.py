@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 from inductor_q.exc import CorruptAdapter
 from inductor_q.experts.forward import is_sharded, ranks_of
 from inductor_q.experts.model import attach, stacks, use_qfuse
-from inductor_q.experts.modules import PROJECTIONS, as_stack, expert_layers, projections, take_over
+from inductor_q.experts.modules import (
+    PROJECTIONS,
+    as_stack,
+    expert_layers,
+    projections,
+    sizes,
+    take_over,
+)
 from inductor_q.experts.stack import ExpertStack
 
 PREFIX = "base_model.model."
@@ -98,7 +106,8 @@ def load_adapter(
         The experts' new parameters.
 
     Raises:
-        CorruptAdapter: tensors are missing, are left over or have other shapes.
+        CorruptAdapter: tensors are missing, are left over or have other shapes. The experts are
+            as they were then.
         NoExperts, UnreadExperts.
     """
     from peft import PeftModel, set_peft_model_state_dict
@@ -108,7 +117,6 @@ def load_adapter(
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     state = load_file(folder / WEIGHTS)
     take_over(model)
-    added: list[nn.Parameter] = []
     targets = config.get("target_parameters") or []
     names = [
         f"{layer_name}.{name}"
@@ -116,14 +124,16 @@ def load_adapter(
         for name in projections(layer)
         if any(_matches(f"{layer_name}.{name}", target) for target in targets)
     ]
+    taken = []
     for name, key in _keys(names).items():
         layer_name, _, short = name.rpartition(".")
-        stack = as_stack(model.get_submodule(layer_name), short)
-        ranks = ranks_of(model.get_submodule(layer_name))
+        layer: Any = model.get_submodule(layer_name)
+        ranks = ranks_of(layer)
         a, b = (_take(state, f"{key}.lora_{side}.weight", folder) for side in "AB")
-        e = stack.num_experts * ranks
+        e, n, k = sizes(layer, short)
+        e *= ranks
         r = a.shape[0] // e
-        expected = (e * r, stack.in_features), (stack.out_features, e * r)
+        expected = (e * r, k), (n, e * r)
         if (tuple(a.shape), tuple(b.shape)) != expected:
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise CorruptAdapter(path=str(folder), problem=f"{key} has {shapes}, not {expected}")
@@ -132,7 +142,8 @@ def load_adapter(
         a, b = a.unflatten(0, (e, r)), b.unflatten(1, (r, e)).permute(2, 0, 1)
         if ranks > 1:
             a, b = (part.chunk(ranks)[dist.get_rank()] for part in (a, b))
-        added += attach(stack, a.to(dtype).contiguous(), b.to(dtype).contiguous(), scaling)
+        a, b = (part.to(dtype).contiguous() for part in (a, b))
+        taken.append(partial(_attach, layer, short, a, b, scaling))
     if isinstance(model, PeftModel):
         result: Any = set_peft_model_state_dict(model, state, adapter_name=model.active_adapter)
         left = result.unexpected_keys
@@ -141,8 +152,13 @@ def load_adapter(
     if left:
         problem = f"no place for {left[0]} (of {len(left)}); wrap the model with PEFT first"
         raise CorruptAdapter(path=str(folder), problem=problem)
+    added = [parameter for put in taken for parameter in put()]
     use_qfuse(model)
     return added
+
+
+def _attach(layer: Any, name: str, a: Tensor, b: Tensor, scaling: float) -> list[nn.Parameter]:
+    return attach(as_stack(layer, name), a, b, scaling)
 
 
 def _of_all_ranks(part: Tensor, ranks: int) -> Tensor:

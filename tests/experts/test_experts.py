@@ -11,7 +11,7 @@ import peft as peft_package
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
@@ -554,6 +554,52 @@ def test_another_format_over_packed_experts(told: list[str]) -> None:
         "gate_up_proj": "kbit3_e4m4",
         "down_proj": "nf4_b64",
     }
+
+
+# --- errors leave a model that computes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["int8_row", "mxfp4"])
+def test_a_format_that_is_only_read(format: str) -> None:
+    net = model("olmoe")
+    logits, _ = step(net, tokens())
+    with pytest.raises(exc.NoQuantizer, match=format):
+        experts.quantize(net, format)
+    assert not [*stacks(net)]
+    torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+def test_weights_that_cannot_be_packed() -> None:
+    net = model("olmoe")
+    net.model.layers[1].mlp.experts.down_proj.data[0, 0] = torch.nan
+    with pytest.raises(exc.NotFinite):
+        experts.quantize(net, "kbit4_e4m4")
+    logits, _ = step(unpacked(net), tokens())
+    torch.testing.assert_close(step(net, tokens())[0], logits, equal_nan=True, **CLOSE)
+
+
+def test_an_adapter_that_lacks_a_tensor(tmp_path: Path) -> None:
+    experts.save_adapter(adapted("olmoe", "dense"), tmp_path)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    del state[sorted(state)[-1]]
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    net = model("olmoe")
+    logits, _ = step(net, tokens())
+    with pytest.raises(exc.CorruptAdapter, match=r"layers\.1\..*is missing"):
+        experts.load_adapter(net, tmp_path)
+    assert not [*stacks(net)]
+    torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+def test_a_second_adapter_does_not_discard_the_first() -> None:
+    net = model("olmoe").requires_grad_(False)
+    first = experts.add_lora(net, targets=["down_proj"])
+    with pytest.raises(exc.AlreadyAdapted, match=r"layers\.0\.mlp\.experts\.down_proj has an"):
+        experts.add_lora(net)
+    assert all(any(p is q for q in net.parameters()) for p in first)
+    assert len([*stacks(net)]) == 2
+    experts.add_lora(net, targets=["gate_up_proj"])
+    assert len([*stacks(net)]) == 4
 
 
 # --- mistakes -----------------------------------------------------------------------------------
