@@ -464,6 +464,15 @@ class UnreadCheckpoint(QfuseError, ValueError):
     message = "{path} is not loaded as it is: {problem}"
 
 
+class CannotSave(QfuseError, ValueError):
+    """What would be written is not enough to load the model again."""
+
+    what: str
+    problem: str
+    remedy: str
+    message = "{what} cannot be saved in this way: {problem}. {remedy}"
+
+
 class UnreadableLogits(QfuseError, RuntimeError):
     """The logits of a chunked loss can be computed from their head while that is what it was, but
     are no part of what was computed before."""

@@ -151,6 +151,16 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.CannotSave(
+            what="layers.0.up.weight",
+            problem="Linear4bit keeps more than tensors",
+            remedy="Save the model as its library does: save_pretrained, torch.save",
+        ),
+        "layers.0.up.weight cannot be saved in this way: Linear4bit keeps more than tensors. "
+        "Save the model as its library does: save_pretrained, torch.save",
+        ValueError,
+    ),
+    (
         exc.NoExperts(model="LlamaForCausalLM"),
         "LlamaForCausalLM has no experts with fused weights. What is known is transformers' "
         "experts interface: transformers >= 5 and a model such as Qwen3-MoE, Mixtral, OLMoE or "

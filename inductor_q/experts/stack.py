@@ -76,6 +76,19 @@ class ExpertStack(nn.Module, Stack):
             return self.operands[0].detach().to(dtype)
         return ops.dequantize(self.operands, self.format, self.shape, dtype)
 
+    def unpack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
+        """Put values in the place of this stack: a parameter, or a dense stack with its adapter."""
+        weight = self.dequantize(dtype)
+        if self.lora_A is None:
+            if self.transposed != layer.is_transposed:
+                weight = weight.mT.contiguous()
+            delattr(layer, name)
+            layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+            return
+        dense = ExpertStack({"weight": weight}, DENSE, self.shape, transposed=self.transposed)
+        dense.lora_A, dense.lora_B, dense.scaling = self.lora_A, self.lora_B, self.scaling
+        setattr(layer, name, dense)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertStack:
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
-from inductor_q import exc, experts
+import inductor_q
+from inductor_q import exc, experts, kbit
 from inductor_q.backend import qfuse
 from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
@@ -554,6 +555,51 @@ def test_another_format_over_packed_experts(told: list[str]) -> None:
         "gate_up_proj": "kbit3_e4m4",
         "down_proj": "nf4_b64",
     }
+
+
+# --- inductor_q.kbit on models with experts -----------------------------------------------------
+
+
+def test_kbit_saves_how_experts_are_packed(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    net = adapted("gpt_oss", "nf4_b64")
+    kbit.save(net, path)
+    other = experts.quantize(model("gpt_oss").requires_grad_(False), "nf4_b64")
+    experts.add_lora(other, r=4, alpha=64)
+    kbit.load(other, path)
+    torch.testing.assert_close(step(other, tokens())[0], step(net, tokens())[0], rtol=0, atol=0)
+    fp4 = adapted("gpt_oss", "fp4_b64")
+    before, _ = step(fp4, tokens())
+    with pytest.raises(exc.CorruptQuantState, match=r"format of .* should be fp4_b64, is nf4_b64"):
+        kbit.load(fp4, path)
+    torch.testing.assert_close(step(fp4, tokens())[0], before, rtol=0, atol=0)
+    with pytest.raises(exc.WrongCheckpoint, match="packed as nf4_b64 in it"):
+        kbit.load(model("gpt_oss"), path)
+
+
+def test_kbit_saves_no_layers_of_bitsandbytes(tmp_path: Path) -> None:
+    net = inductor_q.quantize(model("olmoe"), "nf4", progress=False)
+    for foreign in (net, packed_by_bnb()):
+        with pytest.raises(exc.CannotSave, match="keeps more than tensors"):
+            kbit.save(foreign, tmp_path / "m.safetensors")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_dequantize_model_unpacks_experts(family: str, tmp_path: Path) -> None:
+    net: Any = experts.quantize(model(family))
+    logits, _ = step(net, tokens())
+    kbit.dequantize_model(net)
+    assert not [*stacks(net)]
+    torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
+    net.save_pretrained(tmp_path)
+    again: Any = type(net).from_pretrained(tmp_path)
+    torch.testing.assert_close(step(again, tokens())[0], logits, **CLOSE)
+    net = adapted(family)
+    logits, _ = step(net, tokens())
+    kbit.dequantize_model(net)
+    assert {stack.format for _, stack in stacks(net)} == {"dense"}
+    torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
 
 
 # --- errors leave a model that computes ---------------------------------------------------------
