@@ -22,6 +22,7 @@ from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
 from inductor_q.kbit import meta_parameters
 from inductor_q.loading.files import Checkpoint
+from inductor_q.log import warn_once
 from inductor_q.testing import relative_error
 from tests.support.gpu_experts import waits_are_errors
 from tests.support.moe_models import (
@@ -600,6 +601,36 @@ def test_dequantize_model_unpacks_experts(family: str, tmp_path: Path) -> None:
     kbit.dequantize_model(net)
     assert {stack.format for _, stack in stacks(net)} == {"dense"}
     torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
+
+
+def test_save_pretrained_writes_nothing_that_does_not_load(tmp_path: Path) -> None:
+    packed: Any = kbit.quantize_model(model("olmoe"), 4, progress=False)
+    net: Any
+    for net in (experts.quantize(model("olmoe")), adapted("olmoe", "dense"), packed):
+        with pytest.raises(exc.CannotSave, match=r"layers\.0.*kbit\.save.*save_adapter"):
+            net.save_pretrained(tmp_path)
+        copy.deepcopy(net).load_state_dict(net.state_dict())
+    assert not [*tmp_path.glob("*.safetensors")]
+
+    def _save_checkpoint() -> None:  # as a trainer's, which resumes from it
+        packed.save_pretrained(tmp_path)
+
+    _save_checkpoint()
+    assert [*tmp_path.glob("*.safetensors")]
+
+
+def test_peft_saves_no_adapters_of_experts(told: list[str], tmp_path: Path) -> None:
+    warn_once.cache_clear()
+    net: Any = kbit.quantize_model(model("olmoe"), {"model.layers.0.self_attn.q_proj": 4})
+    net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"]))
+    net.save_pretrained(tmp_path)
+    assert not told
+    experts.add_lora(net)
+    net.save_pretrained(tmp_path)
+    (warning,) = told
+    assert "experts.save_adapter" in warning
+    experts.save_adapter(net, tmp_path)
+    assert len(told) == 1
 
 
 # --- errors leave a model that computes ---------------------------------------------------------
