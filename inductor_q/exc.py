@@ -181,6 +181,17 @@ class CorruptAdapter(QfuseError, ValueError):
     message = "{path}: {problem}"
 
 
+class AlreadyAdapted(QfuseError, ValueError):
+    """A new adapter would replace one whose parameters an optimizer may hold."""
+
+    what: str
+    message = (
+        "{what} has an adapter already, which a new one would discard. Train the parameters lora_A "
+        "and lora_B that it has, give other targets, or make the model anew; load_adapter replaces "
+        "adapters by saved ones"
+    )
+
+
 class NoExperts(QfuseError, ValueError):
     """The model has no expert layers that can be quantized or adapted."""
 
@@ -470,6 +481,15 @@ class UnreadCheckpoint(QfuseError, ValueError):
     path: str
     problem: str
     message = "{path} is not loaded as it is: {problem}"
+
+
+class CannotSave(QfuseError, ValueError):
+    """What would be written is not enough to load the model again."""
+
+    what: str
+    problem: str
+    remedy: str
+    message = "{what} cannot be saved in this way: {problem}. {remedy}"
 
 
 class UnreadableLogits(QfuseError, RuntimeError):

@@ -67,6 +67,8 @@ def quantize(
 
     What is asked for is checked before a weight is read, and in memory whether the library takes
     every shape of the model's, before a layer is replaced. Quantize first, then attach adapters.
+    Layers of bitsandbytes are noted in the configuration of a model of transformers, so that
+    `from_pretrained` loads what its `save_pretrained` writes.
 
     Args:
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
@@ -132,7 +134,35 @@ def quantize(
     with progress_bars(progress) as bars:
         for name in bars.track(list(layers), description="quantizing"):
             source.put(name, made(name, layers[name].bias))
-    return source.finish()
+    model = source.finish()
+    _tell_transformers(model)
+    return model
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """Write into the configuration of a model with layers of bitsandbytes how they are packed.
+
+    Without it, `from_pretrained` of what `save_pretrained` writes would take codes for values.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    ours = [m for m in layers if type(m).__name__ in ("Linear4bit", "Linear8bitLt")]
+    if not ours or not hasattr(model, "save_pretrained"):
+        return
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return  # a PEFT model, which saves its adapters alone
+    layer: Any = ours[0]
+    how: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+    if type(layer).__name__ == "Linear4bit":
+        how = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": layer.weight.quant_type,
+            "bnb_4bit_use_double_quant": layer.weight.compress_statistics,
+            "bnb_4bit_compute_dtype": layer.compute_dtype,
+        }
+    plain = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
+    model.config.quantization_config = BitsAndBytesConfig(**how, llm_int8_skip_modules=plain)
 
 
 def resolve(to: Any) -> Any:

@@ -149,6 +149,23 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.AlreadyAdapted(what="layers.0.mlp.experts.down_proj"),
+        "layers.0.mlp.experts.down_proj has an adapter already, which a new one would discard. "
+        "Train the parameters lora_A and lora_B that it has, give other targets, or make the model "
+        "anew; load_adapter replaces adapters by saved ones",
+        ValueError,
+    ),
+    (
+        exc.CannotSave(
+            what="layers.0.up.weight",
+            problem="Linear4bit keeps more than tensors",
+            remedy="Save the model as its library does: save_pretrained, torch.save",
+        ),
+        "layers.0.up.weight cannot be saved in this way: Linear4bit keeps more than tensors. "
+        "Save the model as its library does: save_pretrained, torch.save",
+        ValueError,
+    ),
+    (
         exc.NoExperts(model="LlamaForCausalLM"),
         "LlamaForCausalLM has no experts with fused weights. What is known is transformers' "
         "experts interface: transformers >= 5 and a model such as Qwen3-MoE, Mixtral, OLMoE or "

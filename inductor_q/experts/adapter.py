@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 from inductor_q.exc import CorruptAdapter
 from inductor_q.experts.forward import is_sharded, ranks_of
 from inductor_q.experts.model import attach, stacks, use_qfuse
-from inductor_q.experts.modules import PROJECTIONS, as_stack, expert_layers, projections, take_over
+from inductor_q.experts.modules import (
+    PROJECTIONS,
+    as_stack,
+    expert_layers,
+    projections,
+    sizes,
+    take_over,
+)
 from inductor_q.experts.stack import ExpertStack
 
 PREFIX = "base_model.model."
@@ -43,7 +51,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of `model` as PEFT does, those of a PEFT model around it included.
+    """Write the adapters of `model` as PEFT does, and the active one of a PEFT model around it.
 
     After `shard` all ranks call it, and the first one writes.
 
@@ -57,23 +65,22 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     if not adapted:
         raise CorruptAdapter(path=str(folder), problem="the model's experts have no adapters")
     if isinstance(model, PeftModel):
-        config: dict[str, Any] = model.peft_config["default"].to_dict()
-        state = get_peft_model_state_dict(model)
+        active = model.active_adapter
+        config: dict[str, Any] = model.peft_config[active].to_dict()
+        state = get_peft_model_state_dict(model, adapter_name=active)
     else:
         r = _rank(next(iter(adapted.values())))
         config = LoraConfig(r=r, lora_alpha=r, target_modules=[]).to_dict()
         state = {}
     config["inference_mode"] = True
     config["target_parameters"] = sorted({_short(name) for name in adapted})
-    ranks, alphas = dict(config["rank_pattern"]), dict(config["alpha_pattern"])
+    ranks = {name: _rank(stack) for name, stack in adapted.items()}
+    alphas = {}
     for name, stack in adapted.items():
-        r = _rank(stack)
-        alpha = stack.scaling * (math.sqrt(r) if config["use_rslora"] else r)
-        if r != config["r"]:
-            ranks[_short(name)] = r
-        if alpha != config["lora_alpha"]:
-            alphas[_short(name)] = int(alpha) if alpha == int(alpha) else alpha
-    config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+        alpha = stack.scaling * (math.sqrt(ranks[name]) if config["use_rslora"] else ranks[name])
+        alphas[name] = int(alpha) if alpha == int(alpha) else alpha
+    config["rank_pattern"] = _patterns(ranks, config["rank_pattern"], config["r"])
+    config["alpha_pattern"] = _patterns(alphas, config["alpha_pattern"], config["lora_alpha"])
     state = {**state, **adapter_state_dict(model)}
     if is_sharded(model) and dist.get_rank():
         return
@@ -81,7 +88,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.contiguous().cpu() for name, value in state.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
+    text = json.dumps(config, indent=2, default=_plain)  # unsorted: of patterns the first counts
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
@@ -90,7 +97,7 @@ def load_adapter(
 ) -> list[nn.Parameter]:
     """Give the experts of `model` the adapters that PEFT, or `save_adapter`, has written.
 
-    The PEFT model around it takes what the adapter has for other layers.
+    The active adapter of a PEFT model around it takes what there is for other layers.
 
     Args:
         dtype: the dtype of the experts' adapters.
@@ -99,7 +106,8 @@ def load_adapter(
         The experts' new parameters.
 
     Raises:
-        CorruptAdapter: tensors are missing, are left over or have other shapes.
+        CorruptAdapter: tensors are missing, are left over or have other shapes. The experts are
+            as they were then.
         NoExperts, UnreadExperts.
     """
     from peft import PeftModel, set_peft_model_state_dict
@@ -109,7 +117,6 @@ def load_adapter(
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     state = load_file(folder / WEIGHTS)
     take_over(model)
-    added: list[nn.Parameter] = []
     targets = config.get("target_parameters") or []
     names = [
         f"{layer_name}.{name}"
@@ -117,14 +124,16 @@ def load_adapter(
         for name in projections(layer)
         if any(_matches(f"{layer_name}.{name}", target) for target in targets)
     ]
+    taken = []
     for name, key in _keys(names).items():
         layer_name, _, short = name.rpartition(".")
-        stack = as_stack(model.get_submodule(layer_name), short)
-        ranks = ranks_of(model.get_submodule(layer_name))
+        layer: Any = model.get_submodule(layer_name)
+        ranks = ranks_of(layer)
         a, b = (_take(state, f"{key}.lora_{side}.weight", folder) for side in "AB")
-        e = stack.num_experts * ranks
+        e, n, k = sizes(layer, short)
+        e *= ranks
         r = a.shape[0] // e
-        expected = (e * r, stack.in_features), (stack.out_features, e * r)
+        expected = (e * r, k), (n, e * r)
         if (tuple(a.shape), tuple(b.shape)) != expected:
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise CorruptAdapter(path=str(folder), problem=f"{key} has {shapes}, not {expected}")
@@ -133,16 +142,23 @@ def load_adapter(
         a, b = a.unflatten(0, (e, r)), b.unflatten(1, (r, e)).permute(2, 0, 1)
         if ranks > 1:
             a, b = (part.chunk(ranks)[dist.get_rank()] for part in (a, b))
-        added += attach(stack, a.to(dtype).contiguous(), b.to(dtype).contiguous(), scaling)
+        a, b = (part.to(dtype).contiguous() for part in (a, b))
+        taken.append(partial(_attach, layer, short, a, b, scaling))
     if isinstance(model, PeftModel):
-        left = set_peft_model_state_dict(model, state).unexpected_keys  # type: ignore[attr-defined]
+        result: Any = set_peft_model_state_dict(model, state, adapter_name=model.active_adapter)
+        left = result.unexpected_keys
     else:
         left = [*state]
     if left:
         problem = f"no place for {left[0]} (of {len(left)}); wrap the model with PEFT first"
         raise CorruptAdapter(path=str(folder), problem=problem)
+    added = [parameter for put in taken for parameter in put()]
     use_qfuse(model)
     return added
+
+
+def _attach(layer: Any, name: str, a: Tensor, b: Tensor, scaling: float) -> list[nn.Parameter]:
+    return attach(as_stack(layer, name), a, b, scaling)
 
 
 def _of_all_ranks(part: Tensor, ranks: int) -> Tensor:
@@ -180,6 +196,22 @@ def _pattern(patterns: Mapping[str, float] | None, name: str, default: float) ->
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value
     return default
+
+
+def _patterns(
+    values: Mapping[str, float], known: Mapping[str, float], default: float
+) -> dict[str, float]:
+    """Return PEFT's patterns that give each projection its value, before those that are known.
+
+    A pattern is a projection's short name where all layers have the same value of it, and its whole
+    name where they differ.
+    """
+    own = {}
+    for name, value in values.items():
+        same = {other for key, other in values.items() if _short(key) == _short(name)} == {value}
+        if _pattern(known, name, default) != value:
+            own[_short(name) if same else name.removeprefix(PREFIX)] = value
+    return {**own, **known, **own}  # first, and not overwritten by a known one of that name
 
 
 def _take(state: dict[str, Tensor], key: str, folder: Path) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from inductor_q.capture import packed_weight
 from inductor_q.capture.packed import holds_codes
-from inductor_q.exc import AlreadyQuantized, NothingToQuantize
+from inductor_q.exc import AlreadyAdapted, AlreadyQuantized, NothingToQuantize
 from inductor_q.experts.forward import IMPLEMENTATION, register
 from inductor_q.experts.modules import (
     PROJECTIONS,
@@ -25,7 +25,7 @@ from inductor_q.experts.modules import (
     put_stack,
     take_over,
 )
-from inductor_q.experts.packing import operand_names, pack
+from inductor_q.experts.packing import check_written, operand_names, pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
@@ -65,6 +65,7 @@ def quantize(
 
     Raises:
         NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
+        NoQuantizer: the format can only be read, and some projection is not in it.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
             parameter holds codes. Nothing is changed then, nor for the next.
         UnreadExperts: transformers has swizzled experts in MXFP4, not loaded them, or has them in
@@ -75,30 +76,36 @@ def quantize(
     operand_names(format)  # an unknown one changes nothing
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
-    if checkpoint is not None:
-        check_not_quantized(checkpoint)
+    packs = [
+        _values(layer, name) is not None
+        for layer in expert_layers(model).values()
+        for name in projections(layer, targets)
+    ]
+    if any(packs):
+        check_written(format)
     source = None
     if checkpoint is not None:
-        expert_layers(model)
+        check_not_quantized(checkpoint)
         source = FromCheckpoint(model, Checkpoint(checkpoint), device or "cpu")
+    else:
+        use_qfuse(model)  # so that it computes also where packing fails at a later projection
     left: Counter[str] = Counter()
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
-            if source is not None and (weight := _values(layer, name)) is not None:
+            weight = _values(layer, name)
+            if weight is None:
+                other = as_stack(layer, name).format
+                left[other] += other != format
+            elif source is not None:
                 operands = pack(source.values(f"{layer_name}.{name}", weight), format)
                 put = partial(put_stack, layer, name, operands, format, weight.shape)
                 of_stack = ".weight" if name in layer._modules else ""
                 source.change(f"{layer_name}.{name}{of_stack}", put)  # when all have been read
-                continue
-            stack = as_stack(layer, name)
-            if stack.format == DENSE:
-                weight = stack.get_parameter("weight")
+            else:
                 values = weights(f"{layer_name}.{name}", weight) if weights else weight.detach()
                 operands = pack(values.to(device or values.device), format)
-                put_stack(layer, name, operands, format, stack.shape)
-            elif stack.format != format:
-                left[stack.format] += 1
-    for other, count in left.items():
+                put_stack(layer, name, operands, format, weight.shape)
+    for other, count in (+left).items():  # without those that are in it
         log.warning(f"{count} projections of experts are packed already and stay as {other}")
     if source is not None:
         source.finish()
@@ -180,8 +187,14 @@ def add_lora(
 
     Raises:
         NoExperts, UnknownProjection, UnreadExperts.
+        AlreadyAdapted: one of them has an adapter. Nothing is changed then.
     """
     take_over(model)
+    for layer_name, layer in expert_layers(model).items():
+        for name in projections(layer, targets):
+            held = layer._modules.get(name)
+            if isinstance(held, ExpertStack) and held.lora_A is not None:
+                raise AlreadyAdapted(what=f"{layer_name}.{name}")
     added: list[nn.Parameter] = []
     for layer in expert_layers(model).values():
         for name in projections(layer, targets):

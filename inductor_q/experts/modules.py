@@ -97,6 +97,16 @@ def packed_experts(layer: Any, name: str) -> Stored | None:
     return stored._replace(shape=expert_shape(stored.shape, layer.num_experts))
 
 
+def sizes(layer: Any, name: str) -> tuple[int, int, int]:
+    """Return E, N and K of a projection, which stays what it is."""
+    held = layer._modules.get(name)
+    if isinstance(held, ExpertStack):
+        return held.num_experts, held.out_features, held.in_features
+    packed = packed_experts(layer, name)
+    e, n, k = layer._parameters[name].shape if packed is None else packed.shape
+    return (e, k, n) if layer.is_transposed else (e, n, k)
+
+
 def as_stack(layer: Any, name: str) -> ExpertStack:
     """Return the projection as an `ExpertStack`, which replaces a parameter where it was one."""
     current = layer._modules.get(name)

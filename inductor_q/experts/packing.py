@@ -27,11 +27,19 @@ def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
     weight = weight.detach()
     if format == DENSE:
         return {"weight": weight}
+    check_written(format)
     fmt = get_format(format)
-    quantizer = QUANTIZERS.get(fmt)
-    if quantizer is None:
+    return dict(zip(fmt.operands, QUANTIZERS[fmt](weight, fmt), strict=True))
+
+
+def check_written(format: str) -> None:
+    """Raise unless stacks can be quantized to a format, or stay "dense".
+
+    Raises:
+        UnknownFormat, NoQuantizer.
+    """
+    if format != DENSE and get_format(format) not in QUANTIZERS:
         raise NoQuantizer(name=format, known=[known.name for known in QUANTIZERS])
-    return dict(zip(fmt.operands, quantizer(weight, fmt), strict=True))
 
 
 def _quantize_kbit(weight: Tensor, fmt: QuantFormat, *, k: int, absmax: str) -> list[Tensor]:

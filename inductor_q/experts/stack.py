@@ -12,6 +12,7 @@ from inductor_q import ops
 from inductor_q.experts.packing import operand_names
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.expert_calls import Stack
+from inductor_q.loading.savers import check_saver
 from inductor_q.ops.routing import Routing
 
 
@@ -75,6 +76,27 @@ class ExpertStack(nn.Module, Stack):
         if self.format == DENSE:
             return self.operands[0].detach().to(dtype)
         return ops.dequantize(self.operands, self.format, self.shape, dtype)
+
+    def unpack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
+        """Put values in the place of this stack: a parameter, or a dense stack with its adapter."""
+        weight = self.dequantize(dtype)
+        if self.lora_A is None:
+            if self.transposed != layer.is_transposed:
+                weight = weight.mT.contiguous()
+            delattr(layer, name)
+            layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+            return
+        dense = ExpertStack({"weight": weight}, DENSE, self.shape, transposed=self.transposed)
+        dense.lora_A, dense.lora_B, dense.scaling = self.lora_A, self.lora_B, self.scaling
+        setattr(layer, name, dense)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        check_saver(
+            f"{prefix[:-1]} (ExpertStack)",
+            resumes=self.format == DENSE,
+            adapted=self.lora_A is not None,
+        )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertStack:
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}

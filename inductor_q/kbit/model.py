@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +26,8 @@ from inductor_q.kbit.allocate import allocate, check_importance, measure, table
 from inductor_q.kbit.linear import KBitLinear
 from inductor_q.kbit.sources import InMemory, Source
 from inductor_q.kbit.tensor import check_codebook, quantize
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.layers import check_some, linear_layers, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
@@ -117,8 +120,9 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     """Replace every `KBitLinear` of `model` by an `nn.Linear` of the same values.
 
     So it does with every other `PackedLinear`, of a checkpoint as it ships, and with transformers'
-    `FP8Linear`. Use this to merge an adapter, to export, or to compare. `dtype` is the original's
-    by default, and that of the model's configuration for an `FP8Linear`. It changes the model in
+    `FP8Linear`. Packed experts become parameters, or dense stacks where they have adapters. Use
+    this to merge an adapter, to export, or to compare. `dtype` is the original's by default, and
+    that of the model's configuration for an `FP8Linear` and for experts. It changes the model in
     place and returns it, as `quantize_model` does.
     """
     said = str(getattr(getattr(model, "config", None), "dtype", None)).removeprefix("torch.")
@@ -132,6 +136,11 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
             if held is not None and held.quantizes_input and held.read is not None:
                 values = ops.dequantize(*held.read(), dtype or of_model)
                 plain[name] = _linear(values, layer.bias)
+    for layer in model.modules():
+        for name, child in list(layer.named_children()):
+            stack: Any = child  # an `ExpertStack`, if one: its package imports this one
+            if isinstance(child, Stack) and stack.format != DENSE:
+                stack.unpack(layer, name, dtype or of_model)
     return replace_layers(model, plain)
 
 

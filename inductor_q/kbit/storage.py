@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from inductor_q.exc import CorruptQuantState, UnknownFormat
+from inductor_q.capture.packed import packed_tensors
+from inductor_q.exc import CannotSave, CorruptQuantState, UnknownFormat
 from inductor_q.files import replacing
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.kbit.linear import PACKED, KBitLinear, check_packed
+from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, assign, owners, safetensors
 from inductor_q.loading.layers import replace_layers
+from inductor_q.loading.linear import PackedLinear
 
 KEY = "inductor_q.kbit"
 VERSION = 1
@@ -25,10 +29,14 @@ def save(model: nn.Module, path: str | Path) -> None:
     """Write the state of `model` with the formats of its packed layers, replacing `path` at once.
 
     A plain safetensors file: the names are those of `model.state_dict()`, tied tensors are there
-    under one of theirs, and the header says which layers are packed and how. An error or a killed
-    process leaves what was at `path` before.
+    under one of theirs, and the header says which layers are packed and how, stacks of experts and
+    their adapters' scaling included. An error or a killed process leaves what was at `path` before.
+
+    Raises:
+        CannotSave: a layer is packed by a library that keeps its state in objects of its own.
     """
     path = Path(path)
+    _check_ours(model)
     state = model.state_dict()
     tensors = {name: state[name].detach().contiguous().cpu() for name in owners(model)}
     layers = {
@@ -40,7 +48,8 @@ def save(model: nn.Module, path: str | Path) -> None:
         for name, layer in model.named_modules()
         if isinstance(layer, KBitLinear)
     }
-    metadata = {"format": "pt", KEY: json.dumps({"version": VERSION, "layers": layers})}
+    said = {"version": VERSION, "layers": layers, "packed": _packed(model)}
+    metadata = {"format": "pt", KEY: json.dumps(said)}
     with replacing(path, fsync=True) as scratch:
         safetensors().torch.save_file(tensors, scratch, metadata)
 
@@ -48,9 +57,10 @@ def save(model: nn.Module, path: str | Path) -> None:
 def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     """Give `model` the state that `save` wrote, bit for bit.
 
-    Its linear layers that are packed in the file are replaced; layers that are packed already must
-    have the file's format. The model may be on the meta device (see `meta_parameters`). Everything
-    is read and checked before anything is changed.
+    Its linear layers that are packed in the file are replaced; layers and experts that are packed
+    already must have the file's format, and adapters of experts take the file's scaling. The model
+    may be on the meta device (see `meta_parameters`). Everything is read and checked before
+    anything is changed.
 
     Returns:
         The model, changed in place; a `KBitLinear` where it is itself a linear layer.
@@ -58,10 +68,13 @@ def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu")
     Raises:
         WrongCheckpoint: the file is damaged or was not written by `save`; it lacks tensors of the
             model, has others, or has them in other shapes.
-        CorruptQuantState: a layer is packed with another K, kind of scale or shape.
+        CorruptQuantState: a layer is packed with another K, kind of scale or shape, or experts in
+            another format.
     """
     checkpoint = Checkpoint(path)
-    layers = _packed_layers(model, checkpoint)
+    header = _header(checkpoint)
+    layers = _packed_layers(model, checkpoint, header["layers"])
+    scalings = _check_packed(model, checkpoint, header.get("packed", {}))
     tensors = {name: checkpoint.read(name) for name in checkpoint.shapes()}
     for name, layer in layers.items():
         own = {b: tensors.get(_join(name, b)) for b in PACKED}
@@ -78,6 +91,8 @@ def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu")
     ]
     if problems:
         raise checkpoint.wrong(problems)
+    for stack, scaling in scalings:
+        stack.scaling = scaling
     model = replace_layers(model, layers)
     assign(model, {name: tensor.to(device) for name, tensor in tensors.items()})
     return model.to(device)  # buffers that are in no file
@@ -87,17 +102,80 @@ def _join(layer: str, leaf: str) -> str:
     return f"{layer}.{leaf}" if layer else leaf
 
 
-def _packed_layers(model: nn.Module, checkpoint: Checkpoint) -> dict[str, KBitLinear]:
-    """Make an empty layer for each that the file holds packed."""
+def _check_ours(model: nn.Module) -> None:
+    """Raise where a weight is codes in an object of a library, whose state is no tensor here."""
+    for layer_name, layer in model.named_modules():
+        for name, tensor in packed_tensors(layer):
+            if type(tensor) in (Tensor, nn.Parameter) and not isinstance(
+                layer, ParametrizationList
+            ):
+                continue
+            if not isinstance(layer, (PackedLinear, Stack)):
+                raise CannotSave(
+                    what=_join(layer_name, name),
+                    problem=f"{type(layer).__name__} keeps more than tensors",
+                    remedy="Save the model as its library does: save_pretrained, torch.save",
+                )
+
+
+def _packed(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Describe layers and stacks of experts into which tensors are loaded as they are."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Stack):
+            stack: Any = layer  # an `ExpertStack`: its package imports this one
+            shape = [stack.num_experts, stack.out_features, stack.in_features]
+            found[name] = {"format": stack.format, "shape": shape, "scaling": stack.scaling}
+        elif isinstance(layer, PackedLinear) and not isinstance(layer, KBitLinear):
+            shape = [layer.out_features, layer.in_features]
+            found[name] = {"format": layer.format, "shape": shape}
+    return found
+
+
+def _check_packed(
+    model: nn.Module, checkpoint: Checkpoint, entries: dict[str, dict[str, Any]]
+) -> list[tuple[Any, float]]:
+    """Raise unless what is packed here is packed so in the file; return scalings of its stacks."""
+    here = _packed(model)
+    for name, entry in entries.items():
+        if name not in here:
+            problem = f"{name} is packed as {entry['format']} in it: pack the model so first"
+            raise checkpoint.wrong([problem])
+    scalings = []
+    for name, own in here.items():
+        if name not in entries:
+            raise checkpoint.wrong([f"it does not say how {name} is packed; save the model again"])
+        for key in ("format", "shape"):
+            if own[key] != entries[name][key]:
+                raise CorruptQuantState(
+                    what=f"{key} of {name}",
+                    expected=own[key],
+                    got=entries[name][key],
+                    remedy="Pack the model as the one that was saved.",
+                )
+        if "scaling" in own:
+            scalings.append((model.get_submodule(name), entries[name]["scaling"]))
+    return scalings
+
+
+def _header(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what `save` wrote of the model's layers."""
     header = checkpoint.metadata().get(KEY)
     if header is None:
         raise checkpoint.wrong(["inductor_q.kbit.save did not write it: its header says nothing"])
     found: dict[str, Any] = json.loads(header)
     if found["version"] != VERSION:
         raise checkpoint.wrong([f"its version is {found['version']}, this one reads {VERSION}"])
+    return found
+
+
+def _packed_layers(
+    model: nn.Module, checkpoint: Checkpoint, entries: dict[str, dict[str, Any]]
+) -> dict[str, KBitLinear]:
+    """Make an empty layer for each that the file holds packed."""
     modules = dict(model.named_modules())
     layers = {}
-    for name, entry in found["layers"].items():
+    for name, entry in entries.items():
         old = modules.get(name)
         out_features, in_features = entry["shape"]
         if not isinstance(old, nn.Linear):

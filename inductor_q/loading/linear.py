@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.formats import FORMATS
+from inductor_q.loading.savers import check_saver
 
 
 class PackedLinear(nn.Linear):
@@ -86,6 +88,10 @@ class PackedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.format}"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        check_saver(f"{prefix[:-1]} ({type(self).__name__})")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         packed = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}

@@ -11,16 +11,18 @@ import peft as peft_package
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
-from inductor_q import exc, experts
+import inductor_q
+from inductor_q import exc, experts, kbit
 from inductor_q.backend import qfuse
 from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
 from inductor_q.kbit import meta_parameters
 from inductor_q.loading.files import Checkpoint
+from inductor_q.log import warn_once
 from inductor_q.testing import relative_error
 from tests.support.gpu_experts import waits_are_errors
 from tests.support.moe_models import (
@@ -345,6 +347,32 @@ def test_an_adapter_of_peft_is_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(step(again, tokens())[0], logits, **CLOSE)
 
 
+def test_an_alpha_and_a_rank_of_one_layer(tmp_path: Path) -> None:
+    """The adapter of a PEFT model that is called otherwise than "default"."""
+    name = "layers.0.mlp.experts.gate_up_proj"
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        rank_pattern={name: 2},
+        alpha_pattern={name: 64},
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(model("mixtral"), config)
+    logits, _ = step(theirs, tokens())
+    theirs.save_pretrained(tmp_path)
+    attention = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    ours: Any = peft.get_peft_model(model("mixtral"), attention, adapter_name="mine")
+    experts.load_adapter(ours, tmp_path)
+    torch.testing.assert_close(step(ours, tokens())[0], logits, **CLOSE)
+    experts.save_adapter(ours, tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(model("mixtral"), tmp_path / "again")
+    torch.testing.assert_close(step(again, tokens())[0], logits, **CLOSE)
+    both: Any = peft.get_peft_model(model("mixtral"), attention)
+    experts.load_adapter(both, tmp_path / "again")
+    torch.testing.assert_close(step(both, tokens())[0], logits, **CLOSE)
+
+
 def test_an_adapter_comes_back(tmp_path: Path) -> None:
     net = adapted("gpt_oss", "nf4_b64_nested")
     experts.save_adapter(net, tmp_path)
@@ -528,6 +556,127 @@ def test_another_format_over_packed_experts(told: list[str]) -> None:
         "gate_up_proj": "kbit3_e4m4",
         "down_proj": "nf4_b64",
     }
+
+
+# --- inductor_q.kbit on models with experts -----------------------------------------------------
+
+
+def test_kbit_saves_how_experts_are_packed(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    net = adapted("gpt_oss", "nf4_b64")
+    kbit.save(net, path)
+    other = experts.quantize(model("gpt_oss").requires_grad_(False), "nf4_b64")
+    experts.add_lora(other, r=4, alpha=64)
+    kbit.load(other, path)
+    torch.testing.assert_close(step(other, tokens())[0], step(net, tokens())[0], rtol=0, atol=0)
+    fp4 = adapted("gpt_oss", "fp4_b64")
+    before, _ = step(fp4, tokens())
+    with pytest.raises(exc.CorruptQuantState, match=r"format of .* should be fp4_b64, is nf4_b64"):
+        kbit.load(fp4, path)
+    torch.testing.assert_close(step(fp4, tokens())[0], before, rtol=0, atol=0)
+    with pytest.raises(exc.WrongCheckpoint, match="packed as nf4_b64 in it"):
+        kbit.load(model("gpt_oss"), path)
+
+
+def test_kbit_saves_no_layers_of_bitsandbytes(tmp_path: Path) -> None:
+    net = inductor_q.quantize(model("olmoe"), "nf4", progress=False)
+    for foreign in (net, packed_by_bnb()):
+        with pytest.raises(exc.CannotSave, match="keeps more than tensors"):
+            kbit.save(foreign, tmp_path / "m.safetensors")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_dequantize_model_unpacks_experts(family: str, tmp_path: Path) -> None:
+    net: Any = experts.quantize(model(family))
+    logits, _ = step(net, tokens())
+    kbit.dequantize_model(net)
+    assert not [*stacks(net)]
+    torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
+    net.save_pretrained(tmp_path)
+    again: Any = type(net).from_pretrained(tmp_path)
+    torch.testing.assert_close(step(again, tokens())[0], logits, **CLOSE)
+    net = adapted(family)
+    logits, _ = step(net, tokens())
+    kbit.dequantize_model(net)
+    assert {stack.format for _, stack in stacks(net)} == {"dense"}
+    torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
+
+
+def test_save_pretrained_writes_nothing_that_does_not_load(tmp_path: Path) -> None:
+    packed: Any = kbit.quantize_model(model("olmoe"), 4, progress=False)
+    net: Any
+    for net in (experts.quantize(model("olmoe")), adapted("olmoe", "dense"), packed):
+        with pytest.raises(exc.CannotSave, match=r"layers\.0.*kbit\.save.*save_adapter"):
+            net.save_pretrained(tmp_path)
+        copy.deepcopy(net).load_state_dict(net.state_dict())
+    assert not [*tmp_path.glob("*.safetensors")]
+
+    def _save_checkpoint() -> None:  # as a trainer's, which resumes from it
+        packed.save_pretrained(tmp_path)
+
+    _save_checkpoint()
+    assert [*tmp_path.glob("*.safetensors")]
+
+
+def test_peft_saves_no_adapters_of_experts(told: list[str], tmp_path: Path) -> None:
+    warn_once.cache_clear()
+    net: Any = kbit.quantize_model(model("olmoe"), {"model.layers.0.self_attn.q_proj": 4})
+    net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"]))
+    net.save_pretrained(tmp_path)
+    assert not told
+    experts.add_lora(net)
+    net.save_pretrained(tmp_path)
+    (warning,) = told
+    assert "experts.save_adapter" in warning
+    experts.save_adapter(net, tmp_path)
+    assert len(told) == 1
+
+
+# --- errors leave a model that computes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["int8_row", "mxfp4"])
+def test_a_format_that_is_only_read(format: str) -> None:
+    net = model("olmoe")
+    logits, _ = step(net, tokens())
+    with pytest.raises(exc.NoQuantizer, match=format):
+        experts.quantize(net, format)
+    assert not [*stacks(net)]
+    torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+def test_weights_that_cannot_be_packed() -> None:
+    net = model("olmoe")
+    net.model.layers[1].mlp.experts.down_proj.data[0, 0] = torch.nan
+    with pytest.raises(exc.NotFinite):
+        experts.quantize(net, "kbit4_e4m4")
+    logits, _ = step(unpacked(net), tokens())
+    torch.testing.assert_close(step(net, tokens())[0], logits, equal_nan=True, **CLOSE)
+
+
+def test_an_adapter_that_lacks_a_tensor(tmp_path: Path) -> None:
+    experts.save_adapter(adapted("olmoe", "dense"), tmp_path)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    del state[sorted(state)[-1]]
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    net = model("olmoe")
+    logits, _ = step(net, tokens())
+    with pytest.raises(exc.CorruptAdapter, match=r"layers\.1\..*is missing"):
+        experts.load_adapter(net, tmp_path)
+    assert not [*stacks(net)]
+    torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+def test_a_second_adapter_does_not_discard_the_first() -> None:
+    net = model("olmoe").requires_grad_(False)
+    first = experts.add_lora(net, targets=["down_proj"])
+    with pytest.raises(exc.AlreadyAdapted, match=r"layers\.0\.mlp\.experts\.down_proj has an"):
+        experts.add_lora(net)
+    assert all(any(p is q for q in net.parameters()) for p in first)
+    assert len([*stacks(net)]) == 2
+    experts.add_lora(net, targets=["gate_up_proj"])
+    assert len([*stacks(net)]) == 4
 
 
 # --- mistakes -----------------------------------------------------------------------------------
