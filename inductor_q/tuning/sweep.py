@@ -40,7 +40,7 @@ class Sweep:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        # What failed is run again: the script may be there now, or other programs have left the GPU.
+        # What failed is run again: the script may be there now, or memory of the GPU free.
         self.known = [run for run in self.runs.read() if not run.error]
         self._deadline = time.monotonic() + self.budget_s
 
