@@ -57,6 +57,7 @@ def register(subparsers: Subparsers) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure; the exit status is 1 where the budget ended before everything was measured."""
+    import os
     import signal
     import tempfile
     from pathlib import Path
@@ -65,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
 
     from inductor_q.cache import source_digest
     from inductor_q.presets import shipped, tuned
-    from inductor_q.tuning.launch import Launcher
+    from inductor_q.tuning.launch import BY_PRESET, Launcher, inherited
     from inductor_q.tuning.progress import Progress
     from inductor_q.tuning.runs import Runs
     from inductor_q.tuning.sweep import Sweep
@@ -77,12 +78,15 @@ def main(args: argparse.Namespace) -> int:
         "sources": source_digest()[:16],
         "model": args.model or "default",
         "steps": args.steps,
+        **inherited(os.environ),
     }
     runs = Runs(tuned.folder() / "tune.jsonl", key)
     if args.fresh:
         runs.begin_anew()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run as well
     print(f"qfuse tune: {place}; over the preset {preset.name}; runs in {runs.path}", flush=True)
+    if unused := [name for name in BY_PRESET if os.environ.get(name, "").strip()]:
+        print(f"not in force here, since it is what is tried: {', '.join(unused)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="qfuse-tune-") as work, Progress() as progress:
         launch = Launcher(args.model, args.steps, place, preset, Path(work))
         sweep = Sweep(device.type, preset, runs, launch, args.budget, args.compute)
