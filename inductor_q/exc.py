@@ -504,6 +504,17 @@ class BaseFailed(QfuseError, RuntimeError):
     message = "the preset that ships gives no measurement: {problem}. Run the model by itself first"
 
 
+class UnusableRuns(QfuseError, OSError):
+    """The file in which `qfuse tune` remembers its runs cannot be read or written."""
+
+    path: str
+    problem: str
+    message = (
+        "the runs of qfuse tune in {path}: {problem}. Move away what is in the way, or set "
+        "XDG_CONFIG_HOME to a folder that can be written to"
+    )
+
+
 class NoRegion(QfuseError, ValueError):
     message = (
         "{model} names no layers that could be compiled by themselves (_no_split_modules); "

@@ -8,6 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from inductor_q.commands import Subparsers
     from inductor_q.presets import Preset
     from inductor_q.presets.tuned import Place
@@ -65,6 +67,7 @@ def main(args: argparse.Namespace) -> int:
     import torch
 
     from inductor_q.cache import source_digest
+    from inductor_q.diagnostics.launch import checked_output
     from inductor_q.presets import shipped, tuned
     from inductor_q.tuning.launch import BY_PRESET, Launcher, inherited
     from inductor_q.tuning.progress import Progress
@@ -80,6 +83,9 @@ def main(args: argparse.Namespace) -> int:
         "steps": args.steps,
         **inherited(os.environ),
     }
+    checked_output("the preset", str(tuned.path_of(place)))
+    if args.plot:
+        checked_output("--plot", args.plot)
     runs = Runs(tuned.folder() / "tune.jsonl", key)
     if args.fresh:
         runs.begin_anew()
@@ -92,16 +98,16 @@ def main(args: argparse.Namespace) -> int:
         sweep = Sweep(device.type, preset, runs, launch, args.budget, args.compute)
         sweep.begin, sweep.end = progress.begin, progress.end
         sweep.run()
-    _show(sweep, place, args.plot)
-    _keep(sweep, place, preset, args)
+    _show(sweep)
+    _keep(sweep, place, preset, args)  # before the picture, which may fail
+    if args.plot:
+        _draw(sweep, place, Path(args.plot))
     if not sweep.complete:
         print("The budget ended before all was measured; the same command goes on from here.")
     return 0 if sweep.complete else 1
 
 
-def _show(sweep: Sweep, place: Place, plot: str | None) -> None:
-    from pathlib import Path
-
+def _show(sweep: Sweep) -> None:
     from inductor_q.commands import listing
     from inductor_q.tuning import table
 
@@ -111,8 +117,16 @@ def _show(sweep: Sweep, place: Place, plot: str | None) -> None:
     if sweep.left_out:
         tables.append(listing.Table(("not tried", "why"), list(sweep.left_out.items())))
     listing.show(tables, form)
-    if plot and not table.draw(judged, str(place), Path(plot)):
-        print("There is no picture: matplotlib is not installed.")
+
+
+def _draw(sweep: Sweep, place: Place, path: Path) -> None:
+    from inductor_q.tuning import table
+
+    try:
+        if not table.draw(sweep.judged, str(place), path):
+            print("There is no picture: matplotlib is not installed.")
+    except OSError as error:
+        print(f"There is no picture: {error}")
 
 
 def _keep(sweep: Sweep, place: Place, preset: Preset, args: argparse.Namespace) -> None:
