@@ -32,7 +32,7 @@ BUDGET = {
     "inductor_q/kernels": 6685,
     "inductor_q/loading": 1440,
     "inductor_q/ops": 2680,
-    "inductor_q/presets": 595,
+    "inductor_q/presets": 615,
     "inductor_q/tuning": 1035,
     "lowerings": 760,
     "passes": 6400,
