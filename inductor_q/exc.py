@@ -327,6 +327,12 @@ class UnwritableOutput(QfuseError, OSError):
     message = "{option} {path} cannot be written: {problem}. Nothing was run"
 
 
+class ClosedOutput(QfuseError, OSError):
+    """The process was started without a standard output, as by `>&-`."""
+
+    message = "standard output is closed. Send it somewhere, such as > /dev/null"
+
+
 class NotAReport(QfuseError, ValueError):
     """The file was not written by `qfuse explain --json`."""
 

@@ -230,6 +230,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         OSError,
     ),
     (
+        exc.ClosedOutput(),
+        "standard output is closed. Send it somewhere, such as > /dev/null",
+        OSError,
+    ),
+    (
         exc.NotAReport(path="a.json", problem="it has no schema_version"),
         "a.json is not a report: it has no schema_version. "
         "Write one with: qfuse explain --json FILE TARGET",
