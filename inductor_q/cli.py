@@ -2,19 +2,20 @@
 
 Nothing heavy is imported before a command runs, so `qfuse --help` answers at once. Exit status: 0,
 1 where a command found what it was asked to look for (a budget missed, a run that got worse), 2 for
-a mistake in how it was called.
+a mistake in how it was called or a file that cannot be read or written, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Collection, Sequence
 
 from inductor_q import __version__
 from inductor_q.commands import COMMANDS
-from inductor_q.exc import QfuseError, UnknownCommand
+from inductor_q.exc import ClosedOutput, QfuseError, UnknownCommand
 
 USAGE_ERROR = 2
 
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     top = parser()
     try:
+        if sys.stdout is None:
+            raise ClosedOutput()
         if words and not words[0].startswith("-"):
             _check(words[0], top.get_default("commands"))
         args = top.parse_args(words)
@@ -63,9 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"qfuse: {error}", file=sys.stderr)
         return USAGE_ERROR
     except BrokenPipeError:  # `qfuse options | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:  # of a program that is run, `diagnostics.targets` has caught it
+        print(f"qfuse: {error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return status
+
+
+def _drop_output() -> None:
+    """Send what standard output still holds to nowhere, as the interpreter would fail to write it
+    on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

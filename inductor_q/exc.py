@@ -346,6 +346,12 @@ class UnwritableOutput(QfuseError, OSError):
     message = "{option} {path} cannot be written: {problem}. Nothing was run"
 
 
+class ClosedOutput(QfuseError, OSError):
+    """The process was started without a standard output, as by `>&-`."""
+
+    message = "standard output is closed. Send it somewhere, such as > /dev/null"
+
+
 class NotAReport(QfuseError, ValueError):
     """The file was not written by `qfuse explain --json`."""
 
@@ -541,6 +547,17 @@ class BaseFailed(QfuseError, RuntimeError):
 
     problem: str
     message = "the preset that ships gives no measurement: {problem}. Run the model by itself first"
+
+
+class UnusableRuns(QfuseError, OSError):
+    """The file in which `qfuse tune` remembers its runs cannot be read or written."""
+
+    path: str
+    problem: str
+    message = (
+        "the runs of qfuse tune in {path}: {problem}. Move away what is in the way, or set "
+        "XDG_CONFIG_HOME to a folder that can be written to"
+    )
 
 
 class NoRegion(QfuseError, ValueError):

@@ -58,7 +58,10 @@ def resolve(
         return layers[name][-1].value if layers[name] else default
 
     preset = presets.select(
-        device, chosen("qfuse.preset", "auto"), source=_variable(sources, "qfuse.preset")
+        device,
+        chosen("qfuse.preset", "auto"),
+        source=_variable(sources, "qfuse.preset"),
+        check=_check_entries,
     )
     for layer in layers["qfuse.thresholds"]:
         preset = _with_thresholds(preset, layer)
@@ -66,7 +69,7 @@ def resolve(
     modes = inductor_config.modes(dynamic)
     mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
 
-    _, inductor = _read({name: entry.value for name, entry in preset.options.items()})
+    inductor = _inductor(preset)
     sources |= dict.fromkeys(inductor, f"preset {preset.name}")
     for name, value in (modes[mode] if mode else {}).items():
         inductor[name] = value
@@ -282,6 +285,20 @@ def _memory(value: int | float | None, device: torch.device, source: str) -> int
         return int(value * torch.cuda.get_device_properties(device).total_memory)
     expected = f'an amount of memory such as "8GB": the {device.type} has none to take a share of'
     raise InvalidOptionValue(name="qfuse.memory", value=value, expected=expected, source=source)
+
+
+def _check_entries(preset: Preset) -> None:
+    """Raise for options and providers of a preset that a compile would refuse.
+
+    Raises:
+        UnknownOption, InvalidOptionValue, UnknownOp, UnknownProvider
+    """
+    _inductor(preset)
+    list(_of_preset(preset))
+
+
+def _inductor(preset: Preset) -> dict[str, Any]:
+    return _read({name: entry.value for name, entry in preset.options.items()})[1]
 
 
 def _of_preset(preset: Preset) -> Iterator[_Layer]:

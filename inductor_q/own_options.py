@@ -6,6 +6,7 @@ priority and an effect.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ def parse_memory(name: str, value: Any, source: str) -> int | float:
     share = number / 100 if unit == "%" else number
     if 0 < share <= 1 and unit in ("", "%"):
         return share
-    if number > 0 and unit != "%":
+    if unit != "%" and 1 <= number * _UNITS[unit] < math.inf:
         return int(number * _UNITS[unit])
     expected = (
         'an amount of memory such as "22GB", "20GiB", a number of bytes, or a share from 0 to 1'
@@ -102,7 +103,7 @@ def parse_passes(name: str, value: Any, source: str) -> Toggles:
     "all" and "none" work as they read. Plain names alone are the exact list; a sign anywhere
     ("fold_lora,-extend_k") makes all of them changes to the default.
     """
-    known = pass_names()
+    known, given = pass_names(), value
     if value in ("all", "none"):
         return Toggles(dict.fromkeys(known, value == "all"))
     if isinstance(value, str):
@@ -114,13 +115,15 @@ def parse_passes(name: str, value: Any, source: str) -> Toggles:
     ):
         toggles = {item.lstrip("+-"): not item.startswith("-") for item in value}
         exact = not any(item.startswith(("+", "-")) for item in value)
+        if not value and isinstance(given, str):  # "none" switches all off
+            toggles = {"": None}
     else:
         toggles, exact = {"": None}, False
     if not all(isinstance(on, bool) for on in toggles.values()):
         expected = (
             "a dict of pass names to True or False, a list of names, or 'fold_lora,-extend_k'"
         )
-        raise InvalidOptionValue(name=name, value=value, expected=expected, source=source)
+        raise InvalidOptionValue(name=name, value=given, expected=expected, source=source)
     for item in toggles:
         if item not in known:
             raise UnknownPass(name=str(item), known=known, source=source)
@@ -159,7 +162,7 @@ def _parse_thresholds(name: str, value: Any, source: str) -> dict[str, int]:
     original = value
     if isinstance(value, str):
         pairs = [item.partition("=") for item in value.split(",") if item.strip()]
-        value = {k.strip(): int(v) if v.strip().isdigit() else None for k, _, v in pairs}
+        value = {k.strip(): int(v) if v.strip().isdecimal() else None for k, _, v in pairs}
     if not isinstance(value, Mapping) or not all(type(x) is int for x in value.values()):
         expected = "a dict of threshold names to integers, or 'extend_k.min_rows=512'"
         raise InvalidOptionValue(name=name, value=original, expected=expected, source=source)

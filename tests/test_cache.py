@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +272,13 @@ def test_caches_of_another_machine_are_refused(
         file.write_bytes(damaged)
         assert cli.main(["cache", "unpack", str(file)]) == 2
         assert capsys.readouterr().err.count("caches in") == 1
+    for told in (b"[1]", b"3"):
+        with tarfile.open(file, "w:gz") as archive:
+            head = tarfile.TarInfo("fingerprint.json")
+            head.size = len(told)
+            archive.addfile(head, io.BytesIO(told))
+        assert cli.main(["cache", "unpack", str(file)]) == 2
+        assert "its fingerprint is damaged" in capsys.readouterr().err
 
 
 class Twice(torch.autograd.Function):

@@ -157,6 +157,34 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("options > /dev/full", "[Errno 28] No space left on device"),
+        ("options --json > /dev/full", "[Errno 28] No space left on device"),
+        ("options >&-", "standard output is closed"),
+    ],
+)
+def test_an_output_that_cannot_be_written(command: str, said: str) -> None:
+    if "/dev/full" in command and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    line = ["bash", "-c", f"{sys.executable} -m inductor_q {command}"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment())
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"qfuse: {said}") and len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupt_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("inductor_q.commands.options.tables", interrupted)
+    assert cli.main(["options"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_run_puts_qfuse_under_a_script_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

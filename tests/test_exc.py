@@ -55,6 +55,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.UnusableRuns(path="/c/tune.jsonl", problem="Is a directory"),
+        "the runs of qfuse tune in /c/tune.jsonl: Is a directory. Move away what is in the way, or "
+        "set XDG_CONFIG_HOME to a folder that can be written to",
+        OSError,
+    ),
+    (
         exc.UnknownPass(name="fold_loras", known=("canonicalize", "fold_lora")),
         "unknown pass 'fold_loras'; did you mean 'fold_lora'? "
         "Known, in order: canonicalize, fold_lora",
@@ -243,6 +249,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
     (
         exc.UnwritableOutput(option="--json", path="/proc/a.json", problem="Permission denied"),
         "--json /proc/a.json cannot be written: Permission denied. Nothing was run",
+        OSError,
+    ),
+    (
+        exc.ClosedOutput(),
+        "standard output is closed. Send it somewhere, such as > /dev/null",
         OSError,
     ),
     (

@@ -77,13 +77,17 @@ def test_numerics(numerics: str) -> None:
         ("qfuse.strict", 1, "True or False"),
         ("qfuse.strict", "1", "True or False"),
         ("qfuse.kernels", ["triton"], "a dict of ops to provider names, or 'dequantize=triton'"),
+        ("qfuse.memory", "1e400", "an amount of memory such as"),
+        ("qfuse.memory", "9e999GB", "an amount of memory such as"),
+        ("qfuse.passes", "", "a dict of pass names to True or False"),
+        ("qfuse.thresholds", "extend_k.min_rows=\u00b2", "a dict of threshold names to integers"),
         ("qfuse.kernels", "triton", "a dict of ops to provider names, or 'dequantize=triton'"),
     ],
 )
 def test_wrong_value_of_ours(name: str, value: object, expected: str) -> None:
     with pytest.raises(InvalidOptionValue) as caught:
         on_cpu({name: value})
-    assert str(caught.value).startswith(f"option {name!r}: {value!r} is not {expected}.")
+    assert str(caught.value).startswith(f"option {name!r}: {value!r} is not {expected}")
 
 
 @pytest.mark.parametrize("given", ["*.up, layers.0.*,", ["*.up", "layers.0.*"]], ids=repr)

@@ -87,9 +87,12 @@ def unpack(path: Path) -> int:
     root, written = _folder(), 0
     with tarfile.open(path, "r:gz") as archive:
         head = archive.next()
-        if head is None or head.name != FINGERPRINT:
+        if head is None or head.name != FINGERPRINT or not head.isfile():
             raise UnusableCaches(path=str(path), problem="it has no fingerprint")
-        differing = list(_differing(json.loads(_read(archive, head)), fingerprint()))
+        told = json.loads(_read(archive, head))
+        if not isinstance(told, dict):
+            raise UnusableCaches(path=str(path), problem="its fingerprint is damaged")
+        differing = list(_differing(told, fingerprint()))
         if differing:
             print("nothing unpacked, since nothing would be found:", *differing, sep="\n  ")
             return DIFFERS

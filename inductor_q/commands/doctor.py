@@ -32,11 +32,13 @@ def register(subparsers: Subparsers) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the checks; the exit status is 1 if anything fails, and a warning does not count."""
     from inductor_q.diagnostics.checks import caches, check_environment, check_model, worst
-    from inductor_q.diagnostics.named import build
+    from inductor_q.diagnostics.targets import built
 
     # The model first: building it imports the user's code, which may configure Dynamo.
     with caches.usable():
-        model = build(args.model) if args.model else None
+        model = built(args.model) if args.model else None
+    if args.model and model is None:
+        return 1
     environment = check_environment()
     findings = [] if model is None else check_model(model)
     status = worst([*environment, *findings])

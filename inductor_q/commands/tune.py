@@ -8,6 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from inductor_q.commands import Subparsers
     from inductor_q.presets import Preset
     from inductor_q.presets.tuned import Place
@@ -57,6 +59,7 @@ def register(subparsers: Subparsers) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure; the exit status is 1 where the budget ended before everything was measured."""
+    import os
     import signal
     import tempfile
     from pathlib import Path
@@ -64,8 +67,9 @@ def main(args: argparse.Namespace) -> int:
     import torch
 
     from inductor_q.cache import source_digest
+    from inductor_q.diagnostics.launch import checked_output
     from inductor_q.presets import shipped, tuned
-    from inductor_q.tuning.launch import Launcher
+    from inductor_q.tuning.launch import BY_PRESET, Launcher, inherited
     from inductor_q.tuning.progress import Progress
     from inductor_q.tuning.runs import Runs
     from inductor_q.tuning.sweep import Sweep
@@ -77,27 +81,33 @@ def main(args: argparse.Namespace) -> int:
         "sources": source_digest()[:16],
         "model": args.model or "default",
         "steps": args.steps,
+        **inherited(os.environ),
     }
+    checked_output("the preset", str(tuned.path_of(place)))
+    if args.plot:
+        checked_output("--plot", args.plot)
     runs = Runs(tuned.folder() / "tune.jsonl", key)
     if args.fresh:
         runs.begin_anew()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run as well
     print(f"qfuse tune: {place}; over the preset {preset.name}; runs in {runs.path}", flush=True)
+    if unused := [name for name in BY_PRESET if os.environ.get(name, "").strip()]:
+        print(f"not in force here, since it is what is tried: {', '.join(unused)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="qfuse-tune-") as work, Progress() as progress:
         launch = Launcher(args.model, args.steps, place, preset, Path(work))
         sweep = Sweep(device.type, preset, runs, launch, args.budget, args.compute)
         sweep.begin, sweep.end = progress.begin, progress.end
         sweep.run()
-    _show(sweep, place, args.plot)
-    _keep(sweep, place, preset, args)
+    _show(sweep)
+    _keep(sweep, place, preset, args)  # before the picture, which may fail
+    if args.plot:
+        _draw(sweep, place, Path(args.plot))
     if not sweep.complete:
         print("The budget ended before all was measured; the same command goes on from here.")
     return 0 if sweep.complete else 1
 
 
-def _show(sweep: Sweep, place: Place, plot: str | None) -> None:
-    from pathlib import Path
-
+def _show(sweep: Sweep) -> None:
     from inductor_q.commands import listing
     from inductor_q.tuning import table
 
@@ -107,8 +117,16 @@ def _show(sweep: Sweep, place: Place, plot: str | None) -> None:
     if sweep.left_out:
         tables.append(listing.Table(("not tried", "why"), list(sweep.left_out.items())))
     listing.show(tables, form)
-    if plot and not table.draw(judged, str(place), Path(plot)):
-        print("There is no picture: matplotlib is not installed.")
+
+
+def _draw(sweep: Sweep, place: Place, path: Path) -> None:
+    from inductor_q.tuning import table
+
+    try:
+        if not table.draw(sweep.judged, str(place), path):
+            print("There is no picture: matplotlib is not installed.")
+    except OSError as error:
+        print(f"There is no picture: {error}")
 
 
 def _keep(sweep: Sweep, place: Place, preset: Preset, args: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ def explain(args: Namespace) -> int:
         args.target = ["-m", *args.module]
     for name in ("json", "html", "dump"):
         if getattr(args, name):
-            setattr(args, name, str(_output(name, getattr(args, name))))
+            setattr(args, name, str(checked_output(f"--{name}", getattr(args, name))))
     if args.target[1:2] and args.target[1] in LAUNCHERS and args.target[0] == "-m":
         return Target.parse(explained_ranks(args.target, args)).run().status
     target = Target.parse(args.target, inputs=args.inputs)
@@ -61,7 +61,7 @@ def explain(args: Namespace) -> int:
     return ended.status or (BUDGET_MISSED if missed else 0)
 
 
-def _output(name: str, given: str) -> Path:
+def checked_output(option: str, given: str) -> Path:
     """Return the absolute path of a report, after checking that it can be written.
 
     The target may change the folder (os.chdir), and after a long run its report should not be lost.
@@ -70,14 +70,14 @@ def _output(name: str, given: str) -> Path:
         UnwritableOutput: it cannot be written.
     """
     path = Path(given).absolute()
-    folder = path if name == "dump" else path.parent
+    folder = path if option == "--dump" else path.parent
     try:
         if path != folder and path.is_dir():
             raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         check_writable(folder)
     except OSError as error:
         problem = error.strerror or str(error)
-        raise UnwritableOutput(option=f"--{name}", path=given, problem=problem) from None
+        raise UnwritableOutput(option=option, path=given, problem=problem) from None
     return path
 
 

@@ -5,6 +5,7 @@ This takes files alone and no collective: a rank may have died, and its report m
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from inductor_q.diagnostics.explanation import STATUSES, Explanation, GraphBreak, Layer
 from inductor_q.diagnostics.render.json import from_json, to_json
+from inductor_q.exc import InvalidOptionValue
 from inductor_q.files import write_whole
 
 _POLL = 0.1
@@ -33,14 +35,27 @@ class Ranks:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Ranks:
-        """Read the place from torchrun's environment variables; without them, one process runs."""
+        """Read the place from torchrun's environment variables; without them, one process runs.
+
+        Raises:
+            InvalidOptionValue: one of them is no number, or the rank is none of the launch.
+        """
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return cls()
-        size = int(environ["WORLD_SIZE"])
+        size = _number(environ, "WORLD_SIZE")
+        rank = _number(environ, "RANK", most=size - 1)
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         run = "-".join(environ.get(name, "") for name in names)
-        local = int(environ.get("LOCAL_WORLD_SIZE", size))
-        return cls(int(environ["RANK"]), size, local, run)
+        local = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else size
+        return cls(rank, size, local, run)
+
+
+def _number(environ: Mapping[str, str], name: str, most: float = math.inf) -> int:
+    text = environ[name].strip()
+    if text.isdecimal() and int(text) <= most:
+        return int(text)
+    expected = "a whole number" if most == math.inf else f"a rank below {most + 1}, the WORLD_SIZE"
+    raise InvalidOptionValue(name=name, value=text, expected=expected, source="the environment")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,14 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inductor_q.diagnostics.explanation import Exit
-from inductor_q.diagnostics.named import NotNamed, named
-from inductor_q.exc import InvalidInputs, MissingExtra, UnknownTarget
+from inductor_q.diagnostics.named import NotNamed, build, named
+from inductor_q.exc import InvalidInputs, MissingExtra, QfuseError, UnknownTarget
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,22 @@ def _guarded(body: Callable[[], Any]) -> Exit:
         _print(error)
         return Exit(1, _one_line(error))
     return Exit(0)
+
+
+def built(name: str) -> nn.Module | None:
+    """Build the model with the function `package.module:function`. Where the user's code fails, its
+    error is printed as Python prints it, and there is no model.
+
+    Raises:
+        NotAModelFactory: it names no function, or that returns no model.
+    """
+    try:
+        return build(name)
+    except QfuseError:
+        raise
+    except Exception as error:
+        _print(error)
+        return None
 
 
 def _system_exit(error: SystemExit) -> Exit:

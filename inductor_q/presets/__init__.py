@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,17 +31,24 @@ __all__ = [
 PRESETS: Mapping[str, Preset] = FrozenMap({p.name: p for p in (*NVIDIA, CPU, GENERIC)})
 
 
-def select(device: torch.device, name: str = "auto", *, source: str = "") -> Preset:
+def select(
+    device: torch.device,
+    name: str = "auto",
+    *,
+    source: str = "",
+    check: Callable[[Preset], None] = lambda preset: None,
+) -> Preset:
     """Return the preset of that name, and why this one.
 
     "auto" is the one that `qfuse tune` measured for this device, torch and version, or else that of
-    the exact architecture; a name that ends in .json is the file of a tuned preset.
+    the exact architecture; a name that ends in .json is the file of a tuned preset. One for which
+    `check` raises is ignored by "auto", with a warning.
 
     Raises:
         UnknownPreset, UnreadablePreset: there is none of that name.
     """
     if name == "auto":
-        return tuned.find(device) or shipped(device)
+        return tuned.find(device, check) or shipped(device)
     if name == "none":
         return replace(NONE, reason="asked for by name")
     if name.endswith(".json"):

@@ -10,12 +10,12 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inductor_q.exc import UnreadablePreset
+from inductor_q.exc import QfuseError, UnreadablePreset
 from inductor_q.files import write_whole
 from inductor_q.log import warn_once
 from inductor_q.presets.generic import CPU, GENERIC
@@ -102,20 +102,22 @@ def read(path: Path) -> tuple[Place, Preset]:
         return place, _preset(document, place)
     except KeyError as error:
         raise UnreadablePreset(path=str(path), problem=f"it has no {error}") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadablePreset(path=str(path), problem=str(error)) from error
 
 
-def find(device: torch.device) -> Preset | None:
+def find(
+    device: torch.device, check: Callable[[Preset], None] = lambda preset: None
+) -> Preset | None:
     """Return the preset that was tuned for the place that we are in. A file that is damaged or
-    foreign is ignored, with a warning."""
+    foreign, or for whose preset `check` raises an error of ours, is ignored, with a warning."""
     if device.type not in ("cpu", "cuda"):
         return None
     here = place_of(device)
     path = path_of(here)
     if not os.path.exists(path):  # nor where the folder may not be read
         return None
-    read_here = _read_or_warn(path, here)
+    read_here = _read_or_warn(path, here, check)
     return read_here and read_here[1]
 
 
@@ -131,13 +133,22 @@ def everything() -> list[tuple[Path, Place, Preset]]:
     return [(path, *found) for path in paths if (found := _read_or_warn(path))]
 
 
-def _read_or_warn(path: Path, here: Place | None = None) -> tuple[Place, Preset] | None:
+def _read_or_warn(
+    path: Path,
+    here: Place | None = None,
+    check: Callable[[Preset], None] = lambda preset: None,
+) -> tuple[Place, Preset] | None:
     try:
         place, preset = read(path)
         if here not in (None, place):
             raise UnreadablePreset(path=str(path), problem=f"it is for {place}, not {here}")
+        check(preset)
     except UnreadablePreset as error:
         warn_once(f"a tuned preset is ignored: {error}")
+        return None
+    except QfuseError as error:
+        unfit = UnreadablePreset(path=str(path), problem=str(error))
+        warn_once(f"a tuned preset is ignored: {unfit}")
         return None
     return place, preset
 
@@ -157,6 +168,9 @@ def _preset(document: Mapping[str, Any], place: Place) -> Preset:
         if name not in THRESHOLDS or type(entry.value) is not int:
             raise ValueError(f"{name}={entry.value!r} is no threshold")
     options = sections["options"]
+    for name in options:
+        if name.replace("-", "_").partition(".")[0] == "qfuse":
+            raise ValueError(f"{name} is for the user to set: a preset has options of Inductor")
     return replace(
         base,
         name="tuned",

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,18 @@ from inductor_q.presets import THRESHOLDS, Entry, Preset, tuned
 from inductor_q.tuning.plan import EAGER, KERNELS, Condition
 from inductor_q.tuning.runs import Run
 from inductor_q.tuning.sweep import OutOfBudget
+
+#: Variables of options that each run has by its preset; the user's would be in force instead.
+BY_PRESET = tuple(
+    OPTIONS[name].variable for name in ("qfuse.preset", "qfuse.thresholds", "qfuse.kernels")
+)
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's variables of our options that hold in every run, where no condition sets
+    another value: what is measured holds under these alone."""
+    ours = {option.variable for option in OPTIONS.values()}.difference(BY_PRESET)
+    return {name: environ[name] for name in sorted(ours & {*environ}) if environ[name].strip()}
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ class Launcher:
             try:
                 status = subprocess.run(
                     command,
-                    env={**os.environ, **self.environment(condition, folder)},
+                    env=self.environment(condition, folder),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -69,7 +82,8 @@ class Launcher:
 
     def environment(self, condition: Condition, folder: Path) -> dict[str, str]:
         """Return the variables under which a process has the condition, and caches of its own."""
-        variables = {
+        variables = {name: text for name, text in os.environ.items() if name not in BY_PRESET}
+        variables |= {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
             "TRITON_CACHE_DIR": str(folder / "cache" / "triton"),
             "QFUSE_PRESET": self.preset.name,

@@ -1,18 +1,21 @@
 """Remember runs in a file that only grows, so that a killed sweep goes on where it was.
 
 A line is one finished run and its key: the place, the sources of ours, the model, the steps. A line
-that was cut short by a kill is none.
+that was cut short by a kill, or damaged, is none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from inductor_q.exc import UnusableRuns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +53,18 @@ class Runs:
     key: Mapping[str, Any]
 
     def read(self) -> list[Run]:
-        """Return the finished runs of this key since it was last begun anew."""
+        """Return the finished runs of this key since it was last begun anew. The file is made if it
+        is missing, since a sweep should not find out after its first run that it cannot be.
+
+        Raises:
+            UnusableRuns: it cannot be read or written.
+        """
         found: list[Run] = []
         for line in self._lines():
             if line.get("key") != self.key:
                 continue
             if "run" in line:
-                found.append(_run(line["run"]))
+                found += _run(line["run"])
             else:
                 found.clear()
         return found
@@ -69,14 +77,13 @@ class Runs:
         self._write({"key": self.key})
 
     def _lines(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        with self._open() as file:
+            file.seek(0)
+            lines = file.read().splitlines()
         return [line for text in lines if (line := _parsed(text))]
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
+        with self._open() as file:
             file.seek(0, os.SEEK_END)
             if file.tell():
                 file.seek(-1, os.SEEK_END)
@@ -86,18 +93,37 @@ class Runs:
             file.flush()
             os.fsync(file.fileno())
 
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                yield file
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise UnusableRuns(path=str(self.path), problem=problem) from None
 
-def _parsed(text: str) -> dict[str, Any]:
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return line if isinstance(line, dict) else {}
 
 
-def _run(data: Mapping[str, Any]) -> Run:
-    known = {f.name: data[f.name] for f in fields(Run) if f.name in data}
-    for name in ("seconds", "losses"):
-        known[name] = tuple(known.get(name, ()))
-    known["sites"] = {name: (n, m) for name, (n, m) in known.get("sites", {}).items()}
-    return Run(**known)
+def _run(data: Any) -> list[Run]:
+    """Return the run that a line holds; nothing where it is damaged."""
+    try:
+        known = {f.name: data[f.name] for f in fields(Run) if f.name in data}
+        for name in ("seconds", "losses"):
+            known[name] = tuple(map(float, known.get(name, ())))
+        for name, kind in (("round", int), ("compile_s", float), ("peak", int), ("wall_s", float)):
+            known[name] = kind(known.get(name, 0))
+        for name in ("changes", "providers", "sizes"):
+            known[name] = dict(known.get(name, {}))
+        known["sites"] = {name: (n, m) for name, (n, m) in known.get("sites", {}).items()}
+        run = Run(**known)
+    except (TypeError, ValueError, AttributeError):
+        return []
+    return [run] if run.seconds or run.error else []

@@ -40,7 +40,8 @@ class Sweep:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        self.known = self.runs.read()
+        # What failed is run again: the script may be there now, or memory of the GPU free.
+        self.known = [run for run in self.runs.read() if not run.error]
         self._deadline = time.monotonic() + self.budget_s
 
     def run(self) -> None:

@@ -52,7 +52,7 @@ def draw(judged: Sequence[Judged], title: str, path: Path) -> bool:
     axes.margins(x=0.12)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
     return True
 

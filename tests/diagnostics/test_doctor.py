@@ -103,6 +103,9 @@ def wrong():
     torch._dynamo.config.suppress_errors = True  # as a training script would set it
     return nn.Sequential(testing.quantized_linear(torch.randn(64, 64), compute_dtype=torch.float32))
 
+def failing():
+    raise OSError("no such checkpoint")
+
 def not_a_model():
     return 3
 
@@ -118,6 +121,17 @@ def test_a_model_in_the_current_folder(tmp_path: Path) -> None:
     assert by_check(document["environment"])["suppress_errors"]["status"] == "fail"
     model = by_check(document["model"])
     assert [name for name, f in model.items() if f["status"] != "ok"] == ["compute_dtype"]
+
+
+def test_a_factory_that_raises_has_its_own_traceback(tmp_path: Path) -> None:
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    done = run("--model", "factories:failing", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    first, *frames, last = done.stderr.splitlines()
+    assert first.startswith("Traceback") and last == "OSError: no such checkpoint"
+    assert [line for line in frames if "File " in line] == [
+        f'  File "{tmp_path / "factories.py"}", line 11, in failing'
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from inductor_q.diagnostics.explanation import (
     SavedTensors,
 )
 from inductor_q.diagnostics.merge import Exchange, Ranks, merge
+from inductor_q.exc import InvalidOptionValue
 
 PLACE = Frame("model.py", 3)
 
@@ -70,6 +71,9 @@ def test_ranks_from_the_environment() -> None:
     ranks = Ranks.here(launched)
     assert (ranks.rank, ranks.world_size) == (1, 2)
     assert ranks.run != Ranks.here({**launched, "MASTER_PORT": "29501"}).run
+    for name, text in (("WORLD_SIZE", "x"), ("RANK", "2"), ("RANK", ""), ("LOCAL_WORLD_SIZE", "-")):
+        with pytest.raises(InvalidOptionValue, match=f"'{name}' in the environment: '{text}' is"):
+            Ranks.here({**launched, name: text})
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from inductor_q.options import resolve
 from inductor_q.presets import PRESETS, Entry, select, tuned
 
 CPU = torch.device("cpu")
+TRUE: dict[str, Any] = {"value": True, "evidence": ""}
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,12 @@ def test_a_name_takes_what_ships(name: str, written: Path) -> None:
         ({"thresholds": {"extend_k.min_rows": {"value": "1", "evidence": ""}}}, "is no threshold"),
         ({"options": {"max_autotune": {"value": True}}}, "it has no 'evidence'"),
         ({"facts": [1]}, "1 is no text"),
+        ({"options": {"no_such": TRUE}}, "unknown option 'no_such'"),
+        ({"options": {"max_autotune": TRUE | {"value": "yes"}}}, "'yes' is not True or False"),
+        ({"options": {"qfuse.strict": TRUE}}, "qfuse.strict is for the user to set"),
+        ({"kernels": {"nosuch": TRUE | {"value": "triton"}}}, "unknown op 'nosuch'"),
+        ({"kernels": {"dequantize": TRUE | {"value": "nosuch"}}}, "no provider 'nosuch'"),
+        ({"kernels": {"dequantize": TRUE}}, "is not a dict of ops"),
     ],
 )
 def test_a_foreign_file_is_ignored_and_named_once(
@@ -105,7 +112,7 @@ def test_a_foreign_file_is_ignored_and_named_once(
 ) -> None:
     change(written, **fields)
     for _ in range(2):
-        assert select(CPU).name == "cpu"
+        assert resolve(None, None, device=CPU).preset.name == "cpu"
     [message] = told
     assert message.startswith(f"a tuned preset is ignored: {written}: ")
     assert problem in message
@@ -120,8 +127,9 @@ def test_who_has_no_home_has_no_tuned_preset(monkeypatch: pytest.MonkeyPatch) ->
         write_whole(tuned.folder() / "tuned" / "x.json", "")
 
 
-def test_a_damaged_file_is_ignored_and_named(written: Path, told: list[str]) -> None:
-    written.write_text(written.read_text()[:100])
+@pytest.mark.parametrize("text", ['{"qfuse_preset": 1, "dev', "[" * 200_000])
+def test_a_damaged_file_is_ignored_and_named(text: str, written: Path, told: list[str]) -> None:
+    written.write_text(text)
     assert select(CPU).name == "cpu"
     assert len(told) == 1 and str(written) in told[0]
 

@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from inductor_q.presets import PRESETS, tuned
 from inductor_q.tuning import result
 from inductor_q.tuning.choice import Judged
-from inductor_q.tuning.launch import Launcher
+from inductor_q.tuning.launch import Launcher, inherited
 from inductor_q.tuning.plan import BASE, EAGER, Condition
 
 PLACE = tuned.Place("a device", "2.13.0", "0.1.0")
@@ -33,6 +35,19 @@ def test_environment_of_each_kind_of_change(tmp_path: Path) -> None:
     options = {name: entry.value for name, entry in preset.options.items()}
     assert options == {"max_autotune_gemm": True}
     assert preset.kernels["dequantize"].value == "inductor"
+
+
+def test_variables_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With QFUSE_THRESHOLDS no condition changed anything."""
+    mine = {"QFUSE_THRESHOLDS": "extend_k.min_rows=7", "QFUSE_KERNELS": "dequantize=eager"}
+    mine |= {"QFUSE_NUMERICS": "strict", "QFUSE_COMPUTE": "fp8", "QFUSE_LOSS": " "}
+    for name, text in mine.items():
+        monkeypatch.setenv(name, text)
+    condition = Condition("c", {"extend_k.min_rows": 9, "qfuse.compute": "int8"})
+    found = launcher(tmp_path).environment(condition, tmp_path)
+    assert not {"QFUSE_THRESHOLDS", "QFUSE_KERNELS"} & set(found)
+    assert (found["QFUSE_NUMERICS"], found["QFUSE_COMPUTE"]) == ("strict", "int8")
+    assert inherited(mine) == {"QFUSE_COMPUTE": "fp8", "QFUSE_NUMERICS": "strict"}
 
 
 def test_a_program_that_fails_has_its_last_error(tmp_path: Path) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from inductor_q.exc import UnusableRuns
 from inductor_q.tuning.runs import Run, Runs
 
 ONE = Run(
@@ -40,6 +45,25 @@ def test_a_line_cut_short_is_none_and_spoils_no_other(tmp_path: Path) -> None:
     runs.append(TWO)
     assert runs.read() == [ONE, TWO]
     assert runs.path.read_bytes().startswith(whole)
+
+
+@pytest.mark.parametrize(
+    "run", [3, {"seconds": [1.0]}, {"condition": "base", "seconds": ["x"]}, {"condition": "base"}]
+)
+def test_a_damaged_line_is_none(run: Any, tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "tune.jsonl", {})
+    damaged = json.dumps({"key": {}, "run": run}).encode()
+    runs.path.write_bytes(b'{"key": "\xff"}\n' + b"[" * 200_000 + b"\n" + damaged)
+    runs.append(ONE)
+    assert runs.read() == [ONE]
+
+
+def test_a_file_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "tune.jsonl").mkdir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "tune.jsonl", tmp_path / "file" / "qfuse" / "tune.jsonl"):
+        with pytest.raises(UnusableRuns, match="directory"):
+            Runs(path, {}).read()
 
 
 def test_begun_anew_earlier_runs_stay_in_the_file_alone(tmp_path: Path) -> None:

@@ -126,6 +126,18 @@ def test_what_failed_is_not_run_in_the_other_order(tmp_path: Path) -> None:
     assert done.judged[2].verdict == "rejected: it failed"
 
 
+def test_what_failed_is_run_again_by_the_same_command(tmp_path: Path) -> None:
+    """A script that was missing left its error behind for good."""
+    with pytest.raises(BaseFailed):
+        sweep(tmp_path, Machine(base=0.0)).run()
+    sweep(tmp_path, Machine(max_autotune_gemm=0.0)).run()
+    again = Machine()
+    done = sweep(tmp_path, again)
+    done.run()
+    assert again.ran == [("max_autotune_gemm", 1), ("max_autotune_gemm", 2)]
+    assert done.complete and "rejected" not in done.judged[2].verdict
+
+
 def test_a_base_that_fails_ends_it(tmp_path: Path) -> None:
     with pytest.raises(BaseFailed, match="it failed"):
         sweep(tmp_path, Machine(base=0.0)).run()

@@ -64,6 +64,30 @@ def test_what_is_kept(
     assert select(torch.device("cpu")).thresholds["extend_k.min_rows"].value == 9
 
 
+@pytest.mark.parametrize("name", ["--plot", "the preset"])
+def test_what_cannot_be_written_is_found_out_before_the_sweep(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The picture was drawn before the preset was kept, so its error lost a sweep's result."""
+    (tmp_path / "file").touch()
+    config = tmp_path / "file" if name == "the preset" else tmp_path
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+    assert cli.main(["tune", "--plot", str(tmp_path / "file" / "x.png")]) == 2
+    assert capsys.readouterr().err.startswith(f"qfuse: {name} {tmp_path}/file/")
+
+
+def test_a_picture_that_fails_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    sweep: Any = SimpleNamespace(judged=[Judged(BASE, step_s=0.01)])
+    tune._draw(sweep, tuned.place_of(torch.device("cpu")), tmp_path)
+    assert capsys.readouterr().out.startswith("There is no picture: ")
+
+
 SCRIPT = """
 import sys, torch
 from inductor_q import testing
