@@ -161,8 +161,8 @@ def compile_trainer(trainer: Any, **settings: Any) -> Any:
 
 def _is_replicated(args: Any, model: nn.Module) -> bool:
     """Whether a Trainer wraps the model in nn.DataParallel, as it does but for bitsandbytes'."""
-    of_bitsandbytes = ("is_loaded_in_8bit", "is_loaded_in_4bit")
-    return args.n_gpu > 1 and not any(getattr(model, name, False) for name in of_bitsandbytes)
+    marks = ("is_loaded_in_8bit", "is_loaded_in_4bit")
+    return args.n_gpu > 1 and not any(getattr(model, mark, False) for mark in marks)
 
 
 def _take_over(args: Any) -> None:

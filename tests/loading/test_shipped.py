@@ -668,7 +668,9 @@ def test_a_model_that_was_loaded_is_saved(tmp_path: Path) -> None:
     expected = net(tokens()).logits
     kbit.save(net, tmp_path / "packed.bin")
     assert torch.equal(kbit.load(load(), tmp_path / "packed.bin")(tokens()).logits, expected)
-    net.save_pretrained(tmp_path / "packed")
+    with pytest.raises(exc.CannotSave, match=r"kbit\.save"):
+        net.save_pretrained(tmp_path / "refused")
+    net.save_pretrained(tmp_path / "packed", state_dict=net.state_dict())  # who insists
     with pytest.raises(exc.WrongCheckpoint, match=r"q_proj.qweight.* is saved by .*kbit.save; for"):
         load(tmp_path / "packed")
     kbit.dequantize_model(net)
