@@ -82,9 +82,10 @@ def reports() -> tuple[Report, ...]:
 
 
 def reports_of(model: nn.Module) -> tuple[Report, ...]:
-    """Return the reports of graphs, but for those that were compiled for another live module.
+    """Return the reports of all graphs but those that were compiled for another live module.
 
-    The parameters of a graph may be in no module: gathered for a while, or gone.
+    A graph counts for every model if its parameters are in no live module: FSDP gathers such ones
+    for a while, and those of a deleted model are gone.
     """
     own = {id(p) for p in model.parameters()}
     every = {id(p) for p in live.parameters()}
@@ -112,8 +113,8 @@ def functions_at_limit() -> int:
 def count_anew() -> None:
     """Count breaks and refused graphs from here on.
 
-    A reset does this by itself where this backend compiled a graph since the reset before it: torch
-    tells no backend that it has not called.
+    `torch.compiler.reset()` does this too, but only if this backend has compiled a graph since the
+    last reset: torch resets no other backends.
     """
     global _before
     _before = _all()

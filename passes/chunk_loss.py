@@ -204,8 +204,7 @@ def _check_slices(way: Sequence[fx.Node]) -> None:
     """Refuse rows that are left out behind a view: they are left out of the hidden states, which
     have the shape of the product."""
     is_viewed = False
-    for node, source in itertools.pairwise(reversed(way[1:])):
-        node, source = source, node
+    for source, node in itertools.pairwise(reversed(way[1:])):
         if node.target is operator.getitem:
             if is_viewed:
                 raise _Refused("rows are left out of a view of the logits")
@@ -296,10 +295,8 @@ def _terms(node: fx.Node, made: list[fx.Node]) -> tuple[list[_Term], fx.Node | N
     if node.op == "call_function" and node.target in LINEAR:
         names: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False))
         names |= node.kwargs
-        product, bias = (
-            _Term(names["input"], names["weight"], _value(node).dtype),
-            names.get("bias"),
-        )
+        product = _Term(names["input"], names["weight"], _value(node).dtype)
+        bias = names.get("bias")
         if bias is not None and not same_size(_value(bias).shape[0], _value(node).shape[-1]):
             raise _Refused("the head's bias is not a number for each column")
         return [product], bias

@@ -48,16 +48,15 @@ def packed(module: Any, name: str) -> Packed | None:
     format = "mxfp4" if codes.dtype is torch.int8 else "fp8_e4m3_128x128"
     if block is None and len(shape) == 2 and format != "mxfp4":
         format = "fp8_e4m3_tensor"
-    missing = (codes.is_meta or scale.is_meta) and not _comes_with_calls(module)
-    if missing:
+    if (codes.is_meta or scale.is_meta) and not _is_offloaded(module):
         return found(reason="it is on the meta device: no checkpoint has been loaded into it")
     if reason := _unreadable(codes, scale, format, shape, block):
         return found(reason=reason)
     return found(read=partial(_read, codes, scale, format, shape))
 
 
-def _comes_with_calls(module: nn.Module) -> bool:
-    """Whether a hook of accelerate's loads what the module holds at each call."""
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether a hook of accelerate loads the module's tensors before each call."""
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", [hook]))
 
