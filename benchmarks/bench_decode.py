@@ -53,10 +53,21 @@ def _measure(suite: harness.Suite, arguments: Any, batch: int, adapted: str) -> 
     extra: dict[str, dict[str, Any]] = {}
     roofs: dict[str, float] = {}
     torch.compiler.reset()
+    config = _config(arguments)
+    models: dict[bool, Any] = {}  # peers with the same weights share them: 64 caches are large
+    model_bytes: dict[bool, int] = {}
     for peer in arguments.backends:
         gc.collect()
+        quantized = peer != "bf16"
+        if quantized not in models:
+            empty = harness.held_bytes(suite.device)
+            models[quantized] = _model(
+                config, suite.device, quantized=quantized, adapted=adapted != "no"
+            )
+            gc.collect()
+            model_bytes[quantized] = (harness.held_bytes(suite.device) or 0) - (empty or 0)
         before = harness.held_bytes(suite.device)
-        decoder = _Decoder(arguments, suite.device, batch, quantized=peer != "bf16", lora=adapted)
+        decoder = _Decoder(models[quantized], config, suite.device, batch, arguments.seed)
         expected = decoder.exact()
         decoder.compile(_with_graphs(peer) if suite.device.type == "cuda" else peer)
         with testing.CompileTrace() as trace:
@@ -70,7 +81,7 @@ def _measure(suite: harness.Suite, arguments: Any, batch: int, adapted: str) -> 
         extra[peer] = {"error": error, "first_s": first, "graphs": trace.graphs}
         extra[peer] |= {"breaks": len(trace.breaks), "held_bytes": decoder.held}
         if peak is not None and before is not None:
-            extra[peer]["peak_bytes"] = peak - before
+            extra[peer]["peak_bytes"] = peak - before + model_bytes[quantized]
         roofs[peer] = suite.ceilings.roof(bytes=decoder.held)
         steps[peer] = decoder.step
         decoder.rewind()
@@ -89,21 +100,23 @@ def _with_graphs(peer: str) -> str:
     return f"{PEERS[name].removesuffix(']')};{options}" if options else PEERS[name]
 
 
+def _config(arguments: Any) -> Any:
+    if arguments.quick:
+        return testing.tiny_qwen3_config(num_hidden_layers=2, **QUICK)
+    return testing.qwen3_8b_config(arguments.layers, vocab_size=arguments.vocab_size)
+
+
 class _Decoder:
-    """A model with a filled cache, and its next step."""
+    """A model with a filled cache of its own, and the model's next step."""
 
     def __init__(
-        self, arguments: Any, device: torch.device, batch: int, *, quantized: bool, lora: str
+        self, model: Any, config: Any, device: torch.device, batch: int, seed: int
     ) -> None:
         from transformers import StaticCache
 
-        config = testing.tiny_qwen3_config(num_hidden_layers=2, **QUICK)
-        if not arguments.quick:
-            sizes = {"vocab_size": arguments.vocab_size}
-            config = testing.qwen3_8b_config(arguments.layers, **sizes)
-        self.model = _model(config, device, quantized=quantized, adapted=lora != "no")
+        self.model = model
         self.cache: Any = StaticCache(config=config, max_cache_len=CACHE)
-        generator = torch.Generator().manual_seed(arguments.seed)
+        generator = torch.Generator().manual_seed(seed)
         made = torch.randint(0, config.vocab_size, (batch, PROMPT + 1), generator=generator)
         self.ids = made.to(device)
         self.call: Any = self.model
@@ -118,7 +131,7 @@ class _Decoder:
     def rewind(self) -> None:
         """Let the cache hold the prompt alone."""
         self.cache.reset()
-        self._run(self.model, self.ids[:, :-1])
+        self._run(self.model, self.ids[:, :-1], logits_to_keep=1)
 
     def exact(self) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
@@ -132,9 +145,10 @@ class _Decoder:
     def step(self) -> Tensor:
         return self._run(self.call, self.ids[:, -1:])
 
-    def _run(self, call: Any, ids: Tensor) -> Tensor:
+    def _run(self, call: Any, ids: Tensor, **options: Any) -> Tensor:
         with torch.no_grad():
-            logits: Tensor = call(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+            out = call(input_ids=ids, past_key_values=self.cache, use_cache=True, **options)
+        logits: Tensor = out.logits
         return logits
 
 
