@@ -16,4 +16,7 @@ def register() -> None:
 
 
 def lower_materialize(x: Any) -> ir.TensorBox:
-    return cast(ir.TensorBox, ir.ExternKernel.require_contiguous(x))
+    """Return a buffer with a contiguous tensor's strides, which Inductor may neither pad nor, where
+    a size is one, choose."""
+    strides = ir.FlexibleLayout.contiguous_strides(x.get_size())
+    return cast(ir.TensorBox, ir.ExternKernel.require_exact_strides(x, strides))

@@ -293,10 +293,12 @@ def _flex(
         "OUTPUT_MAX": False,
     }
     query, key, value = (_LaidOut.apply(x) for x in (query, key, value))  # type: ignore[no-untyped-call]
-    blocks = [_contiguous_strides(table) for table in blocks]
-    # Inductor computes a mask's tensors inside the kernels where it may, which fails for what a
-    # search has found (torch 2.11).
-    given = [_contiguous_strides(documents) for documents in given]
+    # FlexAttention's kernels take a table's strides from the dimension of heads, which has size
+    # one: Inductor gives that any stride, and the second sequence's tables were read past the end.
+    # What is wider than 1,024 elements it pads. A mask's tensors it computes inside the kernels
+    # where it may, which fails for what a search has found. (H200, torch 2.11, all three.)
+    blocks = [torch.ops.qfuse.materialize(table) for table in blocks]
+    given = [torch.ops.qfuse.materialize(documents) for documents in given]
     # Versions of torch differ in what lies between the tables and the function, which comes last.
     *block_mask, _ = BlockMask(
         seq_lengths=(length, length),
@@ -350,19 +352,6 @@ class _LaidOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def _contiguous_strides(table: Tensor) -> Tensor:
-    """A contiguous table with its strides written down.
-
-    The kernels take them from the dimension of heads, which has size one: Inductor is free to give
-    that any stride, and does so in a graph without gradients, where no table is a result. They then
-    read the second sequence's tables past the end (H200, torch 2.11).
-    """
-    strides = [1]
-    for size in reversed(table.shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return table.as_strided(table.shape, strides)
 
 
 def define_attention() -> None:

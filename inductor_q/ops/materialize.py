@@ -9,8 +9,9 @@ from inductor_q.ops.library import define
 
 
 def materialize(x: Tensor) -> Tensor:
-    """Copy `x`, any shape and dtype, into a contiguous tensor. Inductor makes it in place of `x`,
-    which it would otherwise compute again in each kernel that reads it."""
+    """Copy `x`, any shape and dtype, into a contiguous tensor, with the strides of one in each of
+    its dimensions. Inductor makes it in place of `x`, which it would otherwise compute again in
+    each kernel that reads it, and lay out as it likes."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

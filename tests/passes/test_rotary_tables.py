@@ -95,28 +95,3 @@ def test_a_result_keeps_its_layout() -> None:
         torch.testing.assert_close(got, expected, check_stride=True)
     (made,) = traced.graph.find_nodes(op="call_function", target=MATERIALIZE)
     assert made.meta["val"].is_contiguous() and len(made.users) == 2
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_by_inductor(dynamic: bool) -> None:
-    """Other backends know the op too."""
-
-    def run(x: Tensor, y: Tensor) -> Tensor:
-        table = torch.ops.qfuse.materialize(x.cos().T)
-        result: Tensor = y * table + y[:1] * table
-        return result
-
-    x, y = torch.randn(10, 8), torch.randn(3, 8, 10)
-    got = torch.compile(run, dynamic=dynamic)(x, y)
-    torch.testing.assert_close(got, y * x.cos().T + y[:1] * x.cos().T)
-
-
-@pytest.mark.parametrize(
-    "x",
-    [torch.randn(3, 5), torch.randn(3, 5).T, torch.randn(0, 4), torch.ones((), dtype=torch.int64)],
-    ids=["matrix", "transposed", "empty", "scalar"],
-)
-def test_op(x: Tensor) -> None:
-    got = torch.ops.qfuse.materialize(x)
-    assert torch.equal(got, x) and got.is_contiguous()
-    torch.library.opcheck(MATERIALIZE, (x,))
