@@ -16,8 +16,8 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7520,
-    "csrc": 3420,
+    "benchmarks": 7525,
+    "csrc": 3380,
     "docs": 1505,
     "examples": 1140,
     "inductor_q": 5980,

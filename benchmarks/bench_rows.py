@@ -1,9 +1,9 @@
 """Time a linear layer of a few rows with a packed weight: `qfuse::linear` and what else there is.
 
 ``bitsandbytes`` is `matmul_4bit`, ``stock`` the same under Inductor; ``decode`` dequantizes and
-multiplies; ``dense`` multiplies with a weight of 16 bits that is not quantized; ``ring`` is
-`qfuse::linear` by the provider of that name, on Hopper and later. The roof is the time of reading
-the packed weight once. Weights are nf4, nested. The cache is flushed before each call.
+multiplies; ``dense`` multiplies with a weight of 16 bits that is not quantized. The roof is the
+time of reading the packed weight once. Weights are nf4, nested. The cache is flushed before each
+call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from benchmarks import harness
 from inductor_q import ops, testing
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.kernels import linear_rows_cuda
-from inductor_q.kernels.dispatch import preferring
 
-PEERS = ("bitsandbytes", "decode", "dense", "stock", "qfuse", "ring")
+PEERS = ("bitsandbytes", "decode", "dense", "stock", "qfuse")
 FORMAT = "nf4_b64_nested"
 #: Output and input features.
 SHAPES = {
@@ -58,13 +57,10 @@ def _measure(suite: harness.Suite, arguments: Any, layer: Any, weight: Tensor, x
             "dense": lambda: F.linear(x, weight),
             "stock": lambda: stock(x),
             "qfuse": lambda: ops.linear(x, operands, FORMAT, shape),
-            "ring": lambda: _by_ring(x, operands, shape),
         }
         calls = {name: peers[name] for name in arguments.backends}
         if x.shape[0] > linear_rows_cuda.MOST_ROWS:
             calls.pop("qfuse", None)  # it decodes
-        if not x.is_cuda or "qfuse" not in calls:
-            calls.pop("ring", None)
         extra = {
             name: {"error": float((call().double() - exact).norm() / exact.norm())}
             for name, call in calls.items()
@@ -75,11 +71,6 @@ def _measure(suite: harness.Suite, arguments: Any, layer: Any, weight: Tensor, x
     packed = float(sum(t.nbytes for t in operands))
     case = {"shape": "x".join(map(str, shape)), "rows": x.shape[0]}
     suite.add(case, timings, roof=suite.ceilings.roof(bytes=packed), extra=extra)
-
-
-def _by_ring(x: Tensor, operands: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    with preferring("linear_rows", linear_rows_cuda.RING.name):
-        return ops.linear(x, operands, FORMAT, shape)
 
 
 if __name__ == "__main__":

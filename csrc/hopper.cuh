@@ -28,12 +28,6 @@ __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
   asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.shared::cta.b64 t, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and has the barrier wait for this many bytes of copies too.
-__device__ __forceinline__ void barrier_expect(uint32 barrier, int bytes) {
-  asm volatile("{\n.reg .b64 t;\nmbarrier.arrive.expect_tx.shared::cta.b64 t, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
 __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -52,13 +46,6 @@ __device__ __forceinline__ void copy16(uint32 to, const void* from) {
 // Copies the first `bytes` of the 16, which are all or none, and writes zeros for the others.
 __device__ __forceinline__ void copy16(uint32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-// Copies some times 16 bytes, which the barrier counts.
-__device__ __forceinline__ void bulk_copy(uint32 to, const void* from, int bytes, uint32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
 }
 
 // This thread arrives at the barrier as soon as the copies that it has started so far have landed.

@@ -5,10 +5,9 @@
 // Up to four weights of one width share a launch. `project` computes what their adapters project x onto.
 //
 // A program takes 16 rows of a weight at a time (a tile), and of these 4096 columns (a stage), of which
-// each of the 16 warps has a run of 256. The codes of stages to come are on their way while one is decoded:
-// of one, into registers, so that no warp waits for another before the end of a tile; or, where `kRing`, of
-// several, into a ring of shared memory. A lane has 8 bytes of each row of a chunk, which are 16
-// neighbouring codes, and the four lanes of a quad have its 64 together.
+// each of the 16 warps has a run of 256. Codes are read into registers, where the next stage of a warp is on
+// its way while one is decoded: no warp waits for another before the end of a tile. A lane has 8 bytes of
+// each row of a chunk, which are 16 neighbouring codes, and the four lanes of a quad have its 64 together.
 // What a lane decodes is at once its part of the first operand of mma.m16n8k16: a product sums over k, so
 // any order of k serves as long as the rows of x, the second operand, are read in the same one.
 // The sums of 64 products are scaled in fp32. At the end of a tile the warps' sums are added up in the
@@ -17,8 +16,10 @@
 //
 // Two codes, a byte, are decoded by one look-up in a table of 256 pairs of values. Each lane has a copy of
 // its own, in its own bank of shared memory, so that no two lanes wait for each other.
+//
+// A ring of up to four stages in shared memory, filled by bulk copies, was slower for each shape and number
+// of rows: 26.6 against 19.0 us for one row of 12288x4096 (H100).
 
-#include "hopper.cuh"
 #include "numeric.cuh"
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
@@ -29,8 +30,6 @@ constexpr int kChunks = kWarps * kRun;       // of a stage
 constexpr int kPitch = kTile + 4;            // sums of a token lie so far apart that lanes write to all banks
 constexpr int kEntry = 256;                  // bytes from one entry of the table, in 32 copies, to the next
 constexpr int kTable = 256 * kEntry;
-constexpr int kSlotPitch = kChunks * kChunk / 2 + 32;  // bytes of a row in the ring: lanes read other banks
-constexpr int kSlot = kTile * kSlotPitch;    // bytes of a stage in the ring
 constexpr int kTokens = 8;                   // rows of x that one mma takes
 constexpr int kMostHeld = 2;                 // as many of these stay in registers
 
@@ -53,6 +52,11 @@ __device__ void multiply<Float16>(float (&sum)[4], uint32 a0, uint32 a1, uint32 
       "{%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Copies 16 bytes to shared memory.
+__device__ inline void copy16(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // A scale is absmax itself; or a code of a table, times the absmax of the 256 that share it, plus an offset.
@@ -110,7 +114,7 @@ struct Arguments {
   Weight weights[kWeights];
   int64 n[kWeights], end[kWeights];  // rows, and tiles up to the last of each; those that are missing have none
   int64 first[kWeights], rank[kWeights], columns, wide, room;  // B is fp32 where `wide`; `room`: bytes of its longest row
-  int64 k, m, shift, codes[4], factor, depth;  // stages of the ring
+  int64 k, m, shift, codes[4], factor;
 };
 
 // Tiles of a program in its order. Of `paired` weights it takes the same tile of both, one after the other.
@@ -185,36 +189,8 @@ __device__ inline void trade(const uint4& read, bool second, uint2 (&words)[2]) 
   words[1] = second ? make_uint2(read.z, read.w) : make_uint2(x, y);
 }
 
-// Stages of codes in shared memory. A warp copies one row of a stage, for all warps, and may take the place
-// of a stage as soon as all have read it.
-template <bool kGated>
-struct Ring {
-  uint32 slots, barriers;  // full, then empty, eight bytes each
-  int depth, filled = 0, part = 0, filling = 0, emptied = 0, slot = 0;
-  uint32 phase = 0, empty_phase = 0;
-  Walk<kGated> walk;
-
-  __device__ uint32 full(int i) const { return barriers + 16 * i; }
-  __device__ uint32 empty(int i) const { return barriers + 16 * i + 8; }
-
-  // Asks for the warp's row of the next stage.
-  __device__ void fill(const Arguments& a, int warp, int stages, int parts) {
-    if (filled >= stages) return;
-    const int64 row_bytes = a.k / 2;
-    const int feature = walk.row(a) + warp, first = part * kChunks * (kChunk / 2);
-    const int bytes = feature < a.n[walk.weight] ? min(kChunks * (kChunk / 2), static_cast<int>(row_bytes) - first) : 0;
-    barrier_expect(full(filling), bytes);
-    if (bytes > 0)
-      bulk_copy(slots + filling * kSlot + warp * kSlotPitch, a.weights[walk.weight].qweight + feature * row_bytes + first,
-                bytes, full(filling));
-    ++filled;
-    if (++filling == depth) filling = 0;
-    if (++part == parts) part = 0, walk.next(a);
-  }
-};
-
 // Where `kGated`, there are two weights of one shape, and out is silu(first) * second.
-template <class Type, class Scale, int kTiles, bool kGated, bool kRing>
+template <class Type, class Scale, int kTiles, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
   constexpr int kColumns = kTokens * kTiles;
   extern __shared__ char shared[];
@@ -222,7 +198,6 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   float* const offsets = scale_tables + kWeights * 256;                              // [kWeights]
   float* const sums = offsets + kWeights;                                            // [2][kWarps][kColumns][kPitch]
   char* const lora = reinterpret_cast<char*>(sums + 2 * kWarps * kColumns * kPitch);  // [2][kTile][room]
-  char* const behind = lora + 2 * kTile * a.room;  // [depth][kSlot], and two barriers for each slot
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, member = lane & 3;
   const int m = static_cast<int>(a.m), chunks = static_cast<int>(a.k / kChunk), parts = (chunks + kChunks - 1) / kChunks;
@@ -230,22 +205,10 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   const int mine = tiles > blockIdx.x ? (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
   const int turns = mine * (kGated ? 2 : 1), stages = turns * parts;
 
-  Ring<kGated> ring;
-  if constexpr (kRing) {
-    ring.slots = shared_address(behind), ring.depth = static_cast<int>(a.depth);
-    ring.barriers = ring.slots + ring.depth * kSlot;
-    ring.walk.settle(a);
-    if (threadIdx.x < 2 * ring.depth) barrier_init(ring.barriers + 8 * threadIdx.x, kWarps);
-    barrier_init_done();
-    __syncthreads();
-    if (lane == 0)
-      for (int i = 0; i < ring.depth; ++i) ring.fill(a, warp, stages, parts);
-  }
-
   // The codes of the next stage, and its scales: a lane loads those of its quad's two rows for one chunk.
   Walk<kGated> reading;
   reading.settle(a);
-  uint4 codes[kRing ? 1 : kRun / 2][2];
+  uint4 codes[kRun / 2][2];
   Scale scales;
   int of;
   bool inside[2];
@@ -273,11 +236,11 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   const auto fetch = [&](int pair) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      codes[kRing ? 0 : pair][i] = stream16(source + i * 8 * row_bytes + pair * kChunk, 8 * i < rows_left && 2 * pair + member / 2 < chunks_left);
+      codes[pair][i] = stream16(source + i * 8 * row_bytes + pair * kChunk, 8 * i < rows_left && 2 * pair + member / 2 < chunks_left);
   };
   aim();
 #pragma unroll
-  for (int pair = 0; pair < (kRing ? 0 : kRun / 2); ++pair) fetch(pair);
+  for (int pair = 0; pair < kRun / 2; ++pair) fetch(pair);
 
   // A tile's rows of B, while the one before is computed.
   const int room = static_cast<int>(a.room) * kTile;
@@ -344,13 +307,12 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   };
   constexpr bool kHeld = kTiles <= kMostHeld;
   uint4 held[kHeld ? kRun : 1][kTiles][2];
-  const int columns = 16 * (kRing ? member : quarter(member));  // of a chunk, from which on a lane has it
   const auto* const x = static_cast<const typename Type::Raw*>(a.x);
   const auto tokens_of = [&](int chunk, int t, uint4 (&tokens)[2]) {
     const int token = t * kTokens + quad;
     tokens[0] = tokens[1] = make_uint4(0, 0, 0, 0);
     if (token < m && chunk < chunks) {
-      const uint4* source = reinterpret_cast<const uint4*>(x + token * a.k + chunk * kChunk + columns);
+      const uint4* source = reinterpret_cast<const uint4*>(x + token * a.k + chunk * kChunk + 16 * quarter(member));
       tokens[0] = __ldg(source), tokens[1] = __ldg(source + 1);
     }
   };
@@ -367,37 +329,12 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
         for (int t = 0; t < kTiles; ++t) tokens_of(part * kChunks + warp * kRun + c, t, held[c][t]);
       held_part = part;
     }
-    uint2 landed[kRing ? kRun : 1][2];
-    if constexpr (kRing) {
-      barrier_wait(ring.full(ring.slot), ring.phase);
-      const char* const from = behind + ring.slot * kSlot + quad * kSlotPitch + warp * kRun * (kChunk / 2) + 8 * member;
-#pragma unroll
-      for (int c = 0; c < kRun; ++c)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          landed[kRing ? c : 0][i] = *reinterpret_cast<const uint2*>(from + 8 * i * kSlotPitch + c * (kChunk / 2));
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(ring.empty(ring.slot));
-        if (stage > 0 && stage - 1 + ring.depth < stages) {  // where the stage before was
-          barrier_wait(ring.empty(ring.emptied), ring.empty_phase);
-          ring.fill(a, warp, stages, parts);
-          if (++ring.emptied == ring.depth) ring.emptied = 0, ring.empty_phase ^= 1;
-        }
-      }
-      if (++ring.slot == ring.depth) ring.slot = 0, ring.phase ^= 1;
-    }
 #pragma unroll
     for (int pair = 0; pair < kRun / 2; ++pair) {
       uint2 words[2][2];  // of each row's two chunks
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if constexpr (kRing) {
-          words[i][0] = landed[kRing ? 2 * pair : 0][i], words[i][1] = landed[kRing ? 2 * pair + 1 : 0][i];
-        } else {
-          trade(codes[kRing ? 0 : pair][i], member >= 2, words[i]);
-        }
-      if (!kRing) fetch(pair);
+      for (int i = 0; i < 2; ++i) trade(codes[pair][i], member >= 2, words[i]);
+      fetch(pair);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int c = 2 * pair + half;

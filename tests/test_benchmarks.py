@@ -515,7 +515,7 @@ def test_bench_loss(tmp_path: Path) -> None:
 def test_bench_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     bench_rows.main(["--device", "cpu", "--quick", "--out", str(out)])
-    rows = check_file(out, "bench_rows", set(bench_rows.PEERS) - {"ring"})
+    rows = check_file(out, "bench_rows", set(bench_rows.PEERS))
     assert all(row["extra"]["error"] < 0.01 for row in rows if row["peer"] != "dense")
 
 

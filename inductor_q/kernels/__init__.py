@@ -78,7 +78,6 @@ PROVIDERS: dict[str, Table] = {
         "cuda": (
             linear_rows_cuda.KERNEL,
             linear_rows_triton.KERNEL,
-            linear_rows_cuda.RING,
             linear_rows_reference.KERNEL,
         ),
     },

@@ -30,18 +30,13 @@ THREADS, TILE, CHUNK, TOKENS = 512, 16, 64, 8
 #: The values that its template takes for the number of mmas that share a decoded weight.
 STRIPS = (1, 2, 4)
 MOST_ROWS = TOKENS * STRIPS[-1]
-SLOT = TILE * (4096 // 2 + 32)  # bytes of a stage in the ring
-DEPTHS = (2, 4)  # stages of a ring, at least and at most
 OUTER = 256  # scales that share an outer one
 WEIGHTS = 4  # of one launch
 MOST_RANK = 256  # of an adapter
 
 
 class Cuda(Provider[LinearRows]):
-    """Reads the codes of the next stage into registers."""
-
     name = "cuda"
-    ring = False
 
     def missing(self) -> str:
         return nvrtc.missing()
@@ -83,13 +78,11 @@ class Cuda(Provider[LinearRows]):
         if refused := _refuses_adapters(call):
             return refused
         properties: Any = torch.cuda.get_device_properties(x.device)  # annotations are partial
-        arch = f"sm_{properties.major}{properties.minor}"
-        if self.ring and properties.major < 9:
-            return f"{arch} has no bulk copies into shared memory"
-        needed = shared_bytes(_strips(x.shape[0]), _room(call), DEPTHS[0] if self.ring else 0)
+        needed = shared_bytes(_strips(x.shape[0]), _room(call))
         if properties.major < 8 or _most_shared(x.device.index) < needed:
+            arch = f"sm_{properties.major}{properties.minor}"
             return f"{arch} has less than {needed:,} bytes of shared memory for a block"
-        kernels = [kernel_name(call, self.ring)] + ([project_name(call)] if _room(call) else [])
+        kernels = [kernel_name(call)] + ([project_name(call)] if _room(call) else [])
         handles = [_function(kernel, x.device.index) for kernel in kernels]
         return next((handle for handle in handles if isinstance(handle, str)), "")
 
@@ -109,10 +102,8 @@ class Cuda(Provider[LinearRows]):
         scale = call.fmt.blockwise
         assert scale is not None
         missing = [0] * (WEIGHTS - len(tiles))
-        strips = _strips(call.x.shape[0])
-        depth = _depth(strips, _room(call), _most_shared(device)) if self.ring else 0
         launch = _prepared(
-            kernel_name(call, self.ring),
+            kernel_name(call),
             device,
             _programs(tiles[0] if call.gated else ends[-1], device),
             2 + 8 * WEIGHTS,
@@ -120,9 +111,9 @@ class Cuda(Provider[LinearRows]):
                 *(*call.features, *missing, *ends, *first, *ranks, *missing),
                 *(0 if projected is None else projected.shape[1], _wide(call), _room(call)),
                 *(columns, call.x.shape[0], (scale.block // CHUNK).bit_length() - 1),
-                *(*_codebook(call.fmt, call.x.dtype), depth),
+                *_codebook(call.fmt, call.x.dtype),
             ),
-            shared_bytes(strips, _room(call), depth),
+            shared_bytes(_strips(call.x.shape[0]), _room(call)),
             projected is not None,
         )
         tensors: list[Tensor | None] = [call.x, projected]
@@ -134,16 +125,6 @@ class Cuda(Provider[LinearRows]):
             tensors[2 + 8 + 7] = outputs[0]
         launch(*(0 if t is None else t.data_ptr() for t in tensors))
         return outputs
-
-
-class Ring(Cuda):
-    """Has the codes of several stages copied to shared memory while one is computed.
-
-    It serves who asks for it by name, until it is measured.
-    """
-
-    name = "cuda_ring"
-    ring = True
 
 
 def _refuses_adapters(call: LinearRows) -> str:
@@ -197,13 +178,13 @@ def _project(call: LinearRows) -> tuple[Tensor, list[int]]:
     return projected, [*first, *[0] * (WEIGHTS - len(first))]
 
 
-def kernel_name(call: LinearRows, ring: bool) -> str:
+def kernel_name(call: LinearRows) -> str:
     """Name the specialization of csrc/linear_rows.cu that serves a call."""
     scale = call.fmt.blockwise
     assert scale is not None
     kind, gated = "Plain" if scale.is_float else "Nested", str(call.gated).lower()
     strips = _strips(call.x.shape[0])
-    return f"linear<{TYPES[call.x.dtype]}, {kind}, {strips}, {gated}, {str(ring).lower()}>"
+    return f"linear<{TYPES[call.x.dtype]}, {kind}, {strips}, {gated}>"
 
 
 def project_name(call: LinearRows) -> str:
@@ -223,17 +204,11 @@ def _most_shared(device: int) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def shared_bytes(strips: int, room: int, depth: int = 0) -> int:
+def shared_bytes(strips: int, room: int) -> int:
     """Add up what csrc/linear_rows.cu holds: table; tables of scales and offsets; sums and rows of
-    B, both twice; a ring of `depth` stages, each with two barriers."""
+    B, both twice."""
     sums = THREADS // 32 * TOKENS * strips * (TILE + 4) * 4
-    fixed = 256 * 256 + WEIGHTS * (1024 + 4) + 2 * (sums + TILE * room)
-    return fixed + depth * (SLOT + 16)
-
-
-def _depth(strips: int, room: int, most: int) -> int:
-    """Return how many stages of a ring fit into the shared memory of a block."""
-    return min(DEPTHS[1], (most - shared_bytes(strips, room)) // (SLOT + 16))
+    return 256 * 256 + WEIGHTS * (1024 + 4) + 2 * (sums + TILE * room)
 
 
 def _strips(rows: int) -> int:
@@ -302,4 +277,3 @@ def _prepared(
 
 
 KERNEL = Cuda()
-RING = Ring()

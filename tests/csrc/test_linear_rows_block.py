@@ -24,17 +24,17 @@ ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 << 10  # of an H100
 KERNELS = [
     *(
-        f"linear<BFloat16, {scale}, {strips}, {gated}, {ring}>"
+        f"linear<BFloat16, {scale}, {strips}, {gated}>"
         for scale in ("Plain", "Nested")
         for strips in linear_rows_cuda.STRIPS
         for gated in ("false", "true")
-        for ring in ("false", "true")
     ),
     *(f"project<BFloat16, {wide}, {rows}>" for wide in ("false", "true") for rows in (1, 8)),
 ]
 #: What stands for each instruction of the source.
 INSTRUCTIONS = {
     "mma.sync": "block::multiply(sum, a0, a1, a2, a3, b0, b1);",
+    "cp.async.cg": "block::copy16(to, from);",
     "cp.async.commit": "block::commit();",
     "cp.async.wait_group": "block::wait(0);",
     "ld.global": "words = __ldg(static_cast<const uint4*>(from));",
@@ -58,8 +58,7 @@ def as_cpp(source: str) -> str:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("block")
-    source = (ROOT / "csrc" / "linear_rows.cu").read_text()
-    text = as_cpp(source.replace('#include "hopper.cuh"', ""))  # block.h has what it takes of it
+    text = as_cpp((ROOT / "csrc" / "linear_rows.cu").read_text())
     lines = ['#include "block.h"', text]
     for i, kernel in enumerate(KERNELS):
         arguments = "Arguments" if kernel.startswith("linear") else "Projections"
@@ -74,20 +73,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture(
     params=[pytest.param(False, id="late"), pytest.param(True, id="at once", marks=SLOW)]
 )
-def at_once(request: pytest.FixtureRequest) -> bool:
-    """When copies arrive."""
-    found: bool = request.param
-    return found
-
-
-@pytest.fixture(params=[linear_rows_cuda.KERNEL, linear_rows_cuda.RING], ids=lambda k: k.name)
 def kernel(
-    request: pytest.FixtureRequest,
-    library: ctypes.CDLL,
-    monkeypatch: pytest.MonkeyPatch,
-    at_once: bool,
+    request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """A provider, whose launches of two or three programs run here."""
+    """The provider, whose launches of two or three programs run here."""
 
     def prepared(
         name: str, _: Any, grid: Any, pointers: int, numbers: tuple[int, ...], *__: Any
@@ -97,14 +86,14 @@ def kernel(
         def launch(*given: int) -> None:
             assert len(given) == pointers
             values = (ctypes.c_int64 * (pointers + len(numbers)))(*given, *numbers)
-            library[f"run{KERNELS.index(name)}"](columns, rows, values, int(at_once))
+            library[f"run{KERNELS.index(name)}"](columns, rows, values, int(request.param))
 
         return launch
 
     monkeypatch.setattr(linear_rows_cuda, "_prepared", prepared)
     monkeypatch.setattr(linear_rows_cuda, "_most_shared", lambda _: MOST_SHARED)
     monkeypatch.setattr(linear_rows_cuda, "_programs", lambda tiles, _: min(tiles, 3))
-    return request.param
+    return linear_rows_cuda.KERNEL
 
 
 #: Format, shape, ranks, dtype of the adapters, gated.
@@ -114,8 +103,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "three": ("nf4_b64_nested", (40, 320), (8, 0, 64), torch.bfloat16, False),
     "four": ("nf4_b64_nested", (17, 4096), (16, 8, 16, 4), torch.float32, False),
     "pair": ("nf4_b64_nested", (70, 320), (16, 0), torch.bfloat16, True),
-    "turns": ("nf4_b64_nested", (300, 320), (8,), torch.bfloat16, False),
-    "parts": ("nf4_b64_nested", (70, 8320), (0,), None, False),
     "long pair": ("nf4_b64_nested", (20, 4160), (32, 8), torch.float32, True),
 }
 
@@ -136,8 +123,7 @@ def test_the_source_against_float64(kernel: Any, case: str, rows: int) -> None:
         bias=bias,
     )
     strips, room = linear_rows_cuda._strips(rows), linear_rows_cuda._room(call)
-    depth = linear_rows_cuda.DEPTHS[0] if kernel.ring else 0
-    if linear_rows_cuda.shared_bytes(strips, room, depth) > MOST_SHARED:
+    if linear_rows_cuda.shared_bytes(strips, room) > MOST_SHARED:
         pytest.skip("more shared memory than a block has")
     for mine, result in zip(kernel.run(call), exact, strict=True):
         assert error(mine, result) < 5e-3

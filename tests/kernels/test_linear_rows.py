@@ -140,15 +140,6 @@ def test_which_devices_have_enough_shared_memory(shared: int, most: int) -> None
     assert max((n for n in STRIPS if needed[n] <= room), default=0) == most
 
 
-def test_how_many_stages_a_ring_has() -> None:
-    """In what an H100 has left beside sums and rows of B, of 256 bytes in bfloat16 at rank 128."""
-    room = 227 << 10
-    depths = {n: linear_rows_cuda._depth(n, 256, room) for n in STRIPS}
-    assert depths == {1: 4, 2: 3, 4: 2}
-    assert all(linear_rows_cuda.shared_bytes(n, 256, depths[n]) <= room for n in STRIPS)
-    assert linear_rows_cuda._depth(4, 1024, room) < linear_rows_cuda.DEPTHS[0]
-
-
 def linear(device: str = "cpu", *, bias: bool = False) -> Any:
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(128, 64, generator=generator).to(device, torch.bfloat16) * 0.1
@@ -218,15 +209,8 @@ def test_the_kernel_against_float64(fmt: QuantFormat, dtype: torch.dtype) -> Non
 
 
 def check(call: LinearRows, exact: list[Tensor]) -> None:
-    for kernel in (linear_rows_cuda.KERNEL, linear_rows_cuda.RING):
-        refused = kernel.refuses(call)
-        if kernel.ring and ("no bulk copies" in refused or "of shared memory" in refused):
-            continue
-        assert not refused
-        check_kernel(kernel, call, exact)
-
-
-def check_kernel(kernel: linear_rows_cuda.Cuda, call: LinearRows, exact: list[Tensor]) -> None:
+    kernel = linear_rows_cuda.KERNEL
+    assert not kernel.refuses(call)
     found, plain, again = kernel.run(call), linear_rows_reference.KERNEL.run(call), kernel.run(call)
     last = kernel.run(replace(call, x=call.x[-1:]))
     for i, result in enumerate(exact):

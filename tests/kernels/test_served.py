@@ -48,7 +48,6 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("linear_rows", "cpu", "cpp"): NIBBLES | INT4,
     ("linear_rows", "cpu", "reference"): EVERY,
     ("linear_rows", "cuda", "cuda"): {name for name in NIBBLES if "_b32" not in name},
-    ("linear_rows", "cuda", "cuda_ring"): {name for name in NIBBLES if "_b32" not in name},
     ("linear_rows", "cuda", "triton"): EVERY,
     ("linear_rows", "cuda", "reference"): EVERY,
 }

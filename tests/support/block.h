@@ -60,8 +60,7 @@ inline bool at_once;
 struct Copy {
   unsigned to;
   const void* from;
-  int bytes = 16;
-  void arrive() const { std::memcpy(shared + to, from, bytes); }
+  void arrive() const { std::memcpy(shared + to, from, 16); }
 };
 inline std::vector<std::vector<Copy>> under_way[kThreads];
 inline std::vector<Copy> open[kThreads];
@@ -82,31 +81,6 @@ inline void wait(size_t most) {
     groups.erase(groups.begin());
   }
 }
-
-// mbarriers of shared memory. A phase ends when all have arrived and, with it, the copies that it counts.
-struct Barrier {
-  int arrivals, missing, expected = 0;
-  unsigned phase = 0;
-  std::vector<Copy> copies;
-  void arrive() {
-    if (missing-- == 0) std::abort();  // more than it was made for
-  }
-  void add(const Copy& copy) {
-    expected -= copy.bytes;
-    if (at_once)
-      copy.arrive();
-    else
-      copies.push_back(copy);
-  }
-  // Nothing else runs while a fiber waits, so what it waits for has to be there, or a copy.
-  void wait(unsigned parity) {
-    if ((phase & 1) != parity) return;
-    if (missing || expected) std::abort();
-    for (const Copy& copy : copies) copy.arrive();
-    copies.clear(), missing = arrivals, ++phase;
-  }
-};
-inline std::map<unsigned, Barrier> barriers;  // by address
 
 // mma.m16n8k16 of bf16, in float64.
 inline float bf16(unsigned word, int high) {
@@ -134,22 +108,6 @@ inline void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, uns
 
 }  // namespace block
 
-inline void copy16(unsigned to, const void* from) { block::copy16(to, from); }
-inline unsigned shared_address(const void* p) { return static_cast<unsigned>(static_cast<const char*>(p) - shared); }
-inline void barrier_init(unsigned barrier, int arrivals) { block::barriers[barrier] = {arrivals, arrivals}; }
-inline void barrier_init_done() {}
-inline void barrier_arrive(unsigned barrier) { block::barriers.at(barrier).arrive(); }
-inline void barrier_expect(unsigned barrier, int bytes) {
-  block::barriers.at(barrier).expected += bytes;
-  block::barriers.at(barrier).arrive();
-}
-inline void barrier_wait(unsigned barrier, unsigned parity) { block::barriers.at(barrier).wait(parity); }
-inline void bulk_copy(unsigned to, const void* from, int bytes, unsigned barrier) {
-  if (to % 16 || reinterpret_cast<size_t>(from) % 16 || bytes % 16) std::abort();
-  block::barriers.at(barrier).add({to, from, bytes});
-}
-
-inline void __syncwarp() { block::meet(); }
 inline void __syncthreads() { block::meet(); }
 
 template <class T>
