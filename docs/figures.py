@@ -64,8 +64,8 @@ def dequantize(name: str) -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
-def few_rows() -> str:
-    name, peers = "rows-h200", ("bitsandbytes", "decode", "dense", "qfuse")
+def few_rows(name: str = "rows-h200") -> str:
+    peers = ("bitsandbytes", "decode", "dense", "qfuse")
     body = []
     for case in cases(name):
         if not rows(name, "qfuse", **case):
@@ -120,13 +120,12 @@ def decode() -> str:
 
 
 def sharded() -> str:
-    """Show a step under FSDP2 on two GPUs, of which each peer ran by itself."""
-    name = "ranks-h100"
+    """Show a step on two GPUs, of which each peer ran by itself."""
     peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
-    wraps = {
-        "fsdp2": "layers, and all else together",
-        "fsdp2-parts": "embeddings, layers, head",
-        "fsdp2-ahead": "the same, gathered a layer ahead",
+    kinds = {
+        ("ranks-h100", "fsdp2"): "FSDP2, 4 layers",
+        ("ranks_8-h100", "fsdp2"): "FSDP2, 8 layers",
+        ("ranks_8-h100", "ddp"): "DDP, 8 layers",
     }
     what: dict[str, tuple[str, Callable[[float], str]]] = {
         "host_s": ("until the host has issued it", ms),
@@ -136,12 +135,15 @@ def sharded() -> str:
         "breaks": ("breaks", str),
     }
     body = []
-    for wrap, label in wraps.items():
-        body.append((label, "step", *(ms(seconds(name, peer, wrap=wrap)) for peer in peers)))
+    for (name, wrap), label in kinds.items():
+        there = [peer if rows(name, peer, wrap=wrap) else None for peer in peers]
+        times = [(peer and ms(seconds(name, peer, wrap=wrap))) or "" for peer in there]
+        body.append((label, "step", *times))
         for key, (told, shown) in what.items():
-            values = (extra(name, peer, key, wrap=wrap) for peer in peers)
-            body.append(("", told, *map(shown, values)))
-    return f"{table(('sharded', '', *peers.values()), body)}\n\n{source(name)}"
+            values = [shown(extra(name, p, key, wrap=wrap)) if p else "" for p in there]
+            body.append(("", told, *values))
+    files = dict.fromkeys(name for name, _ in kinds)
+    return f"{table(('', '', *peers.values()), body)}\n\n{source(*files)}"
 
 
 def large() -> str:
@@ -329,6 +331,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dequantize-h200": lambda: dequantize("dequantize-h200"),
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
+    "few-rows-h100": functools.partial(few_rows, "rows-h100"),
     "few-rows-cpu": few_rows_cpu,
     "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
     "decode": decode,
@@ -394,5 +397,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "quality.fp16": fp16_over_e4m4,
     "quality.scale.mean": lambda: scale_error("mean"),
     "quality.scale.p95": lambda: scale_error("p95"),
+    "budget.peak": lambda: f"{result(min(moe_figures.BUDGET))['peak_gb']:.1f} GB",
     "qlora.peak": lambda: f"{result('moe_qlora-qwen3-30b-a3b-busy-h200')['peak_gb']:.0f} GB",
 }

@@ -115,10 +115,7 @@ def expert_layers() -> str:
 
 
 def expert_memory() -> str:
-    name = "experts_mxfp4-h200"
-    if not exists(name):
-        command = '--format mxfp4 --models "E32 2048" --adapt experts'
-        return f"Not measured yet (`python -m benchmarks.bench_experts {command}`)."
+    name = "experts_mxfp4-h100"
     peers = ("eager", "grouped_mm", "qfuse")
     kinds = {"weights": "weight_bytes", "with adapters": "static_bytes", "transient": "peak_bytes"}
     body = [
@@ -182,19 +179,16 @@ def qlora() -> str:
     return f"{table(header, body)}\n\n{source(*QLORA)}"
 
 
-#: The same model within a budget, from its own packing and requantized; shown once measured.
+#: The same model within a budget, from its own packing and requantized.
 BUDGET = {
-    "moe_qlora-gpt-oss-20b-16gb-mxfp4-h200": "MXFP4, as shipped",
-    "moe_qlora-gpt-oss-20b-16gb-nf4-h200": "NF4, from the same values",
+    "moe_qlora-gpt-oss-20b-16gb-mxfp4-h100": "MXFP4, as shipped",
+    "moe_qlora-gpt-oss-20b-16gb-nf4-h100": "NF4, from the same values",
 }
 
 
 def budget() -> str:
-    files = list(filter(exists, BUDGET))
-    if not files:
-        return "Not measured yet (`python -m examples.moe_qlora --size gpt-oss-20b --memory 16`)."
     body = []
-    for name in files:
+    for name in BUDGET:
         found = result(name)
         gigabytes = (f"{found[f'{kind}_gb']:.2f} GB" for kind in ("static", "peak", "reserved"))
         body.append(
@@ -210,7 +204,7 @@ def budget() -> str:
         )
     memory = ("memory: model and adapters", "memory: peak", "memory: reserved")
     header = ("experts", "tokens", "step", "tokens per second", *memory)
-    return f"{table((*header, 'loss: first, last', 'first step'), body)}\n\n{source(*files)}"
+    return f"{table((*header, 'loss: first, last', 'first step'), body)}\n\n{source(*BUDGET)}"
 
 
 #: What trainers run, as `bench_moe_model --recipe` names it; shown once measured.

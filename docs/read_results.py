@@ -15,8 +15,6 @@ REMARKS = {
         (("linear-h200", "def9296"), ("linear-cpu", "def9296")),
         "A pass for inputs of two dimensions took part, which is gone since.",
     ),
-    ("ranks-h100", "171cae7"): "Other programs compiled on the machine's other cores, which slows "
-    "a step that the host limits; and decoded weights were kept for backward, which is mended.",
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }

@@ -125,12 +125,19 @@ def eight_bits() -> str:
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
+QUALITY = (
+    "compute_quality_tiny-cpu",
+    "compute_quality-cpu",
+    "compute_quality-h200",
+    "compute_quality_medium-h100",
+    "compute_quality_large-h100",
+)
+
+
 def eight_bits_quality() -> str:
     """Write the held-out loss and the cosine of adapters' gradients for each way to compute."""
-    names = ("compute_quality_tiny-cpu", "compute_quality-cpu", "compute_quality-h200")
-    files = [name for name in names if exists(name)]
     body = []
-    for name in files:
+    for name in QUALITY:
         found = result(name)
         steps = found["settings"]["steps"]
         for model in found["models"]:
@@ -143,12 +150,12 @@ def eight_bits_quality() -> str:
                 farthest = percent(held_out["farthest"], 3) if is_eight else ""
                 body.append((what, variant, f"{held_out['mean']:.4f}", farthest, least))
     header = ("", "", "held-out loss", "from bf16, farthest seed", "cosine, least layer")
-    return f"{table(header, body)}\n\n{source(*files)}"
+    return f"{table(header, body)}\n\n{source(*QUALITY)}"
 
 
 def eight_bits_products() -> str:
     """Write the cosine of adapters' gradients by product, in the largest model of each result."""
-    names = [n for n in ("compute_quality-cpu", "compute_quality-h200") if exists(n)]
+    names = QUALITY[1:]
     models = [result(name)["models"][-1] for name in names]
     cosines = [model["cosines"]["fp8"]["by_product"] for model in models]
     header = ("", *(f"{model['shape']['parameters'] / 1e6:.1f} M parameters" for model in models))
