@@ -51,6 +51,7 @@ from torch.profiler import ProfilerActivity, profile
 import inductor_q
 from benchmarks import harness
 from benchmarks.bench_moe_model import QWEN3_30B_A3B, moe_model
+from benchmarks.peers import peer_options
 from inductor_q import testing
 from inductor_q.experts import shard
 
@@ -167,7 +168,7 @@ def _parallel(
     else:
         devices = [device.index] if device.type == "cuda" else None
         call = nn.parallel.DistributedDataParallel(model, device_ids=devices)
-    if whole and peer not in ("eager", "qfuse"):
+    if whole and not peer.startswith(("eager", "qfuse")):
         call = harness.compile_as(peer, call)
     else:
         _compile(model, peer, "model" if whole else "layers")
@@ -176,8 +177,8 @@ def _parallel(
 
 def _compile(model: Any, peer: str, regions: Literal["layers", "model"]) -> None:
     """Compile a model in place, as somebody does who uses the peer by hand."""
-    if peer == "qfuse":
-        inductor_q.compile(model, regions=regions)
+    if peer.startswith("qfuse"):
+        inductor_q.compile(model, regions=regions, options=peer_options(peer))
     elif peer != "eager":
         for part in _layers(model):
             part._compiled_call_impl = harness.compile_as(peer, part._call_impl)

@@ -24,18 +24,19 @@ def compile_as(peer: str, fn: Callable[..., Any], *, dynamic: bool | None = Fals
     if peer == "eager":
         return fn
     if peer == "inductor" or peer.startswith("inductor["):
-        options = _peer_options(peer)
+        options = peer_options(peer)
         return torch.compile(fn, backend="inductor", options=options, dynamic=dynamic)
     if peer == "max-autotune":
         return torch.compile(fn, mode="max-autotune-no-cudagraphs", dynamic=dynamic)
     if peer == "qfuse" or peer.startswith("qfuse["):
-        options = _peer_options(peer)
+        options = peer_options(peer)
         return torch.compile(fn, backend=testing.qfuse_backend(), options=options, dynamic=dynamic)
     known = "eager, inductor, inductor[...], max-autotune, qfuse, qfuse[...]"
     raise ValueError(f"no peer {peer!r}; known: {known}")
 
 
-def _peer_options(peer: str) -> dict[str, Any] | None:
+def peer_options(peer: str) -> dict[str, Any] | None:
+    """Return the backend's options in a peer's brackets; None where it has none."""
     pairs = peer.partition("[")[2].removesuffix("]")
     if not pairs:
         return None

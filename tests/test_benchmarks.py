@@ -47,7 +47,7 @@ from benchmarks import (  # noqa: E402
 )
 from benchmarks.__main__ import BRIEF  # noqa: E402
 from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
-from benchmarks.peers import _peer_options  # noqa: E402
+from benchmarks.peers import peer_options  # noqa: E402
 from benchmarks.recipes import RECIPES, Recipe  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.experts.model import stacks  # noqa: E402
@@ -223,13 +223,13 @@ def test_units() -> None:
 
 def test_peer_names_carry_options() -> None:
     peer = "qfuse[qfuse.passes=-extend_k;max_autotune=True;qfuse.preset=none]"
-    assert _peer_options(peer) == {
+    assert peer_options(peer) == {
         "qfuse.passes": "-extend_k",
         "max_autotune": True,
         "qfuse.preset": "none",
     }
-    assert _peer_options("qfuse") is None
-    assert _peer_options("inductor[triton.cudagraphs=True]") == {"triton.cudagraphs": True}
+    assert peer_options("qfuse") is None
+    assert peer_options("inductor[triton.cudagraphs=True]") == {"triton.cudagraphs": True}
     with pytest.raises(ValueError, match="no peer 'tvm'"):
         harness.compile_as("tvm", torch.sin)
 
@@ -777,7 +777,7 @@ def test_layers_share_the_code_around_a_break_and_peers_do_not() -> None:
 def test_stock_inductor_is_two_backends_to_dynamo() -> None:
     """Of equal backends it runs code of one for the other, also where the one broke its graph."""
     wrapper: Any = torch._TorchCompileInductorWrapper
-    options = _peer_options(bench_recipe._backend("broken"))
+    options = peer_options(bench_recipe._backend("broken"))
     stock, broken = wrapper(None, None, False), wrapper(None, options, False)
     assert stock == wrapper(None, None, False) and stock != broken
     assert torch._inductor.config.triton.cudagraphs is False, "the option is at its default"
