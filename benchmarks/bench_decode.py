@@ -3,9 +3,10 @@
 The model has eight layers of Qwen3-8B's shapes; 512 tokens are in a cache of 1024, and the peers
 run in CUDA graphs, ``eager`` (NF4, not compiled) aside. ``bf16`` is not quantized and stock
 Inductor compiles it, as it does NF4 for ``inductor``; LoRA adapters (r = 16, seven projections,
-bf16) are not merged. Steps are queued one behind another, as generation without a stop does, so the
-time is the larger of what the host and the GPU take. ``error`` is that of the logits, against the
-same model in eager with sdpa's math kernel. The roof is the time of reading weights and cache once.
+bf16) are not merged. Quantized peers share one model's weights and have caches of their own. Steps
+are queued one behind another, as generation without a stop does, so the time is the larger of what
+the host and the GPU take. ``error`` is that of the logits, against the same model in eager with
+sdpa's math kernel. The roof is the time of reading weights and cache once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _measure(suite: harness.Suite, arguments: Any, batch: int, adapted: str) -> 
     roofs: dict[str, float] = {}
     torch.compiler.reset()
     config = _config(arguments)
-    models: dict[bool, Any] = {}  # peers with the same weights share them: 64 caches are large
+    models: dict[bool, Any] = {}  # by whether it is quantized
     model_bytes: dict[bool, int] = {}
     for peer in arguments.backends:
         gc.collect()

@@ -137,7 +137,7 @@ def sharded() -> str:
     body = []
     for (name, wrap), label in kinds.items():
         there = [peer if rows(name, peer, wrap=wrap) else None for peer in peers]
-        times = [(peer and ms(seconds(name, peer, wrap=wrap))) or "" for peer in there]
+        times = [ms(seconds(name, p, wrap=wrap)) if p else "" for p in there]
         body.append((label, "step", *times))
         for key, (told, shown) in what.items():
             values = [shown(extra(name, p, key, wrap=wrap)) if p else "" for p in there]

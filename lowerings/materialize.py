@@ -16,7 +16,7 @@ def register() -> None:
 
 
 def lower_materialize(x: Any) -> ir.TensorBox:
-    """Return a buffer with a contiguous tensor's strides, which Inductor may neither pad nor, where
-    a size is one, choose."""
+    """Return a buffer whose strides are exactly a contiguous tensor's: Inductor may not pad them,
+    nor choose the stride of a dimension of size one."""
     strides = ir.FlexibleLayout.contiguous_strides(x.get_size())
     return cast(ir.TensorBox, ir.ExternKernel.require_exact_strides(x, strides))

@@ -293,10 +293,10 @@ def _flex(
         "OUTPUT_MAX": False,
     }
     query, key, value = (_LaidOut.apply(x) for x in (query, key, value))  # type: ignore[no-untyped-call]
-    # FlexAttention's kernels take a table's strides from the dimension of heads, which has size
-    # one: Inductor gives that any stride, and the second sequence's tables were read past the end.
-    # What is wider than 1,024 elements it pads. A mask's tensors it computes inside the kernels
-    # where it may, which fails for what a search has found. (H200, torch 2.11, all three.)
+    # FlexAttention's kernels rely on contiguous strides, which Inductor would not keep (torch 2.11,
+    # H200 and H100). They take a table's stride from the dimension of heads, and Inductor may give
+    # a dimension of size one any stride. It also pads rows of more than 1,024 elements, and would
+    # compute a mask's tensors inside the kernels, which fails for what a search has found.
     blocks = [torch.ops.qfuse.materialize(table) for table in blocks]
     given = [torch.ops.qfuse.materialize(documents) for documents in given]
     # Versions of torch differ in what lies between the tables and the function, which comes last.

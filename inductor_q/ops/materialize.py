@@ -9,9 +9,11 @@ from inductor_q.ops.library import define
 
 
 def materialize(x: Tensor) -> Tensor:
-    """Copy `x`, any shape and dtype, into a contiguous tensor, with the strides of one in each of
-    its dimensions. Inductor makes it in place of `x`, which it would otherwise compute again in
-    each kernel that reads it, and lay out as it likes."""
+    """Copy `x`, any shape and dtype, into a contiguous tensor.
+
+    Inductor makes this tensor in place of `x`. Otherwise it would compute `x` again in each kernel
+    that reads it, or choose its strides.
+    """
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -57,8 +57,8 @@ def strides() -> Iterator[Any]:
 @pytest.mark.parametrize("shape", [(2, 3000), (2, 1, 41, 41), (3, 1, 5), (1, 1, 7)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 def test_strides_under_inductor(strides: Any, shape: tuple[int, ...], transposed: bool) -> None:
-    """Those of eager mode, where Inductor pads wide rows, as it does on a GPU, and for sizes of
-    one. FlexAttention's kernels read the second sequence of padded tables elsewhere."""
+    """A buffer has eager mode's strides although Inductor pads wide rows, as it does on a GPU, and
+    may choose the stride of a dimension of size one. FlexAttention's kernels rely on that."""
     lowerings.register()
 
     def read(x: Tensor) -> tuple[Tensor, ...]:
