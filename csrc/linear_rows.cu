@@ -4,34 +4,37 @@
 //
 // Up to four weights of one width share a launch. `project` computes what their adapters project x onto.
 //
-// A program takes 16 rows of a weight at a time (a tile), and of these 4096 columns (a stage), of which
-// each of the 16 warps has a run of 256. Codes are read into registers, where the next stage of a warp is on
-// its way while one is decoded: no warp waits for another before the end of a tile. A lane has 8 bytes of
-// each row of a chunk, which are 16 neighbouring codes, and the four lanes of a quad have its 64 together.
-// What a lane decodes is at once its part of the first operand of mma.m16n8k16: a product sums over k, so
-// any order of k serves as long as the rows of x, the second operand, are read in the same one.
+// A program takes one or two strips of 16 rows of a weight at a time (a tile), and of these 4096 columns (a
+// stage), of which each of the 16 warps has a run of 256. Copies bring a warp's part of a strip to shared
+// memory: while one is multiplied the next is under way, and no warp waits for another before the end of a
+// tile. More strips under way were no faster, on an H100, as what is asked for last waits behind them. Two
+// strips share what is done once a tile, which is as much work as decoding one; small weights have too few
+// rows for that.
+//
+// A lane has 8 bytes of each row of a chunk, which are 16 neighbouring codes, and the four lanes of a quad have
+// its 64 together. What a lane decodes is at once its part of the first operand of mma.m16n8k16: a product sums
+// over k, so any order of k serves as long as the rows of x, the second operand, are read in the same one.
 // The sums of 64 products are scaled in fp32. At the end of a tile the warps' sums are added up in the
 // order of the warps, so a result is the same every time and does not depend on the other rows of x. A
-// tile's rows of B are copied to shared memory during the tile before.
+// tile's rows of B come with its last codes.
 //
 // Two codes, a byte, are decoded by one look-up in a table of 256 pairs of values. Each lane has a copy of
-// its own, in its own bank of shared memory, so that no two lanes wait for each other.
-//
-// A ring of up to four stages in shared memory, filled by bulk copies, was slower for each shape and number
-// of rows (benchmarks/results/rows-h100.json).
+// its own, in its own bank of shared memory, so that no two lanes wait for each other. Each second 128 bytes
+// of the table are free for scales.
 
 #include "numeric.cuh"
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kTile = 16;                    // rows of the weight
+constexpr int kStrip = 16;                   // rows of the weight that an mma takes
 constexpr int kChunk = 64;                   // columns whose products are scaled together
 constexpr int kRun = 4;                      // chunks of a warp
 constexpr int kChunks = kWarps * kRun;       // of a stage
-constexpr int kPitch = kTile + 4;            // sums of a token lie so far apart that lanes write to all banks
+constexpr int kLine = kRun * kChunk / 2;     // bytes of a row of a warp's part of a strip
+constexpr int kPart = kStrip * kLine;        // bytes of that part
 constexpr int kEntry = 256;                  // bytes from one entry of the table, in 32 copies, to the next
-constexpr int kTable = 256 * kEntry;
+constexpr int kTable = 256 * kEntry;         // aligned to its size
+constexpr int kLow = kTable - 1024;          // bytes in front of it; at most 1024 are the system's
 constexpr int kTokens = 8;                   // rows of x that one mma takes
-constexpr int kMostHeld = 2;                 // as many of these stay in registers
 
 template <class Type>
 __device__ void multiply(float (&sum)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1);
@@ -59,27 +62,20 @@ __device__ inline void copy16(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// A scale is absmax itself; or a code of a table, times the absmax of the 256 that share it, plus an offset.
-struct Plain {
-  using Raw = float;
-  float raw[2];
+// Copies the first `count` bytes of a word, and zeros for the rest.
+__device__ inline void copy4(uint32 to, const void* from, int count) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
+}
 
-  __device__ void load(int i, const Raw* absmax, const float*, uint32 block) { raw[i] = absmax[block]; }
-  __device__ float decode(int i, const float*, float) const { return raw[i]; }
-};
+// The same of what lies beside other codes that are read soon.
+__device__ inline void stream16(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 
-struct Nested {
-  using Raw = uint8;
-  Raw raw[2];
-  float outer[2];
-
-  __device__ void load(int i, const Raw* absmax, const float* nested_absmax, uint32 block) {
-    raw[i] = absmax[block], outer[i] = nested_absmax[block >> 8];
-  }
-  __device__ float decode(int i, const float* table, float offset) const {
-    return table[raw[i]] * outer[i] + offset;
-  }
-};
+// Waits for the thread's own copies.
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 // Programmatic dependent launch: a kernel may begin while the one before it in the stream runs, and waits
 // for its results here. Nothing happens where a launch does not ask for it.
@@ -105,6 +101,55 @@ struct Weight {
   void* out;
 };
 
+// The scales of up to four neighbouring chunks of a row take 16 bytes, first as they are stored and then
+// decoded. `even`: each chunk has a scale of its own and those of four are aligned.
+// A scale is absmax itself; or a code of a table, times the absmax of the 256 that share it, plus an offset.
+struct Plain {
+  static __device__ void copy(uint32 to, const Weight& weight, uint32 block, int shift, int count, uint32, bool even) {
+    const float* const absmax = static_cast<const float*>(weight.absmax);
+    if (even) {
+      copy16(to, absmax + block);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) copy4(to + 4 * i, absmax + (block + i >> shift), 4);
+    }
+  }
+  static __device__ float4 decode(const uint4& stored, uint32, int, bool, const float*, float) {
+    return make_float4(__uint_as_float(stored.x), __uint_as_float(stored.y), __uint_as_float(stored.z), __uint_as_float(stored.w));
+  }
+};
+
+// Stored: two words of codes, of which the second is used where a row's codes go on in it, and two absmax alike.
+struct Nested {
+  static __device__ void copy(uint32 to, const Weight& weight, uint32 block, int shift, int count, uint32 blocks, bool even) {
+    const uint8* const absmax = static_cast<const uint8*>(weight.absmax);
+    if (even) {
+      copy4(to, absmax + block, 4);
+      copy4(to + 8, weight.nested_absmax + (block >> 8), 4);
+    } else {
+      const uint32 first = block >> shift, last = block + count - 1 >> shift, word = first & ~3u, end = (blocks - 1 >> shift) + 1;
+      copy4(to, absmax + word, min(4u, end - word));
+      if (last >= word + 4) copy4(to + 4, absmax + word + 4, min(4u, end - word - 4));
+      copy4(to + 8, weight.nested_absmax + (first >> 8), 4);
+      if (last >> 8 != first >> 8) copy4(to + 12, weight.nested_absmax + (last >> 8), 4);
+    }
+  }
+  static __device__ float4 decode(const uint4& stored, uint32 block, int shift, bool even, const float* table, float offset) {
+    float scales[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32 code = stored.x >> 8 * i, outer = stored.z;
+      if (!even) {
+        const uint32 first = block >> shift, at = block + i >> shift, byte = at - (first & ~3u);
+        code = (byte < 4 ? stored.x : stored.y) >> 8 * (byte & 3);
+        if (at >> 8 != first >> 8) outer = stored.w;
+      }
+      scales[i] = table[code & 0xff] * __uint_as_float(outer) + offset;
+    }
+    return make_float4(scales[0], scales[1], scales[2], scales[3]);
+  }
+};
+
 // x and B are aligned to 16 bytes, and so are their rows; k is a multiple of 64. A block has 2^shift chunks.
 // `codes` are the 16 values as they are stored, four a word, and `factor` the bits of what fp32 products of
 // theirs are multiplied with: arguments, so that no tensor has to live as long as what is launched again.
@@ -115,26 +160,36 @@ struct Arguments {
   int64 n[kWeights], end[kWeights];  // rows, and tiles up to the last of each; those that are missing have none
   int64 first[kWeights], rank[kWeights], columns, wide, room;  // B is fp32 where `wide`; `room`: bytes of its longest row
   int64 k, m, shift, codes[4], factor;
+  int64 strips, sums, lora, tables;  // where they are in shared memory, from the look-up table on
 };
 
-// Tiles of a program in its order. Of `paired` weights it takes the same tile of both, one after the other.
-template <bool kPaired>
+// Stages of a program in its order, `parts` to a tile of `kRows` rows. Of `paired` weights it takes the same tile
+// of both, one after the other.
+template <int kRows, bool kPaired>
 struct Walk {
-  int tile = blockIdx.x, weight = 0;
+  int left, part = 0, tile = blockIdx.x, weight = 0, begin = 0, end, n;
 
-  __device__ void settle(const Arguments& a) {
-    if (!kPaired)
-      while (weight < kWeights - 1 && tile >= a.end[weight]) ++weight;
+  __device__ Walk(const Arguments& a, int stages) : left(stages), end(static_cast<int>(a.end[0])) {
+    n = static_cast<int>(a.n[0]);
+    settle(a);
   }
-  __device__ void next(const Arguments& a) {
+  __device__ void settle(const Arguments& a) {
+    if (kPaired || tile < end) return;
+    while (weight < kWeights - 1 && tile >= end) begin = end, end = static_cast<int>(a.end[++weight]);
+    n = static_cast<int>(a.n[weight]);
+  }
+  // Whether the tile is done.
+  __device__ bool next(const Arguments& a, int parts) {
+    --left;
+    if (++part < parts) return false;
+    part = 0;
     if (kPaired) weight ^= 1;
     if (!kPaired || weight == 0) tile += gridDim.x;
     settle(a);
+    return true;
   }
   // The first row of the tile in its weight.
-  __device__ int row(const Arguments& a) const {
-    return kTile * (kPaired || weight == 0 ? tile : tile - static_cast<int>(a.end[weight - 1]));
-  }
+  __device__ int row() const { return kRows * (tile - begin); }
 };
 
 __device__ inline float dot(const float4& a, float b0, float b1, float b2, float b3, float sum) {
@@ -166,95 +221,107 @@ __device__ float adapter(const char* b, const float* projected, int rank, bool w
   return sum;
 }
 
-// Reads 16 bytes of what nobody reads again, or makes zeros.
-__device__ inline uint4 stream16(const void* from, bool there) {
-  uint4 words = make_uint4(0, 0, 0, 0);
-  if (there)
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(from));
-  return words;
+// A value of the look-up table, from its address.
+__device__ inline uint32 look_up(uint32 address) {
+  uint32 value;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
 }
 
-// The quarter of each chunk that a lane of a quad has.
-__device__ inline int quarter(int member) { return (member & 1) * 2 + (member >> 1); }
-
-// A quad's lanes have read the halves of two chunks, one after the other, 16 bytes each: a load of the
-// device's memory takes time for each line it touches, so few wide ones are better. Gives every lane its
-// quarter of both.
-__device__ inline void trade(const uint4& read, bool second, uint2 (&words)[2]) {
-  const uint32 x = __shfl_xor_sync(kWarp, second ? read.x : read.z, 2);
-  const uint32 y = __shfl_xor_sync(kWarp, second ? read.y : read.w, 2);
-  words[0] = second ? make_uint2(x, y) : make_uint2(read.x, read.y);
-  words[1] = second ? make_uint2(read.z, read.w) : make_uint2(x, y);
-}
-
-// Where `kGated`, there are two weights of one shape, and out is silu(first) * second.
-template <class Type, class Scale, int kTiles, bool kGated>
+// `kTiles` mmas share a decoded weight, and a tile has `kHeight` strips. Where `kGated`, there are two weights
+// of one shape, and out is silu(first) * second.
+template <class Type, class Scale, int kTiles, bool kGated, int kHeight>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
-  constexpr int kColumns = kTokens * kTiles;
+  constexpr int kRows = kStrip * kHeight, kPitch = kRows + 4, kSlots = 3;
   extern __shared__ char shared[];
-  float* const scale_tables = reinterpret_cast<float*>(shared + kTable);             // [kWeights][256]
-  float* const offsets = scale_tables + kWeights * 256;                              // [kWeights]
-  float* const sums = offsets + kWeights;                                            // [2][kWarps][kColumns][kPitch]
-  char* const lora = reinterpret_cast<char*>(sums + 2 * kWarps * kColumns * kPitch);  // [2][kTile][room]
+  // An address in the table has its entry as second byte and nothing of the table's own in the two lower ones.
+  const uint32 start = static_cast<uint32>(__cvta_generic_to_shared(shared)), table = start + kLow + 0xffff & ~0xffffu;
+  char* const origin = shared + (table - start);
+  float* const scale_tables = reinterpret_cast<float*>(origin + a.tables);  // [kWeights][256]
+  float* const offsets = scale_tables + kWeights * 256;                     // [kWeights]
+  float* const sums = reinterpret_cast<float*>(origin + a.sums);            // [2][kWarps][m][kPitch]
+  char* const strips = origin + a.strips;                                   // [kWarps][kPart]
+  char* const lora = origin + a.lora;                                       // [kSlots][kRows][room]
 
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane >> 2, member = lane & 3;
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x) >> 5, 0);
+  const int quad = lane >> 2, member = lane & 3;
   const int m = static_cast<int>(a.m), chunks = static_cast<int>(a.k / kChunk), parts = (chunks + kChunks - 1) / kChunks;
-  const int tiles = static_cast<int>(a.end[kGated ? 0 : kWeights - 1]);
+  const int tiles = static_cast<int>(a.end[kGated ? 0 : kWeights - 1]), shift = static_cast<int>(a.shift);
   const int mine = tiles > blockIdx.x ? (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
-  const int turns = mine * (kGated ? 2 : 1), stages = turns * parts;
-
-  // The codes of the next stage, and its scales: a lane loads those of its quad's two rows for one chunk.
-  Walk<kGated> reading;
-  reading.settle(a);
-  uint4 codes[kRun / 2][2];
-  Scale scales;
-  int of;
-  bool inside[2];
+  const int stages = mine * (kGated ? 2 : 1) * parts, room = static_cast<int>(a.room) * kRows;
   const int64 row_bytes = a.k / 2;
-  int read = 0, read_part = 0;
-  const uint8* source;
-  int rows_left, chunks_left;
-  const auto aim = [&] {
-    of = reading.weight;
-    const Weight& weight = a.weights[of];
-    const int feature = reading.row(a) + quad, chunk = read_part * kChunks + warp * kRun;
-    rows_left = read < stages ? static_cast<int>(a.n[of]) - feature : 0;
-    chunks_left = chunks - chunk;
-    source = weight.qweight + feature * row_bytes + chunk * (kChunk / 2) + 16 * member;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      inside[i] = 8 * i < rows_left && member < chunks_left;
-      const uint32 block = static_cast<uint32>(feature + 8 * i) * chunks + chunk + member;
-      if (inside[i])
-        scales.load(i, static_cast<const typename Scale::Raw*>(weight.absmax), weight.nested_absmax, block >> a.shift);
-    }
-    ++read;
-    if (++read_part == parts) read_part = 0, reading.next(a);
-  };
-  const auto fetch = [&](int pair) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      codes[pair][i] = stream16(source + i * 8 * row_bytes + pair * kChunk, 8 * i < rows_left && 2 * pair + member / 2 < chunks_left);
-  };
-  aim();
-#pragma unroll
-  for (int pair = 0; pair < kRun / 2; ++pair) fetch(pair);
 
-  // A tile's rows of B, while the one before is computed.
-  const int room = static_cast<int>(a.room) * kTile;
-  const auto copy_adapter = [&](const Walk<kGated>& at, int slot) {
-    const int row = at.row(a), rank = static_cast<int>(a.rank[at.weight]);
-    const int length = rank * (a.wide ? 4 : 2), there = min(kTile, static_cast<int>(a.n[at.weight]) - row) * length;
-    const char* const b = static_cast<const char*>(a.weights[at.weight].lora_b) + static_cast<int64>(row) * length;
-    const uint32 to = static_cast<uint32>(__cvta_generic_to_shared(lora)) + slot * room;
-    for (int i = threadIdx.x * 16; i < there; i += kThreads * 16) copy16(to + i, b + i);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+  // What is small comes first: what is asked for later waits behind it.
+  float table_value[kWeights];
+#pragma unroll
+  for (int i = 0; i < kWeights; ++i) {
+    const Weight& weight = a.weights[i];
+    table_value[i] = 0;
+    if (weight.nested_codebook != nullptr) table_value[i] = threadIdx.x < 256 ? weight.nested_codebook[threadIdx.x] : *weight.nested_offset;
+  }
+
+  // What a warp multiplies with: its run of columns of x, read anew where the part changes.
+  uint4 held[kRun][kTiles][2];
+  int held_part = -1;
+  const auto hold = [&](int part) {
+    if (held_part == part) return;
+    held_part = part;
+#pragma unroll
+    for (int c = 0; c < kRun; ++c)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int token = t * kTokens + quad, chunk = part * kChunks + warp * kRun + c;
+        const auto* const x = static_cast<const typename Type::Raw*>(a.x) + token * a.k + chunk * kChunk + 16 * member;
+        held[c][t][0] = held[c][t][1] = make_uint4(0, 0, 0, 0);
+        if (token < m && chunk < chunks) {
+          held[c][t][0] = __ldg(reinterpret_cast<const uint4*>(x));
+          held[c][t][1] = __ldg(reinterpret_cast<const uint4*>(x) + 1);
+        }
+      }
   };
-  Walk<kGated> walk;
-  walk.settle(a);
-  if (room > 0 && stages > 0) copy_adapter(walk, 0);
+  if (a.projected == nullptr) hold(0);  // else this launch may be early
+
+  // Between two entries of the table are 128 bytes, which hold the scales of 8 rows.
+  const auto scales_at = [&](int place, int row) { return kEntry * ((place * kWarps + warp) * (kRows / 8) + row / 8) + 128 + row % 8 * 16; };
+  const bool even = shift == 0 && chunks % kRun == 0;
+
+  // Asks for a warp's codes of a strip, with the first of a stage for scales, and with the last of a tile for
+  // the tile's rows of B. A lane asks for the scales of one row.
+  const int seat = lane >> 3, piece = lane & 7;
+  const int64 own_bytes = seat * row_bytes + warp * kLine + piece * 16;
+  const uint32 seats = static_cast<uint32>(__cvta_generic_to_shared(strips)) + warp * kPart + seat * kLine + ((piece ^ seat * 2) << 4);
+  Walk<kRows, kGated> far(a, stages);
+  int far_place = 0, far_slot = 0;
+  const auto ask = [&](int strip) {
+    if (far.left == 0) return;
+    const Weight& weight = a.weights[far.weight];
+    const int tile = far.row(), first = tile + strip * kStrip, there = far.n - first, chunk = far.part * kChunks + warp * kRun;
+    if (strip == 0) {
+      if (lane < kRows && lane < there && chunk < chunks)
+        Scale::copy(table + scales_at(far_place, lane), weight, static_cast<uint32>(tile + lane) * chunks + chunk, shift,
+                    min(kRun, chunks - chunk), static_cast<uint32>(far.n) * chunks, even);
+      far_place ^= 1;
+    }
+    const uint8* const from = weight.qweight + (first * row_bytes + far.part * (kWarps * kLine)) + own_bytes;
+    if (there >= kStrip && chunks - chunk >= kRun) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) stream16(seats + i * 4 * kLine, from + i * 4 * row_bytes);
+    } else if (piece / 2 < chunks - chunk) {
+#pragma unroll 1
+      for (int i = 0; 4 * i + seat < min(there, kStrip); ++i) stream16(seats + i * 4 * kLine, from + i * 4 * row_bytes);
+    }
+    if (strip == kHeight - 1) {
+      if (room > 0 && far.part == parts - 1) {
+        const int length = static_cast<int>(a.rank[far.weight]) * (a.wide ? 4 : 2), bytes = min(kRows, far.n - tile) * length;
+        const char* const b = static_cast<const char*>(weight.lora_b) + static_cast<int64>(tile) * length;
+        const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(lora)) + far_slot * room;
+#pragma unroll 1
+        for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) copy16(at + i, b + i);
+      }
+      if (far.next(a, parts)) far_slot = far_slot == kSlots - 1 ? 0 : far_slot + 1;
+    }
+  };
+  ask(0);
 
   // The copies of an entry are 128 bytes; a thread begins with another part of them than its neighbour.
   {
@@ -265,142 +332,127 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     const uint32 pair = value(entry >> 4) | value(entry & 15) << 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      *reinterpret_cast<uint4*>(shared + entry * kEntry + ((2 * i + threadIdx.x) & 7) * 16) =
+      *reinterpret_cast<uint4*>(origin + entry * kEntry + ((2 * i + threadIdx.x) & 7) * 16) =
           make_uint4(pair, pair, pair, pair);
-  }
-  // All of them are asked for before the first is waited for.
-  float table[kWeights];
-#pragma unroll
-  for (int i = 0; i < kWeights; ++i) {
-    const Weight& weight = a.weights[i];
-    if (threadIdx.x < 256)
-      table[i] = weight.nested_codebook != nullptr ? weight.nested_codebook[threadIdx.x] : 0.0f;
-    else
-      table[i] = weight.nested_offset != nullptr ? *weight.nested_offset : 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < kWeights; ++i)
     if (threadIdx.x < 256)
-      scale_tables[i * 256 + threadIdx.x] = table[i];
+      scale_tables[i * 256 + threadIdx.x] = table_value[i];
     else if (threadIdx.x == 256)
-      offsets[i] = table[i];
+      offsets[i] = table_value[i];
   const float stretch = __uint_as_float(static_cast<uint32>(a.factor));
   __syncthreads();
 
-  // A lane decodes the scales of one chunk for its quad, and asks for the next ones.
-  float factors[2][kRun];
-  const auto decode_scales = [&] {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float decoded = inside[i] ? scales.decode(i, scale_tables + of * 256, offsets[of]) : 0.0f;
-#pragma unroll
-      for (int c = 0; c < kRun; ++c) factors[i][c] = __shfl_sync(kWarp, decoded, c, 4);
-    }
-    aim();
-  };
-  decode_scales();
-
-  // The address of an entry is its byte behind the lane's own, so one instruction makes it.
-  const uint32 own = lane * 4;
-  const auto values_of = [&](uint32 word, int byte) {
-    return *reinterpret_cast<const uint32*>(shared + __byte_perm(word, own, 0x5504u | byte << 4));
-  };
-  constexpr bool kHeld = kTiles <= kMostHeld;
-  uint4 held[kHeld ? kRun : 1][kTiles][2];
-  const auto* const x = static_cast<const typename Type::Raw*>(a.x);
-  const auto tokens_of = [&](int chunk, int t, uint4 (&tokens)[2]) {
-    const int token = t * kTokens + quad;
-    tokens[0] = tokens[1] = make_uint4(0, 0, 0, 0);
-    if (token < m && chunk < chunks) {
-      const uint4* source = reinterpret_cast<const uint4*>(x + token * a.k + chunk * kChunk + 16 * quarter(member));
-      tokens[0] = __ldg(source), tokens[1] = __ldg(source + 1);
+  // A lane decodes the scales of a row, for all.
+  int place = 0;
+  const auto decode_scales = [&](const Walk<kRows, kGated>& at) {
+    if (lane < kRows) {
+      const int row = at.row() + lane, chunk = at.part * kChunks + warp * kRun, count = row < at.n ? chunks - chunk : 0;
+      char* const here = origin + scales_at(place, lane);
+      const float4 decoded = Scale::decode(*reinterpret_cast<const uint4*>(here), static_cast<uint32>(row) * chunks + chunk,
+                                           shift, even, scale_tables + at.weight * 256, offsets[at.weight]);
+      *reinterpret_cast<float4*>(here) = make_float4(count > 0 ? decoded.x : 0.0f, count > 1 ? decoded.y : 0.0f,
+                                                     count > 2 ? decoded.z : 0.0f, count > 3 ? decoded.w : 0.0f);
     }
   };
 
-  int part = 0, held_part = -1, turn = 0;
+  const uint32 own = table + lane * 4;
+  const auto values_of = [&](uint32 word, int byte) { return look_up(__byte_perm(word, own, 0x7604u | byte << 4)); };
+  // Rows of a warp's part lie 128 bytes apart; their 16 bytes change places, so that a quad's lanes and those
+  // of its neighbours read from all banks.
+  const char* const codes = strips + warp * kPart + quad * kLine + member * 8;
+  const int turned = (quad & 3) * 32;
+  int turn = 0, lora_slot = 0;
+  Walk<kRows, kGated> walk(a, stages);
   wait_for_previous();  // only weights were read so far
   float gate = 0;
-  float total[kTiles][4] = {};
-  for (int stage = 0; stage < stages; ++stage) {
-    if (kHeld && held_part != part) {
+  float total[kHeight][kTiles][4] = {};
+  while (walk.left > 0) {
+    hold(walk.part);
 #pragma unroll
-      for (int c = 0; c < (kHeld ? kRun : 0); ++c)
+    for (int strip = 0; strip < kHeight; ++strip) {
+      wait_for_copies();
+      __syncwarp();
+      if (strip == 0) decode_scales(walk);
+      uint2 words[kRun][2];
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) tokens_of(part * kChunks + warp * kRun + c, t, held[c][t]);
-      held_part = part;
-    }
+      for (int c = 0; c < kRun; ++c)
 #pragma unroll
-    for (int pair = 0; pair < kRun / 2; ++pair) {
-      uint2 words[2][2];  // of each row's two chunks
+        for (int i = 0; i < 2; ++i) words[c][i] = *reinterpret_cast<const uint2*>(codes + i * 8 * kLine + (turned ^ c * 32));
+      __syncwarp();
+      float factors[2][kRun];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) trade(codes[pair][i], member >= 2, words[i]);
-      fetch(pair);
+      for (int i = 0; i < 2; ++i) {
+        const float4 four = *reinterpret_cast<const float4*>(origin + scales_at(place, strip * kStrip + quad + 8 * i));
+        factors[i][0] = four.x, factors[i][1] = four.y, factors[i][2] = four.z, factors[i][3] = four.w;
+      }
+      ask((strip + 1) % kHeight);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int c = 2 * pair + half;
+      for (int c = 0; c < kRun; ++c) {
         uint32 values[2][8];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int byte = 0; byte < 4; ++byte) {
-            values[i][byte] = values_of(words[i][half].x, byte);
-            values[i][4 + byte] = values_of(words[i][half].y, byte);
+            values[i][byte] = values_of(words[c][i].x, byte);
+            values[i][4 + byte] = values_of(words[c][i].y, byte);
           }
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          uint4 loaded[2];
-          if (!kHeld) tokens_of(part * kChunks + warp * kRun + c, t, loaded);
-          const uint4(&tokens)[2] = kHeld ? held[kHeld ? c : 0][t] : loaded;
+          const uint4(&tokens)[2] = held[c][t];
           float sum[4] = {};
           multiply<Type>(sum, values[0][0], values[1][0], values[0][1], values[1][1], tokens[0].x, tokens[0].y);
           multiply<Type>(sum, values[0][2], values[1][2], values[0][3], values[1][3], tokens[0].z, tokens[0].w);
           multiply<Type>(sum, values[0][4], values[1][4], values[0][5], values[1][5], tokens[1].x, tokens[1].y);
           multiply<Type>(sum, values[0][6], values[1][6], values[0][7], values[1][7], tokens[1].z, tokens[1].w);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) total[t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[t][i]);
+          for (int i = 0; i < 4; ++i) total[strip][t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[strip][t][i]);
         }
       }
     }
-    decode_scales();  // here, so that nothing waits for codes before more are asked for
-    if (++part < parts) continue;
+    place ^= 1;
+    const int which = walk.weight, first = walk.row(), n = walk.n;
+    if (!walk.next(a, parts)) continue;
 
-    float* const to = sums + (turn * kWarps + warp) * kColumns * kPitch;
+    float* const to = sums + ((turn * kWarps + warp) * m + 2 * member) * kPitch + quad;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = t * kTokens + 2 * member + i % 2;
-        if (token < m) to[token * kPitch + quad + 8 * (i / 2)] = total[t][i];
-        total[t][i] = 0;
-      }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
-    // whose place the next one takes.
-    __syncthreads();
-    const Weight& weight = a.weights[walk.weight];
-    static_assert(kTile * kColumns <= kThreads, "a thread has one result");
-    const int row = threadIdx.x % kTile, token = threadIdx.x / kTile, feature = walk.row(a) + row;
-    const int n = static_cast<int>(a.n[walk.weight]), rank = static_cast<int>(a.rank[walk.weight]), which = walk.weight;
-    const char* const b = lora + turn * room;
-    const float* const from = sums + turn * kWarps * kColumns * kPitch + token * kPitch + row;
-    part = 0, turn ^= 1, walk.next(a);
-    if (room > 0 && stage + 1 < stages) copy_adapter(walk, turn);
-    if (token < m && feature < n) {
-      float sum = 0;
+      for (int odd = 0; odd < 2; ++odd) {
+        const int token = t * kTokens + odd;
+        if (token + 2 * member < m)
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += from[w * kColumns * kPitch];
-      sum *= stretch;
-      if (rank > 0)
-        sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[which], rank,
-                             a.wide);
-      using Raw = typename Type::Raw;
-      if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
-      if (kGated && which == 0) {
-        gate = sum / (1 + __expf(-sum));
-      } else {
-        if (kGated) sum *= gate;
-        static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
+          for (int i = 0; i < 2 * kHeight; ++i) to[token * kPitch + 8 * i] = total[i / 2][t][i % 2 * 2 + odd];
       }
+#pragma unroll
+    for (int i = 0; i < kHeight * kTiles * 4; ++i) total[i / 4 / kTiles][i / 4 % kTiles][i % 4] = 0;
+    // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
+    // whose place the next one takes. Another warp finishes each tile.
+    __syncthreads();
+    static_assert(kRows * kTiles * kTokens <= kThreads, "a thread has one result");
+    const int result = (threadIdx.x + 2 * first) % kThreads, row = result % kRows, token = result / kRows;
+    const float* const parts_of = sums + turn * kWarps * m * kPitch + token * kPitch + row;
+    const char* const b = lora + lora_slot * room;
+    turn ^= 1, lora_slot = lora_slot == kSlots - 1 ? 0 : lora_slot + 1;
+    const int feature = first + row;
+    if (token >= m || feature >= n) continue;
+    const Weight& weight = a.weights[which];
+    const int rank = static_cast<int>(a.rank[which]);
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += parts_of[w * m * kPitch];
+    sum *= stretch;
+    if (rank > 0)
+      sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[which], rank,
+                           a.wide);
+    using Raw = typename Type::Raw;
+    if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
+    if (kGated && which == 0) {
+      gate = sum / (1 + __expf(-sum));
+    } else {
+      if (kGated) sum *= gate;
+      static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
     }
   }
 }

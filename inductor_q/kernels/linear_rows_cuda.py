@@ -12,7 +12,7 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from inductor_q.kernels.provider import DENSE_WEIGHT, Provider
 from inductor_q.kernels.rows_calls import LinearRows
 
 SOURCE = "linear_rows.cu"
-#: Sizes of csrc/linear_rows.cu: threads, rows of a tile, columns of a chunk, rows of x of an mma.
-THREADS, TILE, CHUNK, TOKENS = 512, 16, 64, 8
-#: The values that its template takes for the number of mmas that share a decoded weight.
-STRIPS = (1, 2, 4)
-MOST_ROWS = TOKENS * STRIPS[-1]
+#: Sizes of csrc/linear_rows.cu: threads, rows of a strip, columns of a chunk, rows of x of an mma,
+#: bytes of the strips that its warps have under way.
+THREADS, STRIP, CHUNK, TOKENS, STRIPS_BYTES = 512, 16, 64, 8, 32 << 10
+#: Bytes of its look-up table, and of shared memory in front of that.
+TABLE, LOW = 64 << 10, 63 << 10
+MOST_TOGETHER = 2 * TOKENS  # rows of x of a launch
+MOST_ROWS = 2 * MOST_TOGETHER
 OUTER = 256  # scales that share an outer one
 WEIGHTS = 4  # of one launch
 MOST_RANK = 256  # of an adapter
@@ -78,16 +80,16 @@ class Cuda(Provider[LinearRows]):
         if refused := _refuses_adapters(call):
             return refused
         properties: Any = torch.cuda.get_device_properties(x.device)  # annotations are partial
-        needed = shared_bytes(_strips(x.shape[0]), _room(call))
-        if properties.major < 8 or _most_shared(x.device.index) < needed:
+        counts = [count for _, count in _launches(x.shape[0])]
+        if properties.major < 8 or any(_plan(call, count) is None for count in counts):
             arch = f"sm_{properties.major}{properties.minor}"
-            return f"{arch} has less than {needed:,} bytes of shared memory for a block"
-        kernels = [kernel_name(call)] + ([project_name(call)] if _room(call) else [])
+            return f"{arch} has too little shared memory for a block of this kernel"
+        kernels = [kernel_name(call, count) for count in counts]
+        kernels += [project_name(call)] if _room(call) else []
         handles = [_function(kernel, x.device.index) for kernel in kernels]
         return next((handle for handle in handles if isinstance(handle, str)), "")
 
     def run(self, call: LinearRows) -> list[Tensor]:
-        device, columns = call.x.device.index, call.x.shape[1]
         call = replace(call, x=_aligned(call.x))
         # Copies for alignment come before _project: the kernel behind it does not wait for weights.
         given = [
@@ -96,35 +98,56 @@ class Cuda(Provider[LinearRows]):
         ]
         projected, first = _project(call) if _room(call) else (None, [0] * WEIGHTS)
         outputs = call.outputs()
-        tiles = [-(-features // TILE) for features in call.features]
-        ends = [sum(tiles[: i + 1]) for i in range(WEIGHTS)]
-        ranks = [0 if adapter is None else adapter.b.shape[1] for adapter in call.adapters]
-        scale = call.fmt.blockwise
-        assert scale is not None
-        missing = [0] * (WEIGHTS - len(tiles))
-        launch = _prepared(
-            kernel_name(call),
-            device,
-            _programs(tiles[0] if call.gated else ends[-1], device),
-            2 + 8 * WEIGHTS,
-            (
-                *(*call.features, *missing, *ends, *first, *ranks, *missing),
-                *(0 if projected is None else projected.shape[1], _wide(call), _room(call)),
-                *(columns, call.x.shape[0], (scale.block // CHUNK).bit_length() - 1),
-                *_codebook(call.fmt, call.x.dtype),
-            ),
-            shared_bytes(_strips(call.x.shape[0]), _room(call)),
-            projected is not None,
-        )
-        tensors: list[Tensor | None] = [call.x, projected]
+        pointers: list[int] = []
         for i, of_weight in enumerate(given):
-            tensors += of_weight
-            tensors += outputs[i : i + 1] or [None]
-        tensors += [None] * (2 + 8 * WEIGHTS - len(tensors))
-        if call.gated:  # both weights have one result
-            tensors[2 + 8 + 7] = outputs[0]
-        launch(*(0 if t is None else t.data_ptr() for t in tensors))
+            out = outputs[0 if call.gated else i]  # both weights of a pair have one result
+            pointers += [0 if t is None else t.data_ptr() for t in (*of_weight, out)]
+        pointers += [0] * (8 * WEIGHTS - len(pointers))
+        for begin, count in _launches(call.x.shape[0]):
+            launch = _linear(call, count, first, projected)
+            beside = [0 if t is None else t[begin:].data_ptr() for t in (call.x, projected)]
+            for i, out in enumerate(outputs):
+                pointers[8 * i + 7] = out[begin:].data_ptr()
+            if call.gated:
+                pointers[8 + 7] = pointers[7]
+            launch(*beside, *pointers)
         return outputs
+
+
+def _launches(rows: int) -> list[tuple[int, int]]:
+    """Split the rows of x: the first and how many a launch takes."""
+    # More at once would read x, which does not fit beside a program, again for each tile.
+    return [(i, min(MOST_TOGETHER, rows - i)) for i in range(0, rows, MOST_TOGETHER)]
+
+
+def _linear(
+    call: LinearRows, count: int, first: list[int], projected: Tensor | None
+) -> driver.Launch:
+    """Prepare the launch for `count` rows of x, whose projections begin in columns `first`."""
+    device, columns = call.x.device.index, call.x.shape[1]
+    plan = _plan(call, count)
+    assert plan is not None
+    tiles = [-(-features // (STRIP * plan.height)) for features in call.features]
+    ends = [sum(tiles[: i + 1]) for i in range(WEIGHTS)]
+    ranks = [0 if adapter is None else adapter.b.shape[1] for adapter in call.adapters]
+    scale = call.fmt.blockwise
+    assert scale is not None
+    missing = [0] * (WEIGHTS - len(tiles))
+    return _prepared(
+        kernel_name(call, count),
+        device,
+        _programs(tiles[0] if call.gated else ends[-1], device),
+        2 + 8 * WEIGHTS,
+        (
+            *(*call.features, *missing, *ends, *first, *ranks, *missing),
+            *(0 if projected is None else projected.shape[1], _wide(call), _room(call)),
+            *(columns, count, (scale.block // CHUNK).bit_length() - 1),
+            *_codebook(call.fmt, call.x.dtype),
+            *plan.places,
+        ),
+        plan.shared,
+        projected is not None,
+    )
 
 
 def _refuses_adapters(call: LinearRows) -> str:
@@ -178,13 +201,13 @@ def _project(call: LinearRows) -> tuple[Tensor, list[int]]:
     return projected, [*first, *[0] * (WEIGHTS - len(first))]
 
 
-def kernel_name(call: LinearRows) -> str:
-    """Name the specialization of csrc/linear_rows.cu that serves a call."""
-    scale = call.fmt.blockwise
-    assert scale is not None
+def kernel_name(call: LinearRows, count: int) -> str:
+    """Name the specialization of csrc/linear_rows.cu that serves `count` rows of a call."""
+    scale, plan = call.fmt.blockwise, _plan(call, count)
+    assert scale is not None and plan is not None
     kind, gated = "Plain" if scale.is_float else "Nested", str(call.gated).lower()
-    strips = _strips(call.x.shape[0])
-    return f"linear<{TYPES[call.x.dtype]}, {kind}, {strips}, {gated}>"
+    together = -(-count // TOKENS)
+    return f"linear<{TYPES[call.x.dtype]}, {kind}, {together}, {gated}, {plan.height}>"
 
 
 def project_name(call: LinearRows) -> str:
@@ -204,15 +227,45 @@ def _most_shared(device: int) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def shared_bytes(strips: int, room: int) -> int:
-    """Add up what csrc/linear_rows.cu holds: table; tables of scales and offsets; sums and rows of
-    B, both twice."""
-    sums = THREADS // 32 * TOKENS * strips * (TILE + 4) * 4
-    return 256 * 256 + WEIGHTS * (1024 + 4) + 2 * (sums + TILE * room)
+class Plan(NamedTuple):
+    """How csrc/linear_rows.cu serves a call.
+
+    height: strips of a tile. places: where strips, sums, rows of B and tables of scales are in
+    shared memory, in bytes from the look-up table on. shared: the bytes of it all.
+    """
+
+    height: int
+    places: tuple[int, ...]
+    shared: int
 
 
-def _strips(rows: int) -> int:
-    return next(n for n in STRIPS if rows <= n * TOKENS)
+@functools.cache
+def plan(count: int, room: int, most: int, height: int) -> Plan | None:
+    """Plan for `count` rows of x, rows of B of `room` bytes, and `most` bytes of shared memory;
+    return None where they do not fit."""
+    rows, warps = STRIP * height, THREADS // 32
+    sums = 2 * warps * count * (rows + 4) * 4
+    sizes = (STRIPS_BYTES, sums, 3 * rows * room, WEIGHTS * (1024 + 4))
+    ends, limits = [-LOW, TABLE], [0, most - TABLE]  # in front of the table, and behind it
+    if limits[1] < TABLE:
+        return None
+    places = dict.fromkeys(range(len(sizes)), 0)
+    for i in sorted(places, key=lambda i: -sizes[i]):
+        fits = [side for side in (0, 1) if ends[side] + sizes[i] <= limits[side]]
+        if not fits:
+            return None
+        places[i] = ends[fits[0]]
+        ends[fits[0]] += sizes[i] + -sizes[i] % VECTOR_BYTES
+    return Plan(height, tuple(places.values()), TABLE + ends[1])
+
+
+def _plan(call: LinearRows, count: int) -> Plan | None:
+    device, room = call.x.device.index, _room(call)
+    strips = sum(-(-n // STRIP) for n in (call.features[:1] if call.gated else call.features))
+    tall = strips > _programs(strips, device)  # else half of the multiprocessors had no tile
+    most = _most_shared(device)
+    found = plan(count, room, most, 2) if tall and count <= TOKENS else None
+    return found or plan(count, room, most, 1)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -225,8 +278,8 @@ def _in_order(fmt: QuantFormat, operands: Sequence[Tensor]) -> list[Tensor | Non
     scale = fmt.blockwise
     assert scale is not None
     by_name = dict(zip(fmt.operands, operands, strict=True))
-    nested = [by_name[name] for name in scale.operands]
-    return [_aligned(by_name["qweight"]), *nested, *[None] * (4 - len(nested))]
+    absmax, *nested = [by_name[name] for name in scale.operands]
+    return [_aligned(by_name["qweight"]), _aligned(absmax), *nested, *[None] * (3 - len(nested))]
 
 
 def _programs(tiles: int, device: int) -> int:

@@ -48,9 +48,9 @@ SOURCES = {
     "linear_rows.cu": Source(
         tuple(arch for arch in ARCHS if arch != "sm_75"),
         [
-            f"linear<{dtype}, {scale}, {strips}, {gated}>"
+            f"linear<{dtype}, {scale}, {together}, {gated}, {height}>"
             for dtype in ("BFloat16", "Float16")
-            for strips in linear_rows_cuda.STRIPS
+            for together, height in ((1, 1), (1, 2), (2, 1))
             for scale in ("Plain", "Nested")
             for gated in ("false", "true")
         ]

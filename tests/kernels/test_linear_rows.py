@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -125,19 +126,33 @@ def test_copies_precede_the_launch_behind_which_weights_are_not_waited_for(
     monkeypatch.setattr(linear_rows_cuda, "_aligned", aligned)
     monkeypatch.setattr(linear_rows_cuda, "_prepared", prepared)
     monkeypatch.setattr(linear_rows_cuda, "_programs", lambda *_: 1)
+    monkeypatch.setattr(linear_rows_cuda, "_most_shared", lambda _: 227 << 10)
     linear_rows_cuda.KERNEL.run(call)
-    assert events == ["copy"] * 7 + ["project", "linear"]
+    assert events == ["copy"] * 9 + ["project", "linear"]
 
 
-STRIPS = linear_rows_cuda.STRIPS
-
-
-@pytest.mark.parametrize(("shared", "most"), [(64, 0), (99, 1), (163, 4), (227, 4)])
+@pytest.mark.parametrize(("shared", "most"), [(64, 0), (99, 0), (163, 16), (227, 16)])
 def test_which_devices_have_enough_shared_memory(shared: int, most: int) -> None:
     """What a block may have on an RTX 2080, a 4090, an A100 and an H100, in kB."""
-    room = shared << 10
-    needed = {n: linear_rows_cuda.shared_bytes(n, 0) for n in STRIPS}
-    assert max((n for n in STRIPS if needed[n] <= room), default=0) == most
+    counts = range(1, linear_rows_cuda.MOST_TOGETHER + 1)
+    fit = [n for n in counts if linear_rows_cuda.plan(n, 0, shared << 10, 1)]
+    assert fit == list(range(1, most + 1))
+
+
+@pytest.mark.parametrize("height", [1, 2])
+@pytest.mark.parametrize("room", [0, 32, 256, 1024])
+@pytest.mark.parametrize("count", [1, 8, 16])
+def test_places_in_shared_memory_do_not_overlap(count: int, room: int, height: int) -> None:
+    found = linear_rows_cuda.plan(count, room, 227 << 10, height)
+    if found is None:
+        assert room == 1024 or height * count > 8
+        return
+    rows = linear_rows_cuda.STRIP * height
+    sizes = (32 << 10, 2 * 16 * count * (rows + 4) * 4, 3 * rows * room, 4 * 1028)
+    taken = sorted([*zip(found.places, sizes, strict=True), (0, linear_rows_cuda.TABLE)])
+    assert taken[0][0] >= -linear_rows_cuda.LOW
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(taken))
+    assert taken[-1][0] + taken[-1][1] + linear_rows_cuda.TABLE <= found.shared <= 227 << 10
 
 
 def linear(device: str = "cpu", *, bias: bool = False) -> Any:

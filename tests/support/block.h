@@ -60,26 +60,26 @@ inline bool at_once;
 struct Copy {
   unsigned to;
   const void* from;
-  void arrive() const { std::memcpy(shared + to, from, 16); }
+  int bytes = 16, count = 16;
+  void arrive() const {
+    std::memset(shared + to, 0, bytes);
+    std::memcpy(shared + to, from, count);
+  }
 };
-inline std::vector<std::vector<Copy>> under_way[kThreads];
-inline std::vector<Copy> open[kThreads];
+inline std::vector<Copy> under_way[kThreads];
 
-inline void copy16(unsigned to, const void* from) {
-  const Copy copy{to, from};
-  if (to % 16 || reinterpret_cast<size_t>(from) % 16) std::abort();
+inline void copy(const Copy& copy) {
+  if (copy.to % copy.bytes || reinterpret_cast<size_t>(copy.from) % copy.bytes) std::abort();
   if (at_once)
     copy.arrive();
   else
-    open[threadIdx.x].push_back(copy);
+    under_way[threadIdx.x].push_back(copy);
 }
-inline void commit() { under_way[threadIdx.x].push_back(std::move(open[threadIdx.x])), open[threadIdx.x].clear(); }
-inline void wait(size_t most) {
-  auto& groups = under_way[threadIdx.x];
-  while (groups.size() > most) {
-    for (const Copy& copy : groups.front()) copy.arrive();
-    groups.erase(groups.begin());
-  }
+inline void copy16(unsigned to, const void* from) { copy({to, from}); }
+inline void copy4(unsigned to, const void* from, int count) { copy({to, from, 4, count}); }
+inline void wait() {
+  for (const Copy& copy : under_way[threadIdx.x]) copy.arrive();
+  under_way[threadIdx.x].clear();
 }
 
 // mma.m16n8k16 of bf16, in float64.
@@ -109,6 +109,7 @@ inline void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, uns
 }  // namespace block
 
 inline void __syncthreads() { block::meet(); }
+inline void __syncwarp() { block::meet(); }
 
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
@@ -116,7 +117,8 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return block::given(value)[source];
 }
 
-inline float __shfl_sync(unsigned, float value, int lane, int width) {
+template <class T>
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   const int first = static_cast<int>(threadIdx.x) / width * width;
   return block::given(value)[first + lane];
 }
