@@ -15,6 +15,7 @@ from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.dora import prepare_dora
 
 if TYPE_CHECKING:
+    from inductor_q.integrations.decoding import compile_decoding as compile_decoding
     from inductor_q.integrations.fp8 import prepare_fp8 as prepare_fp8
     from inductor_q.integrations.regions import local_device_map as local_device_map
     from inductor_q.integrations.trainer import QfuseCallback as QfuseCallback
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "QfuseCallback",
+    "compile_decoding",
     "compile_trainer",
     "keep_unpacked",
     "local_device_map",
@@ -34,6 +36,7 @@ __all__ = [
 #: Modules that import transformers, or the compiler, which needs a cache folder.
 _LATER = {
     "QfuseCallback": "trainer",
+    "compile_decoding": "decoding",
     "compile_trainer": "trainer",
     "local_device_map": "regions",
     "prepare_fp8": "fp8",

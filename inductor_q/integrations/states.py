@@ -60,15 +60,16 @@ class States:
             return self.compiled((part, state), lambda: part._call_impl, **_wide_limit())
         key: tuple[Any, State] = (type(part), state)
         name = type(part).__name__
-        return functools.partial(self.compiled(key, lambda: _function(name)), part)
+        return functools.partial(self.compiled(key, lambda: named_function(name)), part)
 
     def compiled(
         self, key: tuple[Any, State], make: Callable[[], Callable[..., Any]], **limits: Any
     ) -> Callable[..., Any]:
         if key not in self.functions:
-            self.functions[key] = torch.compile(
-                make(), backend=qfuse_backend(), **self.settings, **limits
-            )
+            settings = {**self.settings, **limits}
+            if settings.get("options"):  # torch takes what is Dynamo's out of it
+                settings["options"] = dict(settings["options"])
+            self.functions[key] = torch.compile(make(), backend=qfuse_backend(), **settings)
         return self.functions[key]
 
     def state(self) -> State:
@@ -177,7 +178,7 @@ def state_codes(model: nn.Module) -> Iterator[CodeType]:
         yield from (innermost_fn(call).__code__ for call in states.functions.values())
 
 
-def _function(name: str) -> Callable[..., Any]:
+def named_function(name: str) -> Callable[..., Any]:
     """Make a function that calls a module, with a code object of its own, by which Dynamo keeps its
     graphs."""
 
