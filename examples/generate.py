@@ -1,8 +1,9 @@
 """Generate text with a 4-bit model and an adapter that is not merged, eager and compiled.
 
 With a static cache every step has the same shapes, so one graph serves all, on a GPU in CUDA
-graphs. transformers would compile it by itself, but not for a model in bitsandbytes' 4 bits. The
-prompt runs in eager, as there: what makes the cache cannot be part of a CUDA graph.
+graphs: `compile_decoding` makes it. transformers would compile it by itself, but not for a model in
+bitsandbytes' 4 bits, so the stock compiler is asked by hand. The prompt runs in eager, as there:
+what makes the cache cannot be part of a CUDA graph.
 
 python -m examples.generate                                      # a toy model, on a CPU too
 python -m examples.generate --model Qwen/Qwen3-8B --adapter FOLDER --tokens 200
@@ -22,7 +23,7 @@ from transformers.generation.streamers import TextStreamer
 
 from examples.common import load
 from inductor_q import testing
-from inductor_q.integrations import keep_unpacked
+from inductor_q.integrations import compile_decoding, keep_unpacked
 
 BACKENDS = ("eager", "inductor", "qfuse")
 
@@ -90,9 +91,9 @@ def _adapted(model: Any, folder: str | None) -> Any:
     return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
-def _compiled_steps(forward: Any, backend: str) -> Any:
+def _stock_steps(forward: Any) -> Any:
     """Let the steps of one token run compiled, and the prompt in eager."""
-    step = torch.compile(forward, backend=backend, mode="reduce-overhead", dynamic=False)
+    step = torch.compile(forward, mode="reduce-overhead", dynamic=False)
 
     @functools.wraps(forward)
     def either(*args: Any, input_ids: torch.Tensor, **given: Any) -> Any:
@@ -107,8 +108,10 @@ def _run(model: Any, tokenizer: Any, inputs: Any, backend: str, count: int) -> R
     torch.compiler.reset()
     inner = model.get_base_model()
     eager = inner.forward
-    if backend != "eager":
-        inner.forward = _compiled_steps(eager, backend)
+    if backend == "inductor":
+        inner.forward = _stock_steps(eager)
+    elif backend == "qfuse":
+        compile_decoding(model)
     options = {
         "min_new_tokens": count,
         "max_new_tokens": count,
@@ -124,7 +127,7 @@ def _run(model: Any, tokenizer: Any, inputs: Any, backend: str, count: int) -> R
         print(f"[{backend}] ", end="", flush=True)
         watch = _Watch(tokenizer, write=True)
         made = model.generate(**inputs, **options, streamer=watch)
-    inner.forward = eager
+    inner.forward, inner._compiled_call_impl = eager, None
     times = watch.times[1:]  # the first is the prompt's
     speed = (len(times) - 1) / (times[-1] - times[0])
     tokens = made[0, inputs["input_ids"].shape[1] :].tolist()

@@ -131,8 +131,10 @@ def _facts(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return value
     if isinstance(value, Tensor):
+        # Dynamo writes notes of its own on tensors.
+        held = {key: item for key, item in vars(value).items() if not key.startswith("_dynamo")}
         kind = (type(value), value.dtype, value.device, tuple(value.shape), value.requires_grad)
-        return (*kind, _facts(vars(value), depth - 1) if type(value) is not Tensor else None)
+        return (*kind, _facts(held, depth - 1))
     if isinstance(value, nn.Module) or depth == 0:
         return type(value)  # a module is looked at by itself
     if isinstance(value, Mapping):

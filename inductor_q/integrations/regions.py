@@ -23,7 +23,7 @@ from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.gathered import note_states
-from inductor_q.integrations.states import Region, States
+from inductor_q.integrations.states import Region, States, region_of, set_region
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -74,16 +74,16 @@ def compile(
     }
     states = States(model, settings)
     for module in model.modules():
-        call = module._compiled_call_impl
-        if isinstance(call, Region) and (module not in found or call.states.settings != settings):
-            module._compiled_call_impl = None
-        elif isinstance(call, Region):
-            states = call.states
+        region = region_of(module)
+        if region and (module not in found or region.states.settings != settings):
+            set_region(module, None)
+        elif region:
+            states = region.states
     for module in found:
         if is_sharded:
             note_states(module)
-        if not isinstance(module._compiled_call_impl, Region):
-            module._compiled_call_impl = Region(module, states, shares=len(found) > 1)
+        if region_of(module) is None:
+            set_region(module, Region(module, states, shares=len(found) > 1))
     return model
 
 

@@ -148,9 +148,23 @@ class Region:
 def states_of(model: nn.Module) -> Iterator[States]:
     """Yield what holds the functions of `model` and of its parts, once for each part."""
     for part in model.modules():
-        region = part._compiled_call_impl
-        if isinstance(region, Region):
+        if region := region_of(part):
             yield region.states
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """Return what calls a module compiled, also where its decoding is compiled apart."""
+    call = module._compiled_call_impl
+    call = getattr(call, "before", call)
+    return call if isinstance(call, Region) else None
+
+
+def set_region(module: nn.Module, region: Region | None) -> None:
+    call: Any = module._compiled_call_impl
+    if hasattr(call, "before"):
+        call.before = region
+    else:
+        module._compiled_call_impl = region
 
 
 def _like_the_others(x: Any, layer: nn.Module) -> Any:

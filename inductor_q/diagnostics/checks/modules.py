@@ -33,7 +33,9 @@ def compiled_alone(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if isinstance(submodule, OptimizedModule):
             yield tidy(path), submodule._orig_mod
-        elif submodule._compiled_call_impl is not None:
+            continue
+        call = submodule._compiled_call_impl
+        if getattr(call, "before", call) is not None:  # of compile_decoding
             yield tidy(path), submodule
 
 
