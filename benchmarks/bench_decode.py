@@ -6,8 +6,8 @@ Inductor compiles it, as it does NF4 for ``inductor``; ``compile_decoding`` is w
 `inductor_q.integrations` has for generation, with guards on modules once a text. LoRA adapters
 (r = 16, seven projections, bf16) are not merged. Quantized peers share one model's weights and have
 caches of their own. Steps are queued one behind another, as generation without a stop does, so the
-time is the larger of what the host and the GPU take. ``error`` is that of the logits, against the same model in eager with
-sdpa's math kernel. The roof is the time of reading weights and cache once.
+time is the larger of what the host and the GPU take. ``error`` is that of the logits, against the
+same model in eager with sdpa's math kernel. The roof is the time of reading weights and cache once.
 """
 
 from __future__ import annotations

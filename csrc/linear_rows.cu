@@ -426,7 +426,11 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
           for (int i = 0; i < 2 * kHeight; ++i) to[token * kPitch + 8 * i] = total[i / 2][t][i % 2 * 2 + odd];
       }
 #pragma unroll
-    for (int i = 0; i < kHeight * kTiles * 4; ++i) total[i / 4 / kTiles][i / 4 % kTiles][i % 4] = 0;
+    for (int strip = 0; strip < kHeight; ++strip)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[strip][t][i] = 0;
     // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
     // whose place the next one takes. Another warp finishes each tile.
     __syncthreads();

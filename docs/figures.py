@@ -72,9 +72,14 @@ def few_rows(name: str = "rows-h200") -> str:
             continue
         times = [seconds(name, peer, **case) for peer in peers]
         ratios = [f"{times[3] / other:.2f}" for other in times[:3]]
-        share = percent(row(name, "qfuse", **case)["roof_fraction"])
+        own = row(name, "qfuse", **case)
+        shares = [percent(own["roof_fraction"])]
+        if graphed := own["extra"].get("graph_s"):
+            others = (row(name, peer, **case)["extra"]["graph_s"] for peer in peers[:3])
+            shares += [number(1e6 * t) for t in (*others, graphed)]
+            shares.append(percent(own["roof"] / graphed))
         shown = (case["shape"].replace("x", " x "), str(case["rows"]))
-        body.append((*shown, *(number(1e6 * t) for t in times), *ratios, share))
+        body.append((*shown, *(number(1e6 * t) for t in times), *ratios, *shares))
     header = (
         "N x K",
         "rows",
@@ -84,7 +89,11 @@ def few_rows(name: str = "rows-h200") -> str:
         "qfuse",
     )
     more = [f"qfuse / {other}" for other in ("bitsandbytes", "dequantize", "bf16")]
-    return f"{table((*header, *more, 'qfuse, share of the roof'), body)}\n\n{source(name)}"
+    more.append("qfuse, share of the roof")
+    if len(body[0]) > len(header) + len(more):
+        labels = (*header[2:], "qfuse, share of the roof")
+        more += [f"in a graph: {label}" for label in labels]
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
 def few_rows_cpu(name: str = "rows-cpu") -> str:
@@ -100,11 +109,8 @@ def few_rows_cpu(name: str = "rows-cpu") -> str:
 
 
 def decode() -> str:
-    name, peers = "decode-h200", {"bf16": "bf16, stock", "inductor": "NF4, stock", "qfuse": "qfuse"}
-    if not exists(name):
-        return "Not measured yet (`python -m benchmarks.bench_decode`)."
-    found = {r["peer"] for r in rows(name)}
-    peers = {peer: label for peer, label in peers.items() if peer in found}
+    name, peers = "decode-h100", {"bf16": "bf16, stock", "inductor": "NF4, stock", "qfuse": "qfuse"}
+    peers["compile_decoding"] = "`compile_decoding`"
     *others, own = peers
     body = []
     for case in cases(name):
@@ -114,9 +120,35 @@ def decode() -> str:
         errors = [percent(extra(name, peer, "error", **case), 1) for peer in peers]
         shown = (str(case["batch"]), case["LoRA"], *map(ms, times.values()))
         body.append((*shown, *ratios, *peaks, *errors))
-    header = ("batch", "LoRA", *peers.values(), *(f"qfuse / {peers[p]}" for p in others))
+    header = ("batch", "LoRA", *peers.values(), *(f"{peers[own]} / {peers[p]}" for p in others))
     more = [f"{what}, {label}" for what in ("peak", "error") for label in peers.values()]
     return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def decode_whole() -> str:
+    """Show a decoding step of all of Qwen3-8B; of each peer also what Dynamo guards on."""
+    names = [f"decode_8b_{which}-h100" for which in ("1", "1_guards", "16")]
+    labels = {"bf16": "bf16, stock", "inductor": "NF4, stock", "eager": "NF4, eager"}
+    body = []
+    for name in names:
+        for each in rows(name):
+            peer, _, options = each["peer"].partition("[")
+            told, seconds_ = each["extra"], each["timing"]["median"]
+            shown = labels.get(peer, "`compile_decoding`" if peer == "compile_decoding" else peer)
+            guards = "none on modules" if options else ""
+            body.append(
+                (
+                    str(each["case"]["batch"]),
+                    shown + (f", {guards}" if guards else ""),
+                    ms(seconds_),
+                    number(told["throughput"]),
+                    percent(each["roof_fraction"]),
+                    gb(told["peak_bytes"]),
+                    percent(told["error"], 1),
+                )
+            )
+    header = ("batch", "", "a step", "tokens/s", "share of the roof", "peak", "error")
+    return "\n\n".join([table(header, body), *map(source, names)])
 
 
 def sharded() -> str:
@@ -335,6 +367,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "few-rows-cpu": few_rows_cpu,
     "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
     "decode": decode,
+    "decode-whole": decode_whole,
     "sharded": sharded,
     "large": large,
     "kbit": kbit,
@@ -360,10 +393,8 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def decode_split(with_it: bool) -> str:
-    peer = "guard_filter_fn=skip_guard_on_all_nn_modules_unsafe"
-    peer += ";qfuse.thresholds=attention_rows.min_keys=1" if with_it else ""
-    return ms(seconds("decode_guards-h200", f"qfuse[{peer}]", batch=1, LoRA="no"))
+def tokens_a_second(name: str, peer: str) -> str:
+    return number(extra(name, peer, "throughput"))
 
 
 def packed_transient() -> str:
@@ -377,8 +408,9 @@ def packed_transient() -> str:
 
 
 VALUES: dict[str, Callable[[], str]] = {
-    "decode.split": lambda: decode_split(True),
-    "decode.sdpa": lambda: decode_split(False),
+    "decode.ours": lambda: tokens_a_second("decode_8b_1_guards-h100", "compile_decoding"),
+    "decode.stock": lambda: tokens_a_second("decode_8b_1-h100", "inductor"),
+    "decode.bf16": lambda: tokens_a_second("decode_8b_1-h100", "bf16"),
     "packed.transient": packed_transient,
     "attention.mask": lambda: ms(seconds("attention-h200", "mask")),
     "attention.causal": lambda: ms(seconds("attention-h200", "causal")),

@@ -43,7 +43,8 @@ def compile(
     repacking 4-bit weights on a CPU. transformers' layers of FP8 checkpoints multiply with their
     decoded weights from then on (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics"
     is "strict". `generate` and other calls with a cache of keys and values run in eager mode: they
-    would need a graph for every length.
+    would need a graph for every length, unless `inductor_q.integrations.compile_decoding` has
+    compiled their steps for a static cache.
 
     Each state that the model is in (training or not, gradients or not, which of PEFT's adapters are
     active, off or merged) is compiled when it is first met, and never again, however many there

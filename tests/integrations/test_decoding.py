@@ -120,7 +120,7 @@ def test_each_state_is_compiled_once(model: Any) -> None:
 
 
 def test_a_change_between_texts_is_seen(model: Any) -> None:
-    """What a graph takes as constant: a scaling, a hook. A weight's values it takes at each call."""
+    """What a graph takes as constant: a scaling, a hook. A weight's values are read each time."""
     compile_decoding(model)
     before = text(model)
     layer = adapted_layer(model)
@@ -157,7 +157,7 @@ def test_a_step_that_breaks_keeps_its_guards(
 
 
 def test_beside_a_compiled_model() -> None:
-    """In either order; decoding is compiled anew under other options, and training stays compiled."""
+    """In either order; under other options decoding is compiled anew, and training stays so."""
     from transformers import AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM.from_config
