@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7525,
-    "csrc": 3380,
-    "docs": 1505,
+    "benchmarks": 7600,
+    "csrc": 3405,
+    "docs": 1545,
     "examples": 1140,
     "inductor_q": 5980,
     "inductor_q/capture": 2435,

@@ -47,7 +47,10 @@ def draw(result: Mapping[str, Any], path: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure = (_bars if "rows" in result else _curves)(pyplot, result)
+    kind = _bars if "rows" in result else _curves
+    if result.get("benchmark") == "bench_rows":
+        kind = _over_rows
+    figure = kind(pyplot, result)
     figure.tight_layout()
     figure.savefig(path, dpi=120, metadata={KEYWORD: fingerprint(result)})
     pyplot.close(figure)
@@ -90,6 +93,32 @@ def _bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
     axes.set_ylabel(f"time relative to {peers[0]} (dotted: roof)")
     axes.set_title(f"{result['benchmark']}, {result['machine']['name']}", fontsize=10)
     axes.legend(fontsize=8)
+    return figure
+
+
+def _over_rows(pyplot: Any, result: Mapping[str, Any]) -> Any:
+    """Draw time over rows of x by peer, one shape beside the other; dotted is the roof.
+
+    The time is that of a call in a graph, where such were measured, and otherwise of one alone.
+    """
+    statistic, rows = result["settings"]["statistic"], result["rows"]
+    graphed = [row for row in rows if "graph_s" in row["extra"]]
+    rows = graphed or rows
+    shapes = list(dict.fromkeys(row["case"]["shape"] for row in rows))
+    figure, grid = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 4), squeeze=False)
+    for axes, shape in zip(grid[0], shapes, strict=True):
+        here = [row for row in rows if row["case"]["shape"] == shape]
+        for peer in dict.fromkeys(row["peer"] for row in here):
+            of = [row for row in here if row["peer"] == peer]
+            times = [row["extra"].get("graph_s", row["timing"][statistic]) for row in of]
+            counts = [row["case"]["rows"] for row in of]
+            axes.loglog(counts, [1e6 * t for t in times], "o-", markersize=3, label=peer)
+        axes.axhline(1e6 * here[0]["roof"], color="black", linestyle=":")
+        axes.set_title(shape, fontsize=9)
+        axes.set_xlabel("rows")
+    grid[0][0].set_ylabel("microseconds (dotted: roof)")
+    grid[0][-1].legend(fontsize=8)
+    figure.suptitle(f"{result['benchmark']}, {result['machine']['name']}", fontsize=10)
     return figure
 
 
