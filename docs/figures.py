@@ -393,10 +393,6 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def tokens_a_second(name: str, peer: str) -> str:
-    return number(extra(name, peer, "throughput"))
-
-
 def packed_transient() -> str:
     """Return the share of stock Inductor's memory, beside weights and states, that a step takes."""
     name = "step_packed_memory-h200"
@@ -408,9 +404,9 @@ def packed_transient() -> str:
 
 
 VALUES: dict[str, Callable[[], str]] = {
-    "decode.ours": lambda: tokens_a_second("decode_8b_1_guards-h100", "compile_decoding"),
-    "decode.stock": lambda: tokens_a_second("decode_8b_1-h100", "inductor"),
-    "decode.bf16": lambda: tokens_a_second("decode_8b_1-h100", "bf16"),
+    "decode.ours": lambda: ms(seconds("decode_8b_1_guards-h100", "compile_decoding")),
+    "decode.stock": lambda: ms(seconds("decode_8b_1-h100", "inductor")),
+    "decode.bf16": lambda: ms(seconds("decode_8b_1-h100", "bf16")),
     "packed.transient": packed_transient,
     "attention.mask": lambda: ms(seconds("attention-h200", "mask")),
     "attention.causal": lambda: ms(seconds("attention-h200", "causal")),

@@ -83,7 +83,8 @@ class Cuda(Provider[LinearRows]):
         counts = [count for _, count in _launches(x.shape[0])]
         if properties.major < 8 or any(_plan(call, count) is None for count in counts):
             arch = f"sm_{properties.major}{properties.minor}"
-            return f"{arch} has too little shared memory for a block of this kernel"
+            adapted = f" and adapters with rows of {_room(call)} bytes" if _room(call) else ""
+            return f"{arch} has too little shared memory for {x.shape[0]} rows{adapted}"
         kernels = [kernel_name(call, count) for count in counts]
         kernels += [project_name(call)] if _room(call) else []
         handles = [_function(kernel, x.device.index) for kernel in kernels]

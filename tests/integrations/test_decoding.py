@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor
 import inductor_q
 from inductor_q import testing
 from inductor_q.integrations import compile_decoding
-from inductor_q.integrations.decoding import Decoding, facts_of
+from inductor_q.integrations.decoding import Decoding
+from inductor_q.integrations.facts import facts_of
 from inductor_q.integrations.states import region_of
+from inductor_q.log import warn_once
 
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
@@ -25,6 +28,7 @@ TOGETHER = 16  # tokens of prompt and text, so that caches are of one length
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
+    warn_once.cache_clear()
     yield
     torch.compiler.reset()
 
@@ -41,10 +45,10 @@ def model() -> Any:
     return made.eval()
 
 
-def text(model: Any, prompt: int = 8, **options: Any) -> Tensor:
+def text(model: Any, prompt: int = 8, batch: int = 1, **options: Any) -> Tensor:
     """Logits of what `generate` takes, each token but the prompt's last one behind a cache."""
     generator = torch.Generator().manual_seed(prompt)
-    ids = torch.randint(0, 256, (1, prompt), generator=generator)
+    ids = torch.randint(0, 256, (1, prompt), generator=generator).expand(batch, -1)
     new = TOGETHER - prompt
     given = {
         "attention_mask": torch.ones_like(ids),
@@ -136,6 +140,98 @@ def test_a_change_between_texts_is_seen(model: Any) -> None:
     assert not close(hooked, before)
 
 
+def test_what_makes_a_text(model: Any) -> None:
+    """A prompt of one token is a prompt, and another cache is another text."""
+    from transformers import StaticCache
+
+    inner, layer = model.get_base_model(), adapted_layer(model)
+    compile_decoding(model)
+    text(model)
+    layer.scaling["default"] *= 8
+    with testing.CompileTrace() as trace:
+        short = text(model, 1)
+    assert trace.graphs == 1
+    inner._compiled_call_impl = None
+    assert close(short, text(model, 1))
+    compile_decoding(model)
+
+    def by_hand() -> Tensor:
+        ids = torch.arange(6)[None]
+        cache = StaticCache(config=inner.config, max_cache_len=TOGETHER)
+        with torch.no_grad():
+            inner.model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
+            logits: Tensor = inner(
+                input_ids=ids[:, -1:], past_key_values=cache, use_cache=True
+            ).logits
+        return logits
+
+    before = by_hand()
+    layer.scaling["default"] /= 8
+    after = by_hand()
+    inner._compiled_call_impl = None
+    assert close(after, by_hand()) and not close(after, before)
+
+
+def test_texts_of_one_size_share_a_cache(model: Any) -> None:
+    """Its place in memory, unless somebody has the cache of the text before."""
+    compile_decoding(model)
+    decoding = model.get_base_model()._compiled_call_impl
+    expected = text(model)
+    gc.collect()  # Dynamo's variables of what it has traced are a cycle
+    place = decoding.buffers[0]["keys"].data_ptr()
+    assert close(text(model), expected) and decoding.buffers[0]["keys"].data_ptr() == place
+    held = decoding.cache
+    assert held() is None
+    cache: list[Any] = []
+    decoding.module.register_forward_hook(
+        lambda module, given, out: cache.append(out.past_key_values)
+    )
+    text(model, 5)
+    before = cache[-1].layers[0].keys.clone()
+    assert close(text(model), expected)
+    assert decoding.buffers[0]["keys"].data_ptr() != cache[0].layers[0].keys.data_ptr()
+    assert torch.equal(cache[0].layers[0].keys, before)
+    decoding.module._forward_hooks.clear()
+    length = decoding.buffers[0]["keys"].shape[2]
+    text(model, 8, max_new_tokens=20, min_new_tokens=20)
+    assert decoding.buffers[0]["keys"].shape[2] > length
+    assert close(text(model), expected)
+
+
+@pytest.mark.parametrize("sizes", [range(1, 11)], ids=["ten batches"])
+def test_more_sizes_than_dynamo_keeps(model: Any, sizes: range) -> None:
+    compile_decoding(model)
+    for batch in sizes:
+        text(model, batch=batch)
+    with testing.CompileTrace() as trace:
+        text(model, batch=sizes[-1])
+    assert trace.graphs == 0
+
+
+def test_caches_that_one_graph_cannot_serve(caplog: pytest.LogCaptureFixture, model: Any) -> None:
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    make: Any = AutoModelForCausalLM.from_config
+    config = MistralConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        vocab_size=264,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    sliding = make(config).eval()
+    expected = text(sliding)
+    compile_decoding(sliding)
+    with testing.CompileTrace() as trace:
+        assert torch.equal(text(sliding), expected)
+        text(compile_decoding(model), output_hidden_states=True)
+        text(model, cache_implementation=None)
+    assert trace.graphs == 0
+    assert "sliding windows" in caplog.text and "DynamicCache" in caplog.text
+
+
 def test_a_step_that_breaks_keeps_its_guards(
     model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +249,7 @@ def test_a_step_that_breaks_keeps_its_guards(
     with testing.CompileTrace() as trace:
         assert close(text(model), expected)
     assert trace.breaks
-    assert "no whole graph" in caplog.text
+    assert "not one graph for many tokens" in caplog.text
 
 
 def test_beside_a_compiled_model() -> None:
@@ -174,6 +270,61 @@ def test_beside_a_compiled_model() -> None:
         plain(input_ids=ids, labels=ids)
         text(plain)
     assert trace.graphs == 2
+
+
+class Steer:
+    """A hook with a state of its own."""
+
+    def __init__(self) -> None:
+        self.by = 0.0
+
+    def hook(self, module: Any, given: Any, out: Tensor) -> Tensor:
+        return out + self.by
+
+
+def _retype(layer: Any) -> None:
+    layer.lora_A["default"].to(torch.bfloat16)
+
+
+def _untie(layer: Any) -> None:
+    layer.lora_A["default"].weight = torch.nn.Parameter(layer.lora_A["default"].weight.clone())
+
+
+def _transpose(layer: Any) -> None:
+    weight = layer.lora_A["default"].weight
+    layer.lora_A["default"].weight = torch.nn.Parameter(weight.t().clone().t())
+
+
+def _deepen(layer: Any) -> None:
+    layer.notes["a"]["b"]["c"]["d"] = 2
+
+
+def _steer(layer: Any) -> None:
+    layer.steer.by = 1.0
+
+
+@pytest.mark.parametrize("change", [_retype, _untie, _transpose, _deepen, _steer])
+def test_facts_of_changes(model: Any, change: Any) -> None:
+    layer = adapted_layer(model)
+    layer.notes = {"a": {"b": {"c": {"d": 1}}}}
+    layer.twin = torch.nn.Module()
+    layer.twin.weight = layer.lora_A["default"].weight
+    steer = Steer()
+    layer.lora_A["default"].register_forward_hook(steer.hook)
+    facts = facts_of(model)
+    assert facts == facts_of(model)
+    layer.steer = steer
+    seen = facts_of(model)
+    change(layer)
+    assert facts_of(model) != seen
+    hash(seen)
+
+
+def test_facts_of_cycles() -> None:
+    module, note = torch.nn.Linear(2, 2), Steer()
+    note.me = note  # type: ignore[attr-defined]
+    module.weight.owner = {"a": {"b": note}}  # type: ignore[attr-defined]
+    assert facts_of(module) == facts_of(module)
 
 
 def test_facts_of_a_model(model: Any) -> None:
