@@ -1,7 +1,7 @@
 """csrc/linear_rows.cu on a CPU: the CUDA source compiled as C++, a program of fibers (block.h).
 
-What it finds out about lanes, tiles, turns and edges, it finds without a GPU: copies arrive as late
-as they may, or at once.
+What it finds out about lanes, warps, tiles, turns and edges, it finds without a GPU: copies arrive
+as late as they may, or at once, and warps go on in any order.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-// A program of 512 threads on the CPU, enough of one for csrc/linear_rows.cu: fibers in step, which meet
-// at every barrier, shuffle and product of tensor cores. All threads have to come to each of them.
+// A program of 512 threads on the CPU, enough of one for csrc/linear_rows.cu: fibers. A warp's are in step,
+// and meet at every shuffle and product of tensor cores. Warps go on in any order between two barriers: at
+// random, one behind all others, or one after the other, so that what they do to each other's memory is found.
+
+#include <algorithm>
+#include <random>
 
 #include "cuda.h"
 
@@ -7,20 +11,64 @@ alignas(16) char shared[232448];
 
 namespace block {
 
-constexpr int kThreads = 512, kStack = 1 << 16;
+constexpr int kThreads = 512, kLanes = 32, kStack = 1 << 16;
 inline ucontext_t scheduler, threads[kThreads];
 inline bool running[kThreads];
 inline std::function<void()> kernel;
 
-inline void meet() { swapcontext(&threads[threadIdx.x], &scheduler); }
+inline bool at_barrier[kThreads];
+
+inline void meet(bool block = false) {
+  at_barrier[threadIdx.x] = block;
+  swapcontext(&threads[threadIdx.x], &scheduler);
+}
 
 inline void enter() {
   kernel();
   running[threadIdx.x] = false;  // and on to the scheduler, the context's successor
 }
 
+// Lets each lane of a warp go on to where it meets the others; returns whether it still runs.
+inline bool step(int warp) {
+  const int first = warp * kLanes;
+  for (int i = first; i < first + kLanes; ++i) {
+    if (!running[i]) std::abort();
+    threadIdx = {static_cast<unsigned>(i), 0};
+    swapcontext(&scheduler, &threads[i]);
+  }
+  for (int i = first; i < first + kLanes; ++i)  // out of step
+    if (running[i] != running[first] || at_barrier[i] != at_barrier[first]) std::abort();
+  return running[first];
+}
+
+inline void run_program(std::minstd_rand& random) {
+  std::vector<int> free(kThreads / kLanes), waiting;
+  for (int& warp : free) warp = static_cast<int>(&warp - free.data());
+  bool ended = false;
+  for (unsigned order = random() % 3; !free.empty() || !waiting.empty();) {
+    if (free.empty()) {
+      if (ended) std::abort();  // returned before the others came to a barrier
+      free.swap(waiting);
+      std::shuffle(free.begin(), free.end(), random);
+      order = random() % 3;
+    }
+    size_t next = 0;
+    if (order == 0) next = random() % free.size();
+    if (order == 1 && free.size() > 1) next = 1 + random() % (free.size() - 1);
+    const int warp = free[next];
+    const bool runs = step(warp);
+    if (runs && !at_barrier[warp * kLanes]) continue;
+    free.erase(free.begin() + next);
+    if (runs)
+      waiting.push_back(warp);
+    else
+      ended = true;
+  }
+}
+
 inline void run(unsigned columns, unsigned rows, std::function<void()> body) {
   const std::unique_ptr<char[]> stacks(new char[kThreads * kStack]);
+  std::minstd_rand random;
   kernel = std::move(body);
   gridDim = {columns, rows};
   for (unsigned program = 0; program < columns * rows; ++program) {
@@ -34,16 +82,11 @@ inline void run(unsigned columns, unsigned rows, std::function<void()> body) {
       threads[i].uc_link = &scheduler;
       makecontext(&threads[i], enter, 0);
     }
-    while (running[kThreads - 1])
-      for (unsigned i = 0; i < kThreads; ++i) {
-        threadIdx = {i, 0};
-        if (!running[i]) std::abort();  // returned before the others: out of step
-        swapcontext(&scheduler, &threads[i]);
-      }
+    run_program(random);
   }
 }
 
-// What every thread of the block gives, once all have.
+// What every thread of the block gives, once those of its warp have.
 template <class T>
 const T* given(const T& value) {
   static T values[2][kThreads];
@@ -108,7 +151,7 @@ inline void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, uns
 
 }  // namespace block
 
-inline void __syncthreads() { block::meet(); }
+inline void __syncthreads() { block::meet(true); }
 inline void __syncwarp() { block::meet(); }
 
 template <class T>
