@@ -3,7 +3,7 @@
 The model has eight layers of Qwen3-8B's shapes; 512 tokens are in a cache of 1024, and the peers
 run in CUDA graphs, ``eager`` (NF4, not compiled) aside. ``bf16`` is not quantized and stock
 Inductor compiles it, as it does NF4 for ``inductor``; ``compile_decoding`` is what
-`inductor_q.integrations` has for generation, with guards on modules once a text. LoRA adapters
+`inductor_q.integrations` has for generation: it looks at the model once a text. LoRA adapters
 (r = 16, seven projections, bf16) are not merged. Quantized peers share one model's weights and have
 caches of their own. Steps are queued one behind another, as generation without a stop does, so the
 time is the larger of what the host and the GPU take. ``error`` is that of the logits, against the
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import harness
 from inductor_q import testing
 from inductor_q.integrations import compile_decoding
+from inductor_q.integrations.regions import base_model
 from inductor_q.integrations.states import named_function
 
 #: What each is on a GPU: with CUDA graphs, but for eager mode.
@@ -32,7 +33,7 @@ PEERS = {
     "bf16": "inductor[triton.cudagraphs=True]",
     "inductor": "inductor[triton.cudagraphs=True]",
     "qfuse": "qfuse[qfuse.mode=reduce-overhead]",
-    "compile_decoding": "",
+    "compile_decoding": "compile_decoding",
 }
 PROMPT, CACHE = 512, 1024
 QUICK = {"vocab_size": 256, "max_position_embeddings": CACHE}
@@ -103,8 +104,6 @@ def _measure(suite: harness.Suite, arguments: Any, batch: int, adapted: str) -> 
 def _with_graphs(peer: str) -> str:
     """Return what a peer is on a GPU; one with options of its own keeps them."""
     name, _, options = peer.partition("[")
-    if name not in PEERS or not PEERS[name]:
-        return peer
     return f"{PEERS[name].removesuffix(']')};{options}" if options else PEERS[name]
 
 
@@ -149,7 +148,7 @@ class _Decoder:
 
     def compile(self, peer: str) -> None:
         if peer == "compile_decoding":
-            inner = getattr(compile_decoding(self.model), "get_base_model", lambda: self.model)()
+            inner = base_model(compile_decoding(self.model))
             # Not left in the model, which other peers have too.
             self.call, inner._compiled_call_impl = inner._compiled_call_impl, None
             return

@@ -7,9 +7,9 @@
 // A program takes one or two strips of 16 rows of a weight at a time (a tile), and of these 4096 columns (a
 // stage), of which each of the 16 warps has a run of 256. Copies bring a warp's part of a strip to shared
 // memory: while one is multiplied the next is under way, and no warp waits for another before the end of a
-// tile. More strips under way were no faster, on an H100, as what is asked for last waits behind them. Two
-// strips share what is done once a tile, which is as much work as decoding one; small weights have too few
-// rows for that.
+// tile. Only one strip is under way, since what is asked for last waits behind all before it. A tile of two
+// strips does half as often what is done once a tile; a small weight has too few rows for that, and some
+// multiprocessors would have no tile.
 //
 // A lane has 8 bytes of each row of a chunk, which are 16 neighbouring codes, and the four lanes of a quad have
 // its 64 together. What a lane decodes is at once its part of the first operand of mma.m16n8k16: a product sums
@@ -19,8 +19,8 @@
 // tile's rows of B come with its last codes.
 //
 // Two codes, a byte, are decoded by one look-up in a table of 256 pairs of values. Each lane has a copy of
-// its own, in its own bank of shared memory, so that no two lanes wait for each other. Each second 128 bytes
-// of the table are free for scales.
+// its own, in its own bank of shared memory, so that no two lanes wait for each other. The copies fill half of
+// the 256 bytes of an entry, and the other half holds scales.
 
 #include "numeric.cuh"
 
@@ -232,6 +232,7 @@ __device__ inline uint32 look_up(uint32 address) {
 // of one shape, and out is silu(first) * second.
 template <class Type, class Scale, int kTiles, bool kGated, int kHeight>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
+  // Rows of B are needed for the tile that is being finished, for the next, and for the one that is asked for.
   constexpr int kRows = kStrip * kHeight, kPitch = kRows + 4, kSlots = 3;
   extern __shared__ char shared[];
   // An address in the table has its entry as second byte and nothing of the table's own in the two lower ones.

@@ -15,7 +15,7 @@ REMARKS = {
         (("linear-h200", "def9296"), ("linear-cpu", "def9296")),
         "A pass for inputs of two dimensions took part, which is gone since.",
     ),
-    ("rows-h200", "d493df9"): "The kernel has become faster since.",
+    ("rows-h200", "d493df9"): "The kernel was written anew since.",
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }

@@ -134,9 +134,9 @@ class Decoding:
         self.chosen[state] = call
 
     def adopt(self, cache: Any) -> None:
-        """Let a text's cache lie where the one before it did, if nobody has that any more.
+        """Let a text's cache lie where the one before it did, if nobody has that cache any more.
 
-        A CUDA graph holds addresses: for another one's it would be recorded again.
+        A CUDA graph holds addresses, so for a cache elsewhere it would be recorded again.
         """
         layers = getattr(cache, "layers", ())
         found = [_tensors(layer) for layer in layers]
