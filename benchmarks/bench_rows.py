@@ -1,10 +1,11 @@
 """Time a linear layer of a few rows with a packed weight: `qfuse::linear` and what else there is.
 
 ``bitsandbytes`` is `matmul_4bit`, ``stock`` the same under Inductor; ``decode`` dequantizes and
-multiplies; ``dense`` multiplies with a weight of 16 bits that is not quantized. The roof is the
-time of reading the packed weight once. Weights are nf4, nested. The cache is flushed before each
-call, which is timed alone. ``graph_s`` is the time of a call in a CUDA graph of many, whose weights
-together exceed the cache, as decoding has them: free of what starting one kernel alone costs.
+multiplies; ``dense`` multiplies with a weight of 16 bits that is not quantized; ``adapter`` is
+``qfuse`` with a LoRA adapter of rank 16. The roof is the time of reading the packed weight once.
+The cache is flushed before each call, which is timed alone. ``graph_s`` is the time of a call in a
+CUDA graph of many, whose weights together exceed the cache, as decoding has them: free of what
+starting one kernel alone costs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import harness
 from inductor_q import ops, testing
 from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.formats.kbit import KBITS, kbit_format_name, normal_float
 from inductor_q.kernels import linear_rows_cuda
+from inductor_q.kernels.quantize_kbit_reference import reference
+from inductor_q.ops.linears import linears
 
-PEERS = ("bitsandbytes", "decode", "dense", "stock", "qfuse")
-FORMAT = "nf4_b64_nested"
+PEERS = ("bitsandbytes", "decode", "dense", "stock", "qfuse", "adapter")
+BNB = "nf4_b64_nested"
+KBIT = {kbit_format_name(k, "e4m4"): k for k in KBITS}
 #: Output and input features.
 SHAPES = {
     "cuda": ((12288, 4096), (4096, 12288), (4096, 4096), (1024, 4096)),
@@ -34,76 +39,116 @@ ROWS = {"cuda": (1, 2, 4, 8, 16, 24, 32, 48, 64), "cpu": (1, 2, 4, 8, 16, 32)}
 QUICK = ((96, 128),)
 #: Bytes of the weights of a graph: several times the cache of a GPU.
 GRAPH_BYTES = 256 << 20
+RANK = 16
+
+Calls = dict[str, Callable[[Tensor], Tensor]]
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
-    arguments = harness.parser(__doc__, peers=PEERS).parse_args(argv)
+    parser = harness.parser(__doc__, peers=PEERS)
+    parser.add_argument("--formats", nargs="+", choices=[BNB, *KBIT], default=[BNB])
+    parser.add_argument("--rows", nargs="+", type=int)
+    arguments = parser.parse_args(argv)
     suite = harness.start("bench_rows", arguments)
     kind = suite.device.type
-    for shape in QUICK if arguments.quick else SHAPES[kind]:
-        weight = torch.randn(shape, device=suite.device).bfloat16() * 0.02
-        layer = testing.quantized_linear(weight).eval()
-        for rows in (1, 3) if arguments.quick else ROWS[kind]:
-            x = torch.randn(rows, shape[1], device=suite.device).bfloat16()
-            _measure(suite, arguments, layer, weight, x)
+    for name in arguments.formats:
+        for shape in QUICK if arguments.quick else SHAPES[kind]:
+            weight = torch.randn(shape, device=suite.device).bfloat16() * 0.02
+            packed = _bnb(weight) if name == BNB else _kbit(weight, KBIT[name])
+            for rows in arguments.rows or ((1, 3) if arguments.quick else ROWS[kind]):
+                x = torch.randn(rows, shape[1], device=suite.device).bfloat16()
+                _measure(suite, arguments, name, packed, weight, x)
     harness.finish(suite, arguments, extras=("error", "graph_s"))
     return suite
 
 
-def _measure(suite: harness.Suite, arguments: Any, layer: Any, weight: Tensor, x: Tensor) -> None:
-    operands, _, shape = bnb_operands(layer.weight.data, layer.weight.quant_state)
+#: A packed weight: its operands, and the layer of the library that they come from, if one does.
+Packed = tuple[list[Tensor], nn.Module | None]
+
+
+def _bnb(weight: Tensor) -> Packed:
+    layer: Any = testing.quantized_linear(weight).eval()
+    return list(bnb_operands(layer.weight.data, layer.weight.quant_state)[0]), layer
+
+
+def _kbit(weight: Tensor, k: int) -> Packed:
+    codebook = torch.tensor(normal_float(k), device=weight.device)
+    return [*reference(weight, codebook, k, "e4m4"), codebook], None
+
+
+def _calls(name: str, packed: Packed, weight: Tensor) -> Calls:
+    """Return the calls of one weight by peer, but for the compiled one."""
+    operands, layer = packed
+    shape, dtype = weight.shape, weight.dtype
+    a, b = (0.02 * torch.randn(s, device=weight.device).to(dtype) for s in _adapter(shape))
+
+    def decode(x: Tensor) -> Tensor:
+        return F.linear(x, ops.dequantize(operands, name, shape, dtype))
+
+    def adapted(x: Tensor) -> Tensor:
+        return linears(x, operands, name, shape[:1], [None], [a], [b], [1.0])[0]
+
+    calls: Calls = {} if layer is None else {"bitsandbytes": layer}
+    return calls | {
+        "decode": decode,
+        "dense": lambda x: F.linear(x, weight),
+        "qfuse": lambda x: ops.linear(x, operands, name, shape),
+        "adapter": adapted,
+    }
+
+
+def _adapter(shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (RANK, shape[1]), (shape[0], RANK)
+
+
+def _measure(
+    suite: harness.Suite, arguments: Any, name: str, packed: Packed, weight: Tensor, x: Tensor
+) -> None:
     torch.compiler.reset()  # past some recompiles it would be eager
-    stock: Callable[[Tensor], Tensor] = torch.compile(layer, backend="inductor", dynamic=False)
     with torch.no_grad():
-        exact = x.double() @ ops.dequantize(operands, FORMAT, shape, torch.float32).double().t()
-        peers: dict[str, Callable[[], Tensor]] = {
-            "bitsandbytes": lambda: layer(x),
-            "decode": lambda: F.linear(x, ops.dequantize(operands, FORMAT, shape, x.dtype)),
-            "dense": lambda: F.linear(x, weight),
-            "stock": lambda: stock(x),
-            "qfuse": lambda: ops.linear(x, operands, FORMAT, shape),
+        dense = ops.dequantize(packed[0], name, weight.shape, torch.float32)
+        exact = x.double() @ dense.double().t()
+        peers = _calls(name, packed, weight)
+        if packed[1] is not None:
+            peers["stock"] = torch.compile(packed[1], backend="inductor", dynamic=False)
+        calls = {
+            peer: functools.partial(peers[peer], x) for peer in arguments.backends if peer in peers
         }
-        calls = {name: peers[name] for name in arguments.backends}
         if x.shape[0] > linear_rows_cuda.MOST_ROWS:
             calls.pop("qfuse", None)  # it decodes
+            calls.pop("adapter", None)
         extra = {
-            name: {"error": float((call().double() - exact).norm() / exact.norm())}
-            for name, call in calls.items()
-            if name != "dense"  # another weight
+            peer: {"error": float((call().double() - exact).norm() / exact.norm())}
+            for peer, call in calls.items()
+            if peer not in ("dense", "adapter")  # another weight
         }
         rounds = arguments.rounds or 3
         timings = harness.time_kernels(calls, suite.device, rounds=rounds, budget=0.02)
         if suite.device.type == "cuda":
-            for name, seconds in _in_graphs(arguments.backends, layer, weight, x, rounds).items():
-                if name in calls:
-                    extra.setdefault(name, {})["graph_s"] = seconds
-    packed = float(sum(t.nbytes for t in operands))
-    case = {"shape": "x".join(map(str, shape)), "rows": x.shape[0]}
-    suite.add(case, timings, roof=suite.ceilings.roof(bytes=packed), extra=extra)
+            graphed = [peer for peer in calls if peer != "stock"]  # it has no graph of many
+            for peer, seconds in _in_graphs(graphed, name, packed, weight, x, rounds).items():
+                extra.setdefault(peer, {})["graph_s"] = seconds
+    nbytes = float(sum(t.nbytes for t in packed[0]))
+    case = {"shape": "x".join(map(str, weight.shape)), "rows": x.shape[0]}
+    if len(arguments.formats) > 1:
+        case = {"format": name, **case}
+    suite.add(case, timings, roof=suite.ceilings.roof(bytes=nbytes), extra=extra)
 
 
 def _in_graphs(
-    names: Sequence[str], layer: Any, weight: Tensor, x: Tensor, rounds: int
+    peers: Sequence[str], name: str, packed: Packed, weight: Tensor, x: Tensor, rounds: int
 ) -> dict[str, float]:
-    """Return the seconds of a call in a CUDA graph of many, by peer; stock has no such graph."""
-    operands, _, shape = bnb_operands(layer.weight.data, layer.weight.quant_state)
-    packed = sum(t.nbytes for t in operands)
-    layers = [copy.deepcopy(layer) for _ in range(-(-GRAPH_BYTES // packed))]
-    copies = [bnb_operands(each.weight.data, each.weight.quant_state)[0] for each in layers]
-
-    def decoded(each: Sequence[Tensor]) -> Tensor:
-        return F.linear(x, ops.dequantize(each, FORMAT, shape, x.dtype))
-
-    dense = [weight.clone() for _ in range(-(-GRAPH_BYTES // weight.nbytes))]
-    calls: dict[str, list[Callable[[], Tensor]]] = {
-        "bitsandbytes": [functools.partial(each, x) for each in layers],
-        "decode": [functools.partial(decoded, each) for each in copies],
-        "dense": [functools.partial(F.linear, x, each) for each in dense],
-        "qfuse": [functools.partial(ops.linear, x, each, FORMAT, shape) for each in copies],
+    """Return the seconds of a call in a CUDA graph of many, by peer."""
+    nbytes = sum(t.nbytes for t in packed[0])
+    copies = [_calls(name, copy.deepcopy(packed), weight) for _ in range(-(-GRAPH_BYTES // nbytes))]
+    denses = [_calls(name, packed, weight.clone()) for _ in range(-(-GRAPH_BYTES // weight.nbytes))]
+    calls = {
+        peer: [functools.partial(of[peer], x) for of in (denses if peer == "dense" else copies)]
+        for peer in peers
     }
-    graphs = {name: harness.in_sequence(calls[name], x.device) for name in names if name in calls}
+    graphs = {peer: harness.in_sequence(of, x.device) for peer, of in calls.items()}
     timings = harness.time_kernels(graphs, x.device, rounds=rounds, budget=0.02)
-    return {name: timing.median / len(calls[name]) for name, timing in timings.items()}
+    return {peer: timing.median / len(calls[peer]) for peer, timing in timings.items()}
 
 
 if __name__ == "__main__":

@@ -261,26 +261,26 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     if (weight.nested_codebook != nullptr) table_value[i] = threadIdx.x < 256 ? weight.nested_codebook[threadIdx.x] : *weight.nested_offset;
   }
 
-  // What a warp multiplies with: its run of columns of x, read anew where the part changes.
+  // What a warp multiplies with: its run of columns of x. Where the part changes, a chunk's are read anew as soon
+  // as the last strip of a tile is through with it.
   uint4 held[kRun][kTiles][2];
-  int held_part = -1;
-  const auto hold = [&](int part) {
-    if (held_part == part) return;
-    held_part = part;
+  const auto hold = [&](int c, int part) {
 #pragma unroll
-    for (int c = 0; c < kRun; ++c)
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const int token = t * kTokens + quad, chunk = part * kChunks + warp * kRun + c;
-        const auto* const x = static_cast<const typename Type::Raw*>(a.x) + token * a.k + chunk * kChunk + 16 * member;
-        held[c][t][0] = held[c][t][1] = make_uint4(0, 0, 0, 0);
-        if (token < m && chunk < chunks) {
-          held[c][t][0] = __ldg(reinterpret_cast<const uint4*>(x));
-          held[c][t][1] = __ldg(reinterpret_cast<const uint4*>(x) + 1);
-        }
+    for (int t = 0; t < kTiles; ++t) {
+      const int token = t * kTokens + quad, chunk = part * kChunks + warp * kRun + c;
+      const auto* const x = static_cast<const typename Type::Raw*>(a.x) + token * a.k + chunk * kChunk + 16 * member;
+      held[c][t][0] = held[c][t][1] = make_uint4(0, 0, 0, 0);
+      if (token < m && chunk < chunks) {
+        held[c][t][0] = __ldg(reinterpret_cast<const uint4*>(x));
+        held[c][t][1] = __ldg(reinterpret_cast<const uint4*>(x) + 1);
       }
+    }
   };
-  if (a.projected == nullptr) hold(0);  // else this launch may be early
+  const auto hold_first = [&] {
+#pragma unroll
+    for (int c = 0; c < kRun; ++c) hold(c, 0);
+  };
+  if (a.projected == nullptr) hold_first();  // else this launch may be early
 
   // Between two entries of the table are 128 bytes, which hold the scales of 8 rows.
   const auto scales_at = [&](int place, int row) { return kEntry * ((place * kWarps + warp) * (kRows / 8) + row / 8) + 128 + row % 8 * 16; };
@@ -367,10 +367,11 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   int turn = 0, lora_slot = 0;
   Walk<kRows, kGated> walk(a, stages);
   wait_for_previous();  // only weights were read so far
+  if (a.projected != nullptr) hold_first();
   float gate = 0;
   float total[kHeight][kTiles][4] = {};
   while (walk.left > 0) {
-    hold(walk.part);
+    const int next_part = walk.part + 1 < parts ? walk.part + 1 : 0;
 #pragma unroll
     for (int strip = 0; strip < kHeight; ++strip) {
       wait_for_copies();
@@ -410,6 +411,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
 #pragma unroll
           for (int i = 0; i < 4; ++i) total[strip][t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[strip][t][i]);
         }
+        if (strip == kHeight - 1 && parts > 1) hold(c, next_part);
       }
     }
     place ^= 1;

@@ -516,7 +516,8 @@ def test_bench_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     bench_rows.main(["--device", "cpu", "--quick", "--out", str(out)])
     rows = check_file(out, "bench_rows", set(bench_rows.PEERS))
-    assert all(row["extra"]["error"] < 0.01 for row in rows if row["peer"] != "dense")
+    errors = [row["extra"]["error"] for row in rows if row["peer"] not in ("dense", "adapter")]
+    assert errors and max(errors) < 0.01
 
 
 def test_bench_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
