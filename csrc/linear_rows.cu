@@ -261,8 +261,10 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     if (weight.nested_codebook != nullptr) table_value[i] = threadIdx.x < 256 ? weight.nested_codebook[threadIdx.x] : *weight.nested_offset;
   }
 
-  // What a warp multiplies with: its run of columns of x. Where the part changes, a chunk's are read anew as soon
-  // as the last strip of a tile is through with it.
+  // What a warp multiplies with: its run of columns of x, read anew where the part changes. Where it is much
+  // (`kEarly`), a chunk's are asked for as soon as the last strip is through with the ones before.
+  constexpr bool kEarly = kTiles > 1;
+  int held_part = -1;
   uint4 held[kRun][kTiles][2];
   const auto hold = [&](int c, int part) {
 #pragma unroll
@@ -276,11 +278,13 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
       }
     }
   };
-  const auto hold_first = [&] {
+  const auto hold_all = [&](int part) {
+    if (held_part == part) return;
+    held_part = part;
 #pragma unroll
-    for (int c = 0; c < kRun; ++c) hold(c, 0);
+    for (int c = 0; c < kRun; ++c) hold(c, part);
   };
-  if (a.projected == nullptr) hold_first();  // else this launch may be early
+  if (a.projected == nullptr) hold_all(0);  // else this launch may be early
 
   // Between two entries of the table are 128 bytes, which hold the scales of 8 rows.
   const auto scales_at = [&](int place, int row) { return kEntry * ((place * kWarps + warp) * (kRows / 8) + row / 8) + 128 + row % 8 * 16; };
@@ -367,10 +371,11 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   int turn = 0, lora_slot = 0;
   Walk<kRows, kGated> walk(a, stages);
   wait_for_previous();  // only weights were read so far
-  if (a.projected != nullptr) hold_first();
+  if (kEarly) hold_all(0);
   float gate = 0;
   float total[kHeight][kTiles][4] = {};
   while (walk.left > 0) {
+    if (!kEarly) hold_all(walk.part);
     const int next_part = walk.part + 1 < parts ? walk.part + 1 : 0;
 #pragma unroll
     for (int strip = 0; strip < kHeight; ++strip) {
@@ -411,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
 #pragma unroll
           for (int i = 0; i < 4; ++i) total[strip][t][i] = __fmaf_rn(sum[i], factors[i / 2][c], total[strip][t][i]);
         }
-        if (strip == kHeight - 1 && parts > 1) hold(c, next_part);
+        if (kEarly && strip == kHeight - 1 && parts > 1) hold(c, next_part);
       }
     }
     place ^= 1;
@@ -493,6 +498,7 @@ __global__ void __launch_bounds__(kThreads) project(const __grid_constant__ Proj
   const int vectors = static_cast<int>(p.k / 8);
   const uint4* const x = static_cast<const uint4*>(p.x) + static_cast<int64>(first) * vectors;
   float total[kRows] = {};
+#pragma unroll (kRows > 2 ? 1 : 4)
   for (int i = threadIdx.x; i < vectors; i += kThreads) {
     uint4 words[kRows];
 #pragma unroll

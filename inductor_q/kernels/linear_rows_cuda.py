@@ -265,7 +265,7 @@ def _plan(call: LinearRows, count: int) -> Plan | None:
     strips = sum(-(-n // STRIP) for n in (call.features[:1] if call.gated else call.features))
     tall = strips > _programs(strips, device)  # else half of the multiprocessors had no tile
     most = _most_shared(device)
-    found = plan(count, room, most, 2) if tall else None
+    found = plan(count, room, most, 2) if tall and count <= TOKENS else None
     return found or plan(count, room, most, 1)
 
 

@@ -50,7 +50,7 @@ SOURCES = {
         [
             f"linear<{dtype}, {scale}, {together}, {gated}, {height}>"
             for dtype in ("BFloat16", "Float16")
-            for together, height in ((1, 1), (1, 2), (2, 1), (2, 2))
+            for together, height in ((1, 1), (1, 2), (2, 1))
             for scale in ("Plain", "Nested")
             for gated in ("false", "true")
         ]
