@@ -18,8 +18,8 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 7600,
     "csrc": 3405,
-    "docs": 1545,
-    "examples": 1140,
+    "docs": 1565,
+    "examples": 1165,
     "inductor_q": 5980,
     "inductor_q/capture": 2435,
     "inductor_q/commands": 1100,
@@ -27,16 +27,16 @@ BUDGET = {
     "inductor_q/diagnostics": 5725,
     "inductor_q/experts": 1135,
     "inductor_q/formats": 1730,
-    "inductor_q/integrations": 1460,
+    "inductor_q/integrations": 1470,
     "inductor_q/kbit": 935,
     "inductor_q/kernels": 6685,
     "inductor_q/loading": 1750,
     "inductor_q/ops": 2680,
     "inductor_q/presets": 630,
-    "inductor_q/tuning": 1035,
+    "inductor_q/tuning": 1115,
     "lowerings": 760,
     "passes": 6400,
-    "tests": 41400,
+    "tests": 41430,
 }
 
 

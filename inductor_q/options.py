@@ -70,6 +70,8 @@ def resolve(
     mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
 
     inductor = _inductor(preset)
+    if not torch.is_grad_enabled():  # predictions are kept, and a CUDA graph would overwrite them
+        inductor.pop("triton.cudagraphs", None)
     sources |= dict.fromkeys(inductor, f"preset {preset.name}")
     for name, value in (modes[mode] if mode else {}).items():
         inductor[name] = value

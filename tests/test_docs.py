@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from docs import api, figures, private
+from docs import api, figures, private, tune_figures
 from docs.generate import BLOCK, HERE, PAGES, ROOT, VALUE, filled, generated
 from inductor_q import cli, kbit
 from inductor_q.commands.presets import tables
 from inductor_q.presets import MAPPINGS, PRESETS
+from inductor_q.tuning.runs import Run, Runs
 
 #: Pages with links.
 LINKING = (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md")
@@ -45,6 +46,18 @@ def test_every_table_and_figure_is_shown_somewhere() -> None:
         figures.TABLES
     )
     assert {name for _, name, _ in VALUE.findall(text)} == set(figures.VALUES)
+
+
+def test_a_table_of_what_tune_has_recorded(tmp_path: Path) -> None:
+    key = {"device": "a GPU", "torch": "2.13.0", "model": "m:f", "steps": 5, "sources": "abc"}
+    runs = Runs(tmp_path / "tune-x.jsonl", key)
+    for name, number in (("base", 1), ("knob", 1), ("knob", 2), ("base", 2)):
+        seconds = (0.01 if name == "base" else 0.005,) * 4
+        runs.append(Run(condition=name, round=number, seconds=seconds, losses=(1.0, 0.9), peak=9))
+    found = tune_figures.tune("tune-x", tmp_path)
+    assert "| knob | 5.0 | 0.500 |  | 0.0 | 0 | 0.0e+00 | 50.0% faster, noise 1.0% |" in found
+    assert "| stock |  |  |  |  |  |  | not measured: the budget ended |" in found
+    assert found.endswith("model m:f, 5 steps a run, digest of qfuse's source abc.")
 
 
 def test_a_stale_table_is_written_again() -> None:

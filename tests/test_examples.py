@@ -56,6 +56,16 @@ def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
     assert (applied["canonicalize"], applied["group_queries"]) == (14, 2)
 
 
+def test_models_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = importlib.import_module("examples.small")
+    assert small.toy().config.num_hidden_layers == 2
+    monkeypatch.setattr(small, "_qlora", lambda config: config)
+    config = small.qwen3_0_6b()
+    linears = 2 * 16 * 128 + 2 * 8 * 128 + 3 * config.intermediate_size
+    weights = config.hidden_size * (config.num_hidden_layers * linears + config.vocab_size)
+    assert config.head_dim == 128 and round(weights / 1e9, 2) == 0.6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo", "trainer"])
 def test_with_code(name: str, tmp_path: Path) -> None:

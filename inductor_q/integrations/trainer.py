@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from inductor_q import presets
 from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
 from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.backend_name import name_backend
@@ -26,7 +27,7 @@ from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import Regions, compile
 from inductor_q.integrations.states import states_of
 from inductor_q.log import log
-from inductor_q.options import check_options
+from inductor_q.options import asked, check_options
 from inductor_q.process import report
 
 try:
@@ -106,7 +107,8 @@ class QfuseCallback(TrainerCallback):
         if args.max_grad_norm and is_sharded(kwargs["model"]):
             raise NormOfOneRank(value=args.max_grad_norm)
         if self.enabled:
-            model = compile(kwargs["model"], **self.settings)
+            options = _without_graphs(args, kwargs["model"], self.settings)
+            model = compile(kwargs["model"], **{**self.settings, "options": options})
             data = getattr(kwargs.get("train_dataloader"), "dataset", None)
             for states in states_of(model):
                 states.told_by = self
@@ -163,6 +165,17 @@ def _is_replicated(args: Any, model: nn.Module) -> bool:
     """Whether a Trainer wraps the model in nn.DataParallel, as it does but for bitsandbytes'."""
     marks = ("is_loaded_in_8bit", "is_loaded_in_4bit")
     return args.n_gpu > 1 and not any(getattr(model, mark, False) for mark in marks)
+
+
+def _without_graphs(args: Any, model: nn.Module, settings: Mapping[str, Any]) -> Any:
+    """Return the options; where gradients add up over batches, a preset's CUDA graphs are off, as
+    they would overwrite the gradients of the batch before."""
+    options, name = settings["options"] or {}, "triton.cudagraphs"
+    if args.gradient_accumulation_steps > 1 and not settings["mode"]:
+        device = next(model.parameters()).device
+        if name in presets.select(device, asked("qfuse.preset", options) or "auto").options:
+            return {name: False, **options}
+    return settings["options"]
 
 
 def _take_over(args: Any) -> None:

@@ -7,11 +7,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inductor_q.tuning.plan import BASE, EAGER, Condition
+from inductor_q.tuning.plan import BASE, EAGER, REFERENCES, Condition
 from inductor_q.tuning.runs import Run
 
 LEAST_GAIN = 0.01  # a preset should not follow noise
 MOST_PEAK = 1.25  # of the base's: "auto" will also be in force for models that just fit
+REFERRED = {
+    "base": "what the others are held against",
+    "stock": "Inductor without qfuse, for comparison",
+    "eager": "the reference of losses",
+}
 ROUNDING = 1e-4  # of the loss, where the base does not differ from eager at all
 
 
@@ -87,8 +92,8 @@ def _judged(
         verdict = f"rejected: {failed[0]}"
     elif not runs:
         verdict = "not measured: the budget ended"
-    elif condition in (BASE, EAGER):
-        verdict = "what the others are held against" if condition == BASE else "the reference"
+    elif condition in REFERENCES:
+        verdict = REFERRED[condition.name]
     elif not found.loss_deviation <= bound:
         verdict = f"rejected: its loss is {found.loss_deviation:.2g} off, {bound:.2g} is allowed"
     elif len(runs) < rounds:
@@ -101,6 +106,8 @@ def _judged(
         verdict = f"no gain beyond the noise of {noise:.1%}"
     else:
         wins, verdict = True, f"{gain:.1%} faster, noise {noise:.1%}"
+    if runs and (skips := max(run.skips for run in runs)):
+        verdict += f"; torch kept {skips} graphs out of CUDA graphs"
     return Judged(**{**vars(found), "wins": wins, "verdict": verdict})
 
 

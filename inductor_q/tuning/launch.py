@@ -14,7 +14,7 @@ from pathlib import Path
 
 from inductor_q.own_options import OPTIONS
 from inductor_q.presets import THRESHOLDS, Entry, Preset, tuned
-from inductor_q.tuning.plan import EAGER, KERNELS, Condition
+from inductor_q.tuning.plan import EAGER, KERNELS, STOCK, Condition
 from inductor_q.tuning.runs import Run
 from inductor_q.tuning.sweep import OutOfBudget
 
@@ -54,6 +54,7 @@ class Launcher:
         out = folder / f"run{number}.json"
         command = [sys.executable, "-m", "inductor_q.tuning.trial", "--model", self.model]
         command += ["--steps", str(self.steps), "--out", str(out)]
+        command += ["--stock"] if condition == STOCK else []
         log = folder / f"run{number}.log"
         started = time.monotonic()
         with log.open("wb") as file:

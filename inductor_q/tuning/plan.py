@@ -20,7 +20,8 @@ class Condition:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-EAGER, BASE = Condition("eager"), Condition("base")
+BASE, STOCK, EAGER = Condition("base"), Condition("stock"), Condition("eager")
+REFERENCES = (BASE, STOCK, EAGER)  # measured and shown; no preset comes of them
 TOGETHER = "together"
 
 
@@ -36,7 +37,7 @@ class Knob:
 
 #: Coordinate descent and alignment are of Triton's kernels, CUDA graphs of a GPU.
 KNOBS = (
-    Knob("triton.cudagraphs"),
+    Knob("triton.cudagraphs", needs=("triton.cudagraph_skip_dynamic_graphs",)),
     Knob("max_autotune_gemm", devices=("cuda", "cpu")),
     Knob("coordinate_descent_tuning"),
     Knob("coordinate_descent_check_all_directions", needs=("coordinate_descent_tuning",)),

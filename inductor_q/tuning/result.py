@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from inductor_q.presets import Preset
 from inductor_q.tuning.choice import Judged
 from inductor_q.tuning.launch import changed
-from inductor_q.tuning.plan import BASE
+from inductor_q.tuning.plan import BASE, STOCK
 
 
 def preset_of(
@@ -17,13 +18,15 @@ def preset_of(
 ) -> Preset:
     """Return the preset that ships with the changes of the best condition."""
     [base] = [j for j in judged if j.condition == BASE]
+    stock = next((j.step_s for j in judged if j.condition == STOCK), math.nan)
+    other = "" if math.isnan(stock) else f" (stock Inductor {stock * 1e3:.1f})"
     today = datetime.date.today().isoformat()
     of = f"{model or 'the default model'}, {steps} steps, {today}"
     evidence = (
         f"{best.condition.name}: {best.step_s * 1e3:.1f} ms a step against "
-        f"{base.step_s * 1e3:.1f}, peak {best.peak / 1e6:,.0f} MB against {base.peak / 1e6:,.0f}, "
-        f"compile {best.compile_s:.0f} s against {base.compile_s:.0f} ({of}; other sizes were not "
-        "measured)"
+        f"{base.step_s * 1e3:.1f}{other}, peak {best.peak / 1e6:,.0f} MB against "
+        f"{base.peak / 1e6:,.0f}, compile {best.compile_s:.0f} s against {base.compile_s:.0f} "
+        f"({of}; other sizes were not measured)"
     )
     others = (j for j in judged if j.condition not in (BASE, best.condition))
     facts = (f"{j.condition.name}: {j.verdict} ({of})" for j in others)

@@ -30,6 +30,7 @@ class Run:
     compile_s: float = 0.0
     cold: bool = True  # whether it compiled with empty caches
     peak: int = 0  # bytes
+    skips: int = 0  # graphs that torch kept out of CUDA graphs
     sites: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # done, not done by choice
     providers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # op -> who, how often
     sizes: Mapping[str, int] = field(default_factory=dict)  # rows, positions, logits of a step
@@ -118,8 +119,10 @@ def _run(data: Any) -> list[Run]:
         known = {f.name: data[f.name] for f in fields(Run) if f.name in data}
         for name in ("seconds", "losses"):
             known[name] = tuple(map(float, known.get(name, ())))
-        for name, kind in (("round", int), ("compile_s", float), ("peak", int), ("wall_s", float)):
-            known[name] = kind(known.get(name, 0))
+        for name in ("round", "peak", "skips"):
+            known[name] = int(known.get(name, 0))
+        for name in ("compile_s", "wall_s"):
+            known[name] = float(known.get(name, 0))
         for name in ("changes", "providers", "sizes"):
             known[name] = dict(known.get(name, {}))
         known["sites"] = {name: (n, m) for name, (n, m) in known.get("sites", {}).items()}

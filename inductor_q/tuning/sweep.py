@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from inductor_q.exc import BaseFailed
 from inductor_q.presets import Preset
 from inductor_q.tuning import plan
 from inductor_q.tuning.choice import Judged, judge
-from inductor_q.tuning.plan import BASE, EAGER, Condition
+from inductor_q.tuning.plan import BASE, EAGER, REFERENCES, Condition
 from inductor_q.tuning.runs import Run, Runs
 
 
 class OutOfBudget(Exception):
     """The next run would end after the budget does."""
 
+
+COMPILED_BEFORE = 0.6  # of the compile time: full caches have spared 0.7 to 0.9 of it
 
 #: Measures a condition in one round, given the seconds that are left; the budget's end raises.
 Launch = Callable[[Condition, int, float], Run]
@@ -35,7 +37,7 @@ class Sweep:
     compute: Sequence[str] = ()
     begin: Callable[[Condition, int, int, float | None], None] = lambda *_: None
     end: Callable[[Run], None] = lambda run: None
-    conditions: list[Condition] = field(default_factory=lambda: [BASE, EAGER])
+    conditions: list[Condition] = field(default_factory=lambda: [*REFERENCES])
     left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = False
 
@@ -43,6 +45,7 @@ class Sweep:
         # What failed is run again: the script may be there now, or memory of the GPU free.
         self.known = [run for run in self.runs.read() if not run.error]
         self._deadline = time.monotonic() + self.budget_s
+        self._warm: set[str] = set()  # conditions whose caches this process has filled
 
     def run(self) -> None:
         """Run all conditions.
@@ -58,8 +61,10 @@ class Sweep:
                 self.device, self.preset, base, compute=self.compute
             )
             self.conditions += singles
-            self._round(self.conditions[1:], 1)
-            self._round([c for c in reversed(self.conditions) if not self._failed(c)], 2)
+            first = self._first_order()
+            self._round([c for c in reversed(first) if not self._failed(c)], 2)
+            if len(first) < len(self.conditions):
+                raise OutOfBudget
             if len(winners := self._winners()) > 1:
                 both = plan.together(winners)
                 self.conditions.append(both)
@@ -90,25 +95,64 @@ class Sweep:
     def _failed(self, condition: Condition) -> bool:
         return any(run.error for run in self.known if run.condition == condition.name)
 
+    def _first_order(self) -> list[Condition]:
+        """Run conditions once, as many as the budget leaves time to run in the second order too:
+        of one order alone nothing follows."""
+        done: list[Condition] = []
+        for condition in self.conditions:
+            later = [c for c in (*done, condition) if not self._failed(c)]
+            kept = self._usual(later, 2)
+            try:
+                self._get(condition, 1, self.conditions, kept)
+            except OutOfBudget:
+                break
+            done.append(condition)
+        return done
+
     def _round(self, conditions: Sequence[Condition], number: int) -> None:
-        for position, condition in enumerate(conditions):
-            self._get(condition, number, self._runs_left(len(conditions) - position, number))
+        for condition in conditions:
+            self._get(condition, number, conditions)
 
-    def _runs_left(self, here: int, number: int) -> int:
-        return here + (len(self.conditions) if number == 1 else 0)
-
-    def _get(self, condition: Condition, number: int, left: int = 0) -> Run:
-        """Return the run that is remembered, or else a new one."""
+    def _find(self, condition: Condition, number: int) -> Run | None:
         for run in self.known:
             same = run.condition == condition.name and dict(run.changes) == dict(condition.changes)
             if same and run.round == number:
                 return run
-        seconds = self._deadline - time.monotonic()
-        usual = max((run.wall_s for run in self.known[-4:]), default=0.0)
-        if seconds <= usual:
+        return None
+
+    def _usual(self, conditions: Iterable[Condition], number: int) -> float:
+        """Return for how many seconds conditions are likely to run that have not run yet."""
+        cold = [run for run in self.known if run.cold][-4:]
+        usual = max(cold, key=lambda run: run.wall_s, default=None)
+        seconds = 0.0
+        for condition in conditions:
+            first = self._find(condition, 1)
+            like = first or usual
+            if like is None or self._find(condition, number):
+                continue
+            spared = 0.0
+            if first is None and condition == EAGER:
+                spared = 1.0
+            elif number > 1 and (first is None or condition.name in self._warm):
+                spared = COMPILED_BEFORE
+            seconds += like.wall_s - spared * like.compile_s
+        return seconds
+
+    def _get(
+        self, condition: Condition, number: int, of: Sequence[Condition] = (), kept: float = 0.0
+    ) -> Run:
+        """Return the run that is remembered, or else a new one, which leaves `kept` seconds."""
+        if found := self._find(condition, number):
+            return found
+        seconds = self._deadline - time.monotonic() - kept
+        if seconds <= self._usual([condition], number):
             raise OutOfBudget
-        self.begin(condition, number, left, usual * left if usual and left else None)
+        rounds = (1, 2) if number == 1 else (number,)
+        left = [(c, n) for n in rounds for c in of if not self._find(c, n)]
+        time_left = sum(self._usual([c], n) for c, n in left)
+        self.begin(condition, number, len(left), time_left or None)
         run = self.launch(condition, number, seconds)
+        self._warm.add(condition.name)
         self.runs.append(run)
         self.known.append(run)
         self.end(run)

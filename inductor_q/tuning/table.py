@@ -7,19 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inductor_q.tuning.choice import Judged
-from inductor_q.tuning.plan import BASE
+from inductor_q.tuning.plan import BASE, STOCK
 
-COLUMNS = ("condition", "ms/step", "of base", "compile s", "peak MB", "loss off", "verdict")
+COLUMNS = (
+    *("condition", "ms/step", "of base", "of stock"),
+    *("compile s", "peak MB", "loss off", "verdict"),
+)
 
 
 def rows(judged: Sequence[Judged]) -> list[tuple[str, ...]]:
     """Return a row of text for each condition."""
-    base = next((j.step_s for j in judged if j.condition == BASE), math.nan)
+    base, stock = (
+        next((j.step_s for j in judged if j.condition == to), math.nan) for to in (BASE, STOCK)
+    )
     return [
         (
             j.condition.name,
             _number(j.step_s * 1e3, ".1f"),
             _number(j.step_s / base, ".3f"),
+            _number(j.step_s / stock, ".3f"),
             _number(j.compile_s, ".1f"),
             _number(j.peak / 1e6 or math.nan, ",.0f"),
             _number(j.loss_deviation, ".1e"),

@@ -2,7 +2,8 @@
 
 The condition itself comes by the environment (QFUSE_PRESET and others). What runs is the user's
 program as it is, or a Trainer over the user's model. Steps end where an optimizer's step ends, and
-a step's loss is what `backward()` was called on; neither makes a GPU wait.
+a step's loss is what `backward()` was called on; neither makes a GPU wait. With --stock Inductor
+compiles without qfuse what the other conditions compile with it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from inductor_q import backend
@@ -27,6 +29,7 @@ from inductor_q.diagnostics.everywhere import qfuse_everywhere
 from inductor_q.diagnostics.targets import Target
 from inductor_q.tuning import recipe
 
+_compile: Callable[..., Any] = torch.compile
 SETTLED = 2  # steps before the tail, in which memory that compiling took is given back
 
 
@@ -103,12 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stock", action="store_true")
     args = parser.parse_args(argv)
     watch = Watch(args.steps)
-    sizes = _run(args.model, watch)
+    with mock.patch.object(torch, "compile", _by_inductor if args.stock else torch.compile):
+        sizes = _run(args.model, watch)
     if not watch.done:
         sys.exit(f"the program ended after {len(watch.marks)} of {args.steps} optimizer steps")
-    if not backend.reports() and os.environ.get("TORCH_COMPILE_DISABLE") != "1":
+    compiled = counters["stats"]["unique_graphs"] if args.stock else backend.reports()
+    if not compiled and os.environ.get("TORCH_COMPILE_DISABLE") != "1":
         sys.exit("nothing was compiled, so there is nothing to tune")
     args.out.write_text(json.dumps(measured(watch, sizes)))
     return 0
@@ -123,6 +129,7 @@ def measured(watch: Watch, sizes: dict[str, int]) -> dict[str, Any]:
         "losses": [float(loss) for loss in watch.losses],
         "compile_s": calculate_time_spent()["total_wall_time"],
         "peak": watch.peak(),
+        "skips": counters["inductor"]["cudagraph_skips"],
         "sites": _sites(),
         "providers": _providers(),
         "sizes": sizes,
@@ -139,6 +146,13 @@ def _run(model: str, watch: Watch) -> dict[str, int]:
     with qfuse_everywhere():
         watch.run(lambda: _script(words))
     return {}
+
+
+def _by_inductor(*args: Any, **kwargs: Any) -> Any:
+    """Compile with stock Inductor, without the options that only qfuse knows."""
+    given = (kwargs.get("options") or {}).items()
+    options = {name: value for name, value in given if not name.startswith("qfuse")}
+    return _compile(*args, **{**kwargs, "backend": "inductor", "options": options or None})
 
 
 def _script(words: Sequence[str]) -> None:

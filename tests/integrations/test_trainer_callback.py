@@ -7,6 +7,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from inductor_q.integrations.backend_name import forget_backend, name_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import base_model, compiled_regions
+from inductor_q.presets import PRESETS, Entry, tuned
 from tests.support.processes import environment
 from tests.support.trainers import COMMON, model, rows, train
 
@@ -134,6 +136,31 @@ def test_options_reach_the_backend_and_are_checked_at_once(tmp_path: Path) -> No
     train(lambda: trainer(tmp_path, max_steps=1), compiled=True, options=options)
     report = inductor_q.last_report()
     assert report is not None and report.numerics == "strict"
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "source"),
+    [
+        (1, None, "preset tuned"),
+        (2, None, "user"),
+        (2, {"triton": {"cudagraphs": True}}, "user"),
+    ],
+)
+def test_graphs_of_a_preset_and_gradients_that_add_up(
+    batches: int, options: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next batch's CUDA graph would overwrite the gradients."""
+    entry = Entry(value=True, evidence="measured")
+    preset = replace(PRESETS["cpu"], options={"triton.cudagraphs": entry})
+    here = tuned.place_of(torch.device("cpu"))
+    tuned.write(tmp_path / "tuned.json", here, preset, base="cpu")
+    monkeypatch.setenv("QFUSE_PRESET", str(tmp_path / "tuned.json"))
+    settings: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": batches}
+    train(lambda: trainer(tmp_path, **settings), compiled=True, options=options)
+    report = inductor_q.last_report()
+    assert report is not None
+    on = batches == 1 or options is not None
+    assert report.options["triton.cudagraphs"] == {"value": str(on), "source": source}
 
 
 def test_the_import_lets_the_backend_be_named(

@@ -63,6 +63,17 @@ def test_auto_takes_the_one_of_this_place(written: Path, config: Path) -> None:
     assert preset.facts == ("epilogue_fusion: no gain",)
 
 
+def test_no_cuda_graphs_of_a_preset_without_gradients() -> None:
+    """What a model predicts is kept from batch to batch, and a graph would overwrite it."""
+    place, on = tuned.place_of(CPU), Entry(value=True, evidence="8 of 10 ms")
+    preset = replace(PRESETS["cpu"], options={"triton.cudagraphs": on, "max_autotune_gemm": on})
+    tuned.write(tuned.path_of(place), place, preset, base="cpu")
+    assert "triton.cudagraphs" in resolve(None, None, device=CPU).inductor
+    with torch.no_grad():
+        assert dict(resolve(None, None, device=CPU).inductor) == {"max_autotune_gemm": True}
+        assert resolve(None, {"triton.cudagraphs": True}, device=CPU).inductor["triton.cudagraphs"]
+
+
 def test_a_file_holds_what_differs_from_its_base(written: Path) -> None:
     document = json.loads(written.read_text())
     assert document["base"] == "cpu"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inductor_q.tuning.choice import Judged, judge
-from inductor_q.tuning.plan import BASE, EAGER, Condition
+from inductor_q.tuning.plan import BASE, EAGER, STOCK, Condition
 from inductor_q.tuning.runs import Run
 
 KNOB = Condition("knob", {"max_autotune_gemm": True})
@@ -88,6 +88,13 @@ def test_one_order_is_not_enough() -> None:
     found = verdict(*runs("knob", 0.5))
     assert not found.wins and "one order" in found.verdict
     assert verdict().verdict == "not measured: the budget ended"
+
+
+def test_stock_never_wins_and_skipped_graphs_are_said() -> None:
+    found = [*OTHERS, *runs("stock", 0.5, 0.5), *runs("knob", 1.0, 1.0, skips=2)]
+    stock, knob = judge([BASE, EAGER, STOCK, KNOB], found)[2:]
+    assert not stock.wins and stock.verdict == "Inductor without qfuse, for comparison"
+    assert knob.verdict.endswith("; torch kept 2 graphs out of CUDA graphs")
 
 
 def test_compile_time_is_that_of_empty_caches() -> None:

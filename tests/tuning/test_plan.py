@@ -33,7 +33,10 @@ def test_a_gpu_gets_what_is_off_by_default() -> None:
         tried = changes("cuda", "sm_90", base())
         for changed in tried.values():
             assert all(inductor_config.current(name) is not True for name in changed)
-    assert tried["triton.cudagraphs"] == {"triton.cudagraphs": True}
+    assert tried["triton.cudagraphs"] == {
+        "triton.cudagraph_skip_dynamic_graphs": True,  # one graph a length would take all memory
+        "triton.cudagraphs": True,
+    }
     assert tried["coordinate_descent_check_all_directions"] == {
         "coordinate_descent_tuning": True,
         "coordinate_descent_check_all_directions": True,

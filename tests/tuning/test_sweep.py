@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def sweep(path: Path, machine: Machine, budget_s: float = 1000) -> Sweep:
     return Sweep("cpu", PRESETS["cpu"], Runs(path / "tune.jsonl", {}), machine, budget_s)
 
 
-ONE = ["base", "eager", "max_autotune_gemm", "extend_k.min_rows"]
+ONE = ["base", "stock", "eager", "max_autotune_gemm", "extend_k.min_rows"]
 BOTH_WIN = {"max_autotune_gemm": 0.9, "extend_k.min_rows": 0.8}
 ORDER = [
     *((name, 1) for name in ONE),
@@ -79,10 +80,10 @@ def test_without_winners_there_is_no_best(tmp_path: Path) -> None:
     done = sweep(tmp_path, machine)
     done.run()
     assert done.complete and done.best is None
-    assert machine.ran == ORDER[:8]
+    assert machine.ran == ORDER[:10]
 
 
-@pytest.mark.parametrize("killed_after", [0, 1, 5, 9, 11])
+@pytest.mark.parametrize("killed_after", [0, 1, 6, 11, 13])
 def test_a_killed_sweep_goes_on_where_it_was(killed_after: int, tmp_path: Path) -> None:
     first = Machine(killed_after, **BOTH_WIN, together=0.7)
     with pytest.raises(KeyboardInterrupt):
@@ -107,7 +108,7 @@ def test_a_slow_last_round_does_not_change_what_is_run(tmp_path: Path) -> None:
     again = sweep(tmp_path, Machine(most=0))
     again.run()
     assert done.best is None and again.complete
-    assert again.conditions == done.conditions and len(done.conditions) == 5
+    assert again.conditions == done.conditions and len(done.conditions) == 6
 
 
 def test_a_whole_sweep_is_not_run_again(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_what_failed_is_not_run_in_the_other_order(tmp_path: Path) -> None:
     done = sweep(tmp_path, machine)
     done.run()
     assert ("max_autotune_gemm", 2) not in machine.ran
-    assert done.judged[2].verdict == "rejected: it failed"
+    assert done.judged[3].verdict == "rejected: it failed"
 
 
 def test_what_failed_is_run_again_by_the_same_command(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_what_failed_is_run_again_by_the_same_command(tmp_path: Path) -> None:
     done = sweep(tmp_path, again)
     done.run()
     assert again.ran == [("max_autotune_gemm", 1), ("max_autotune_gemm", 2)]
-    assert done.complete and "rejected" not in done.judged[2].verdict
+    assert done.complete and "rejected" not in done.judged[3].verdict
 
 
 def test_a_base_that_fails_ends_it(tmp_path: Path) -> None:
@@ -161,4 +162,41 @@ def test_a_run_that_takes_longer_than_the_budget_is_not_recorded(tmp_path: Path)
     done = Sweep("cpu", PRESETS["cpu"], Runs(tmp_path / "t", {}), launch, 100)
     done.run()
     assert not done.complete
-    assert [run.condition for run in done.runs.read()] == ["base"]
+    assert [run.condition for run in done.runs.read()] == ["base", "stock", "stock", "base"]
+
+
+class Timed(Machine):
+    """A machine whose runs take time: 60 s with empty caches, 35 s with full ones."""
+
+    def __init__(self, clock: list[float], **seconds: float) -> None:
+        super().__init__(**seconds)
+        self.clock = clock
+        self.filled: set[str] = set()
+
+    def __call__(self, condition: Condition, number: int, left: float) -> Run:
+        cold = condition.name not in self.filled
+        wall = 60.0 if cold else 35.0
+        if wall > left:
+            self.clock[0] += left
+            raise OutOfBudget
+        self.filled.add(condition.name)
+        self.clock[0] += wall
+        run = super().__call__(condition, number, left)
+        return replace(run, cold=cold, compile_s=50.0 if cold else 5.0, wall_s=wall)
+
+
+def test_a_small_budget_is_for_both_orders_of_what_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went to the first order of all conditions, and no change could win."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    machine = Timed(clock, max_autotune_gemm=0.5)
+    done = sweep(tmp_path, machine, budget_s=380)
+    done.run()
+    assert machine.ran == [*((n, 1) for n in ONE[:4]), *((n, 2) for n in reversed(ONE[:4]))]
+    assert clock[0] <= 380 and not done.complete
+    assert done.best and done.best.condition.name == "max_autotune_gemm"
+    again = sweep(tmp_path, machine, budget_s=1000)
+    again.run()
+    assert machine.ran[8:] == [(ONE[4], 1), (ONE[4], 2)] and again.complete

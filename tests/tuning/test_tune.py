@@ -18,7 +18,7 @@ from inductor_q.commands import tune
 from inductor_q.presets import PRESETS, select, tuned
 from inductor_q.tuning import table
 from inductor_q.tuning.choice import Judged
-from inductor_q.tuning.plan import BASE, EAGER, Condition
+from inductor_q.tuning.plan import BASE, EAGER, STOCK, Condition
 from tests.support.processes import ROOT, environment
 
 
@@ -34,9 +34,11 @@ def test_arguments_that_are_none(args: list[str], capsys: pytest.CaptureFixture[
 def test_rows_of_the_table() -> None:
     base = Judged(BASE, step_s=0.01, peak=2 * 10**9, compile_s=20.0, loss_deviation=0.0)
     slow = Judged(EAGER, step_s=0.03, peak=10**9, verdict="the reference")
-    assert table.rows([base, slow]) == [
-        ("base", "10.0", "1.000", "20.0", "2,000", "0.0e+00", ""),
-        ("eager", "30.0", "3.000", "", "1,000", "", "the reference"),
+    stock = Judged(STOCK, step_s=0.02)
+    assert table.rows([base, stock, slow]) == [
+        ("base", "10.0", "1.000", "0.500", "20.0", "2,000", "0.0e+00", ""),
+        ("stock", "20.0", "2.000", "1.000", "", "", "", ""),
+        ("eager", "30.0", "3.000", "1.500", "", "1,000", "", "the reference"),
     ]
 
 

@@ -1,0 +1,44 @@
+"""Models so small that the GPU waits for the host to launch their kernels, for `qfuse tune`.
+
+    qfuse tune --model examples.small:qwen3_0_6b
+    qfuse tune --model examples.small:qwen3_0_6b_half --budget 8m
+    qfuse tune --model examples.small:toy
+
+They are QLoRA models with random weights: NF4, and LoRA of rank 16 on all projections, prepared as
+PEFT does it. `qfuse tune` trains them on 2 x 512 tokens a step (2 x 64 on a CPU).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inductor_q import testing
+
+
+def qwen3_0_6b(layers: int = 28) -> Any:
+    """Return a model of Qwen3-0.6B's shapes."""
+    config = testing.qwen3_8b_config(
+        layers,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    )
+    return _qlora(config)
+
+
+def qwen3_0_6b_half() -> Any:
+    """Return half of its layers, which compile in half the time."""
+    return qwen3_0_6b(14)
+
+
+def toy() -> Any:
+    """Return a model of two layers and 64 channels."""
+    return _qlora(testing.tiny_qwen3_config(tie_word_embeddings=True))
+
+
+def _qlora(config: Any) -> Any:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return testing.qlora_model(config, prepare=True, device=device)
