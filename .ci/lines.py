@@ -16,27 +16,27 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7600,
-    "csrc": 3405,
-    "docs": 1565,
+    "benchmarks": 7660,
+    "csrc": 3415,
+    "docs": 1625,
     "examples": 1165,
     "inductor_q": 5980,
     "inductor_q/capture": 2435,
-    "inductor_q/commands": 1100,
+    "inductor_q/commands": 1_105,
     "inductor_q/decode": 720,
     "inductor_q/diagnostics": 5725,
     "inductor_q/experts": 1135,
     "inductor_q/formats": 1730,
-    "inductor_q/integrations": 1470,
+    "inductor_q/integrations": 1_495,
     "inductor_q/kbit": 935,
     "inductor_q/kernels": 6685,
     "inductor_q/loading": 1750,
     "inductor_q/ops": 2680,
-    "inductor_q/presets": 630,
-    "inductor_q/tuning": 1115,
+    "inductor_q/presets": 645,
+    "inductor_q/tuning": 1_135,
     "lowerings": 760,
     "passes": 6400,
-    "tests": 41430,
+    "tests": 41510,
 }
 
 

@@ -130,7 +130,7 @@ def _measure(
                 extra.setdefault(peer, {})["graph_s"] = seconds
     nbytes = float(sum(t.nbytes for t in packed[0]))
     case = {"shape": "x".join(map(str, weight.shape)), "rows": x.shape[0]}
-    if len(arguments.formats) > 1:
+    if arguments.formats != [BNB]:
         case = {"format": name, **case}
     suite.add(case, timings, roof=suite.ceilings.roof(bytes=nbytes), extra=extra)
 

@@ -261,8 +261,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     if (weight.nested_codebook != nullptr) table_value[i] = threadIdx.x < 256 ? weight.nested_codebook[threadIdx.x] : *weight.nested_offset;
   }
 
-  // What a warp multiplies with: its run of columns of x, read anew where the part changes. Where it is much
-  // (`kEarly`), a chunk's are asked for as soon as the last strip is through with the ones before.
+  // What a warp multiplies with: its run of columns of x, read anew where the part changes. Of more than 8 rows
+  // (`kEarly`), a chunk is asked for as soon as the last strip is through with the one before.
   constexpr bool kEarly = kTiles > 1;
   int held_part = -1;
   uint4 held[kRun][kTiles][2];
@@ -498,7 +498,8 @@ __global__ void __launch_bounds__(kThreads) project(const __grid_constant__ Proj
   const int vectors = static_cast<int>(p.k / 8);
   const uint4* const x = static_cast<const uint4*>(p.x) + static_cast<int64>(first) * vectors;
   float total[kRows] = {};
-#pragma unroll (kRows > 2 ? 1 : 4)
+  // One row has too few loads under way by itself.
+#pragma unroll (kRows > 1 ? 1 : 4)
   for (int i = threadIdx.x; i < vectors; i += kThreads) {
     uint4 words[kRows];
 #pragma unroll

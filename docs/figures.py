@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from docs import format_figures, moe_figures, step_figures
+from docs import format_figures, moe_figures, step_figures, tune_figures
 from docs.read_results import (
     cases,
     exists,
@@ -108,6 +108,25 @@ def few_rows_cpu(name: str = "rows-cpu") -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
+def few_rows_kbit(name: str = "rows_kbit-h100") -> str:
+    """Show calls in a graph, by format and weight, for the numbers of rows that were measured."""
+    counts = list(dict.fromkeys(case["rows"] for case in cases(name)))
+    body = []
+    for case in cases(name):
+        if case["rows"] != counts[0]:
+            continue
+        shown = [f"K={case['format'][len('kbit')]}", case["shape"].replace("x", " x ")]
+        for count in counts:
+            of = {**case, "rows": count}
+            times = {p: extra(name, p, "graph_s", **of) for p in ("decode", "dense", "qfuse")}
+            shown += [number(1e6 * t) for t in times.values()]
+            shown.append(percent(row(name, "qfuse", **of)["roof"] / times["qfuse"]))
+        body.append(tuple(shown))
+    labels = ("dequantize, then multiply", "a bf16 weight", "kernel", "kernel, share of the roof")
+    header = [f"{n} {'row' if n == 1 else 'rows'}: {label}" for n in counts for label in labels]
+    return f"{table(('', 'N x K', *header), body)}\n\n{source(name)}"
+
+
 def decode() -> str:
     name, peers = "decode-h100", {"bf16": "bf16, stock", "inductor": "NF4, stock", "qfuse": "qfuse"}
     peers["compile_decoding"] = "`compile_decoding`"
@@ -127,7 +146,7 @@ def decode() -> str:
 
 def decode_whole() -> str:
     """Show a decoding step of all of Qwen3-8B; of each peer also what Dynamo guards on."""
-    names = [f"decode_8b_{which}-h100" for which in ("1", "1_guards", "16")]
+    names = [f"decode_8b_{which}-h100" for which in ("1", "1_guards", "4", "16", "64")]
     labels = {"bf16": "bf16, stock", "inductor": "NF4, stock", "eager": "NF4, eager"}
     body = []
     for name in names:
@@ -351,6 +370,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes": step_figures.recipes,
     "rates": step_figures.rates,
     "recipe": step_figures.recipe,
+    "small": step_figures.small,
     "eight-bits": step_figures.eight_bits,
     "eight-bits-quality": step_figures.eight_bits_quality,
     "eight-bits-products": step_figures.eight_bits_products,
@@ -364,6 +384,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
     "few-rows-h100": functools.partial(few_rows, "rows-h100"),
+    "few-rows-kbit": few_rows_kbit,
     "few-rows-cpu": few_rows_cpu,
     "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
     "decode": decode,
@@ -375,6 +396,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "launch": launch,
     "explain": explain,
     "start": start,
+    "tune-cpu": lambda: tune_figures.tune("tune-cpu"),
     "quality-cpu": lambda: quality("cpu"),
     "quality-h200": lambda: quality("h200"),
     "format-decodes": format_figures.decodes,
@@ -407,6 +429,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "decode.ours": lambda: ms(seconds("decode_8b_1_guards-h100", "compile_decoding")),
     "decode.stock": lambda: ms(seconds("decode_8b_1-h100", "inductor")),
     "decode.bf16": lambda: ms(seconds("decode_8b_1-h100", "bf16")),
+    "small.graphs": lambda: ms(seconds("step_small-h100", step_figures.GRAPHS)),
+    "small.qfuse": lambda: ms(seconds("step_small-h100", "qfuse")),
+    "small.stock": lambda: ms(seconds("step_small-h100", "inductor")),
     "packed.transient": packed_transient,
     "attention.mask": lambda: ms(seconds("attention-h200", "mask")),
     "attention.causal": lambda: ms(seconds("attention-h200", "causal")),

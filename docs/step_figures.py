@@ -280,6 +280,36 @@ def recipe() -> str:
     return f"{table((*header, 'qfuse / stock', 'qfuse / `broken`'), body)}\n\n{source(name)}"
 
 
+#: The peer in CUDA graphs.
+GRAPHS = "qfuse[triton.cudagraphs=True]"
+
+
+def small() -> str:
+    """Show a step that the host limits, with and without CUDA graphs, of two processes."""
+    peers = {
+        "eager": "eager",
+        "inductor": "stock Inductor",
+        "qfuse": "qfuse",
+        "inductor[triton.cudagraphs=True]": "stock Inductor, CUDA graphs",
+        GRAPHS: "qfuse, CUDA graphs",
+    }
+    names = ("step_small-h100", "step_small_graphs-h100")
+    body = []
+    for number_, name in enumerate(names, 1):
+        stock = seconds(name, "inductor")
+        for peer, label in peers.items():
+            for found in rows(name, peer):
+                taken, told = found["timing"]["median"], found["extra"]
+                off = percent(told["loss_deviation"], 2) if "loss_deviation" in told else ""
+                rate, share = f"{told['tokens_per_second']:,.0f}", percent(told["mfu"], 1)
+                shown = (str(number_), label, ms(taken), f"{taken / stock:.2f}")
+                body.append((*shown, rate, share, off))
+    header = ("process", "", "a step", "of stock Inductor's", "tokens/s")
+    more = ("share of a large product's rate", "loss, largest deviation from eager")
+    shown_table = table((*header, *more), body)
+    return "\n\n".join([shown_table, *map(source, names)])
+
+
 def moe_step() -> str:
     name = "moe_model-h200"
     peers = ("eager", "inductor", "qfuse", "packed")

@@ -10,14 +10,14 @@ from docs.read_results import table
 from inductor_q.tuning import table as tuned
 from inductor_q.tuning.choice import judge
 from inductor_q.tuning.plan import REFERENCES, Condition
-from inductor_q.tuning.runs import Runs
+from inductor_q.tuning.runs import Runs, overcome
 
 
 def tune(name: str, folder: Path = RESULTS) -> str:
     """Return the table of the last sweep in a file, and where it was measured."""
     path = folder / f"{name}.jsonl"
     key = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["key"]
-    runs = Runs(path, key).read()
+    runs = overcome(Runs(path, key).read())
     references = {condition.name: condition for condition in REFERENCES}
     tried = {run.condition: Condition(run.condition, run.changes) for run in runs}
     shown = table(tuned.COLUMNS, tuned.rows(judge([*(references | tried).values()], runs)))

@@ -19,18 +19,11 @@ from inductor_q import testing
 
 def qwen3_0_6b(layers: int = 28) -> Any:
     """Return a model of Qwen3-0.6B's shapes."""
-    config = testing.qwen3_8b_config(
-        layers,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_attention_heads=16,
-        tie_word_embeddings=True,
-    )
-    return _qlora(config)
+    return _qlora(testing.qwen3_0_6b_config(layers))
 
 
 def qwen3_0_6b_half() -> Any:
-    """Return half of its layers, which compile in half the time."""
+    """Return a model of half its layers, which compile sooner."""
     return qwen3_0_6b(14)
 
 

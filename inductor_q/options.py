@@ -50,7 +50,7 @@ def resolve(
     """Merge and check all that the user, the environment, the mode and the preset set for one
     compile.
     """
-    ours, patches = _read(options or {})
+    ours, patches = split_options(options or {})
     layers = {name: _layers(name, ours.get(name)) for name in OPTIONS}
     sources = {name: layers[name][-1].source if layers[name] else "default" for name in OPTIONS}
 
@@ -70,7 +70,8 @@ def resolve(
     mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
 
     inductor = _inductor(preset)
-    if not torch.is_grad_enabled():  # predictions are kept, and a CUDA graph would overwrite them
+    # A CUDA graph would overwrite predictions that are kept.
+    if not torch.is_grad_enabled() or mode == "max-autotune-no-cudagraphs":
         inductor.pop("triton.cudagraphs", None)
     sources |= dict.fromkeys(inductor, f"preset {preset.name}")
     for name, value in (modes[mode] if mode else {}).items():
@@ -106,7 +107,7 @@ def asked(name: str, options: Mapping[str, Any] | None) -> Any:
 
     It is checked as in a compile.
     """
-    layers = _layers(name, _read(options or {})[0].get(name))
+    layers = _layers(name, split_options(options or {})[0].get(name))
     return layers[-1].value if layers else None
 
 
@@ -169,7 +170,7 @@ class _Layer:
     value: Any
 
 
-def _read(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read our options raw and Inductor's checked, both by their full canonical names."""
     ours: dict[str, Any] = {}
     patches: dict[str, Any] = {}
@@ -300,7 +301,7 @@ def _check_entries(preset: Preset) -> None:
 
 
 def _inductor(preset: Preset) -> dict[str, Any]:
-    return _read({name: entry.value for name, entry in preset.options.items()})[1]
+    return split_options({name: entry.value for name, entry in preset.options.items()})[1]
 
 
 def _of_preset(preset: Preset) -> Iterator[_Layer]:

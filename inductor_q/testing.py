@@ -136,6 +136,13 @@ def qwen3_8b_config(num_hidden_layers: int = 8, **overrides: Any) -> Any:
     return _config("qwen3", shapes, overrides)
 
 
+def qwen3_0_6b_config(num_hidden_layers: int = 28, **overrides: Any) -> Any:
+    """Make a configuration with Qwen3-0.6B's shapes."""
+    shapes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+    shapes |= {"tie_word_embeddings": True, **overrides}
+    return qwen3_8b_config(num_hidden_layers, **shapes)
+
+
 def bitsandbytes() -> Any:
     """Return bitsandbytes as Any.
 

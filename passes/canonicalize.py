@@ -113,13 +113,14 @@ def few_rows_by(x: fx.Node, weight: Weight, context: Context) -> str:
     rows_of, count = tensor(x), rows(x)
     most = context.threshold("linear_rows.max_rows")
     fmt = get_format(weight.format)
-    of = "linear_rows.triton_max_rows_of_planes" if fmt.planes else "linear_rows.triton_max_rows"
-    by_triton = context.threshold(of)
+    features, columns = weight.shape
+    by_triton = context.threshold("linear_rows.triton_max_rows")
+    if fmt.planes and features * columns < context.threshold("linear_rows.triton_min_planes"):
+        by_triton = context.threshold("linear_rows.triton_max_rows_of_planes")
     known = all(isinstance(size, int) for size in rows_of.shape)  # others decode
     if not known or not 0 < count <= max(most, by_triton):
         return ""
     operands = [tensor(o) for o in weight.operands]
-    features, columns = weight.shape
     matrix = rows_of.reshape(count, columns)
     call = LinearRows(matrix, [operands], fmt, [features], [None], [None])
     name = served_by("linear_rows", call)

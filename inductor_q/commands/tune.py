@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 Each condition runs twice, in two orders, each time in a new process: the preset
-that ships, stock Inductor, eager mode, the preset with one change at a time, and
-at the end the changes that were faster, together. The best is written to the user's folder of
-configuration (~/.config/qfuse), where "auto" finds it while device, torch and
-version stay the same; qfuse presets tuned prints it with its evidence. A run
-that was killed goes on where it was. docs/training.md says more.
+that ships, stock Inductor, eager mode, the preset with one change at a time,
+and at the end the changes that were faster, together. The best is written to
+the user's folder of configuration (~/.config/qfuse), where "auto" finds it
+while device, torch and version stay the same; qfuse presets tuned prints it
+with its evidence. A run that was killed goes on where it was. docs/training.md
+says more.
 """
 
 

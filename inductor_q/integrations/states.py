@@ -30,6 +30,9 @@ from inductor_q.integrations.lengths import mark_lengths
 #: the model without them, training, gradients.
 State = tuple[tuple[str, ...], Hashable, Hashable, Hashable, Hashable, bool, bool]
 
+#: The option for CUDA graphs, each of which overwrites what the one before it has returned.
+GRAPHS = "triton.cudagraphs"
+
 _ACTIVE = "_active_adapter"  # what PEFT's layers keep the list of active adapters in
 
 
@@ -43,6 +46,7 @@ class States:
         self.latest: State | None = None
         self.is_sharded = is_sharded(model)
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
+        self.keeps_results = False  # of calls without gradients, where a CUDA graph overwrites them
         self.told_by: Any = None  # the callback that says what came of it
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
@@ -67,6 +71,8 @@ class States:
     ) -> Callable[..., Any]:
         if key not in self.functions:
             settings = {**self.settings, **limits}
+            if self.keeps_results and not torch.is_grad_enabled():
+                settings = without_graphs(settings)
             if settings.get("options"):  # torch takes what is Dynamo's out of it
                 settings["options"] = dict(settings["options"])
             self.functions[key] = torch.compile(make(), backend=qfuse_backend(), **settings)
@@ -143,6 +149,14 @@ class Region:
             needed["capture_dynamic_output_shape_ops"] = True
         with dynamo_config.patch(needed) if needed else contextlib.nullcontext():
             return call(*args, **kwargs)
+
+
+def without_graphs(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of torch.compile with CUDA graphs off, whatever asks for them."""
+    options = {**(settings["options"] or {}), GRAPHS: False}
+    if mode := settings.get("mode"):  # torch takes no mode beside options
+        options["qfuse.mode"] = mode
+    return {**settings, "options": options, "mode": None}
 
 
 def states_of(model: nn.Module) -> Iterator[States]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from inductor_q import presets
 from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
 from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.backend_name import name_backend
@@ -25,9 +24,9 @@ from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import Regions, compile
-from inductor_q.integrations.states import states_of
+from inductor_q.integrations.states import GRAPHS, states_of, without_graphs
 from inductor_q.log import log
-from inductor_q.options import asked, check_options
+from inductor_q.options import check_options, resolve
 from inductor_q.process import report
 
 try:
@@ -52,6 +51,9 @@ class QfuseCallback(TrainerCallback):
     end another one does where that has changed. Of two callbacks of one trainer the later one
     compiles, and says so. Importing this class lets
     `TrainingArguments(torch_compile_backend="qfuse")` be said.
+
+    CUDA graphs ("triton.cudagraphs") are for training: evaluation, which keeps its predictions,
+    runs without them, and so does training where gradients add up over several batches.
 
     Args:
         options, mode, dynamic: as of `torch.compile(backend="qfuse")`. Where the rows of the
@@ -107,11 +109,13 @@ class QfuseCallback(TrainerCallback):
         if args.max_grad_norm and is_sharded(kwargs["model"]):
             raise NormOfOneRank(value=args.max_grad_norm)
         if self.enabled:
-            options = _without_graphs(args, kwargs["model"], self.settings)
-            model = compile(kwargs["model"], **{**self.settings, "options": options})
+            graphs = _graphs(args, self.settings)
+            settings = without_graphs(self.settings) if graphs == "overwritten" else self.settings
+            model = compile(kwargs["model"], **settings)
             data = getattr(kwargs.get("train_dataloader"), "dataset", None)
             for states in states_of(model):
                 states.told_by = self
+                states.keeps_results = graphs == "on"
                 states.lengths_vary = self.settings["dynamic"] is None and lengths_vary(data)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -167,15 +171,25 @@ def _is_replicated(args: Any, model: nn.Module) -> bool:
     return args.n_gpu > 1 and not any(getattr(model, mark, False) for mark in marks)
 
 
-def _without_graphs(args: Any, model: nn.Module, settings: Mapping[str, Any]) -> Any:
-    """Return the options; where gradients add up over batches, a preset's CUDA graphs are off, as
-    they would overwrite the gradients of the batch before."""
-    options, name = settings["options"] or {}, "triton.cudagraphs"
-    if args.gradient_accumulation_steps > 1 and not settings["mode"]:
-        device = next(model.parameters()).device
-        if name in presets.select(device, asked("qfuse.preset", options) or "auto").options:
-            return {name: False, **options}
-    return settings["options"]
+def _graphs(args: Any, settings: Mapping[str, Any]) -> Literal["off", "on", "overwritten"]:
+    """Say whether CUDA graphs are asked for, and would overwrite the gradients of the batch before.
+
+    That they would is a warning, unless a preset has them.
+    """
+    resolved = resolve(settings["mode"], settings["options"], device=args.device)
+    if not resolved.inductor.get(GRAPHS):
+        return "off"
+    if args.gradient_accumulation_steps == 1:
+        return "on"
+    if not (source := resolved.sources[GRAPHS]).startswith("preset"):
+        log.warning(
+            "QfuseCallback: CUDA graphs (%s: %s) stay off. With gradient_accumulation_steps=%d a "
+            "graph would overwrite the gradients of the batch before; it takes 1 to use them",
+            GRAPHS,
+            source,
+            args.gradient_accumulation_steps,
+        )
+    return "overwritten"
 
 
 def _take_over(args: Any) -> None:

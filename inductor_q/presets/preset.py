@@ -100,11 +100,19 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             "less time than dequantization and a product up to so many rows, and for 32 rows only "
             "where there are many features",
         ),
-        # The same for k-bit weights, whose bits lie apart.
+        # The same for k-bit weights, whose bits lie apart, and the elements from which a k-bit
+        # weight is one among the others.
         "linear_rows.triton_max_rows_of_planes": Entry(
             value=1,
             evidence="a start value, of a sweep on one H200: codes of 2 to 4 bits took less time "
             "than dequantization and a product for one row, and more for several",
+        ),
+        "linear_rows.triton_min_planes": Entry(
+            value=2**25,
+            evidence="a start value, of one H100: with 4 or 16 rows, in CUDA graphs, weights of 50 "
+            "M elements took 0.61 to 1.00 of the time of dequantization and a product, those of 4 "
+            "and 17 M 1.00 to 1.37 (codes of 2 to 5 bits, torch 2.11.0+cu130, 2026-11-25, "
+            "benchmarks/results/rows_kbit-h100.json)",
         ),
         # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
         "canonicalize.min_rows": Entry(

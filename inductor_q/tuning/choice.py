@@ -12,7 +12,7 @@ from inductor_q.tuning.runs import Run
 
 LEAST_GAIN = 0.01  # a preset should not follow noise
 MOST_PEAK = 1.25  # of the base's: "auto" will also be in force for models that just fit
-REFERRED = {
+REFERENCE_VERDICTS = {
     "base": "what the others are held against",
     "stock": "Inductor without qfuse, for comparison",
     "eager": "the reference of losses",
@@ -93,7 +93,7 @@ def _judged(
     elif not runs:
         verdict = "not measured: the budget ended"
     elif condition in REFERENCES:
-        verdict = REFERRED[condition.name]
+        verdict = REFERENCE_VERDICTS[condition.name]
     elif not found.loss_deviation <= bound:
         verdict = f"rejected: its loss is {found.loss_deviation:.2g} off, {bound:.2g} is allowed"
     elif len(runs) < rounds:
@@ -107,7 +107,7 @@ def _judged(
     else:
         wins, verdict = True, f"{gain:.1%} faster, noise {noise:.1%}"
     if runs and (skips := max(run.skips for run in runs)):
-        verdict += f"; torch kept {skips} graphs out of CUDA graphs"
+        verdict += f"; torch kept {skips} graph{'s' * (skips > 1)} out of CUDA graphs"
     return Judged(**{**vars(found), "wins": wins, "verdict": verdict})
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from inductor_q.presets import Preset
 from inductor_q.tuning.choice import Judged
 from inductor_q.tuning.launch import changed
-from inductor_q.tuning.plan import BASE, STOCK
+from inductor_q.tuning.plan import BASE, REFERENCES, STOCK
 
 
 def preset_of(
@@ -28,7 +28,7 @@ def preset_of(
         f"{base.peak / 1e6:,.0f}, compile {best.compile_s:.0f} s against {base.compile_s:.0f} "
         f"({of}; other sizes were not measured)"
     )
-    others = (j for j in judged if j.condition not in (BASE, best.condition))
+    others = (j for j in judged if j.condition not in (*REFERENCES, best.condition))
     facts = (f"{j.condition.name}: {j.verdict} ({of})" for j in others)
     return replace(changed(preset, best.condition, evidence=evidence), facts=tuple(facts))
 

@@ -18,7 +18,8 @@ class OutOfBudget(Exception):
     """The next run would end after the budget does."""
 
 
-COMPILED_BEFORE = 0.6  # of the compile time: full caches have spared 0.7 to 0.9 of it
+#: The share of the compile time that full caches spare at least: 0.7 to 0.9 was seen.
+SPARED = 0.6
 
 #: Measures a condition in one round, given the seconds that are left; the budget's end raises.
 Launch = Callable[[Condition, int, float], Run]
@@ -61,10 +62,13 @@ class Sweep:
                 self.device, self.preset, base, compute=self.compute
             )
             self.conditions += singles
-            first = self._first_order()
-            self._round([c for c in reversed(first) if not self._failed(c)], 2)
-            if len(first) < len(self.conditions):
-                raise OutOfBudget
+            done = 0  # the second order may leave time that was kept for it
+            while done < len(self.conditions):
+                first = self._first_order()
+                self._round([c for c in reversed(first) if not self._failed(c)], 2)
+                if len(first) == done:
+                    raise OutOfBudget
+                done = len(first)
             if len(winners := self._winners()) > 1:
                 both = plan.together(winners)
                 self.conditions.append(both)
@@ -96,8 +100,8 @@ class Sweep:
         return any(run.error for run in self.known if run.condition == condition.name)
 
     def _first_order(self) -> list[Condition]:
-        """Run conditions once, as many as the budget leaves time to run in the second order too:
-        of one order alone nothing follows."""
+        """Run conditions once, as many as the budget leaves time to run in the second order too,
+        and return them: of one order alone nothing follows."""
         done: list[Condition] = []
         for condition in self.conditions:
             later = [c for c in (*done, condition) if not self._failed(c)]
@@ -122,8 +126,8 @@ class Sweep:
 
     def _usual(self, conditions: Iterable[Condition], number: int) -> float:
         """Return for how many seconds conditions are likely to run that have not run yet."""
-        cold = [run for run in self.known if run.cold][-4:]
-        usual = max(cold, key=lambda run: run.wall_s, default=None)
+        cold = sorted((run for run in self.known if run.cold), key=lambda run: run.wall_s)
+        usual = cold[len(cold) // 2] if cold else None
         seconds = 0.0
         for condition in conditions:
             first = self._find(condition, 1)
@@ -133,15 +137,16 @@ class Sweep:
             spared = 0.0
             if first is None and condition == EAGER:
                 spared = 1.0
-            elif number > 1 and (first is None or condition.name in self._warm):
-                spared = COMPILED_BEFORE
+            elif condition.name in self._warm or (number == 2 and first is None):
+                spared = SPARED
             seconds += like.wall_s - spared * like.compile_s
         return seconds
 
     def _get(
         self, condition: Condition, number: int, of: Sequence[Condition] = (), kept: float = 0.0
     ) -> Run:
-        """Return the run that is remembered, or else a new one, which leaves `kept` seconds."""
+        """Return the run that is remembered, or else a new one, which leaves `kept` seconds. Of the
+        conditions `of` those that have not run yet are said to be left."""
         if found := self._find(condition, number):
             return found
         seconds = self._deadline - time.monotonic() - kept

@@ -2,8 +2,8 @@
 
 The condition itself comes by the environment (QFUSE_PRESET and others). What runs is the user's
 program as it is, or a Trainer over the user's model. Steps end where an optimizer's step ends, and
-a step's loss is what `backward()` was called on; neither makes a GPU wait. With --stock Inductor
-compiles without qfuse what the other conditions compile with it.
+a step's loss is what `backward()` was called on; neither makes a GPU wait. With --stock,
+Inductor compiles without qfuse what the other conditions compile with it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import torch
 from torch._dynamo.utils import counters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from inductor_q import backend
+from inductor_q import backend, inductor_config
 from inductor_q.diagnostics.everywhere import qfuse_everywhere
 from inductor_q.diagnostics.targets import Target
+from inductor_q.options import split_options
 from inductor_q.tuning import recipe
 
 _compile: Callable[..., Any] = torch.compile
@@ -150,9 +151,13 @@ def _run(model: str, watch: Watch) -> dict[str, int]:
 
 def _by_inductor(*args: Any, **kwargs: Any) -> Any:
     """Compile with stock Inductor, without the options that only qfuse knows."""
-    given = (kwargs.get("options") or {}).items()
-    options = {name: value for name, value in given if not name.startswith("qfuse")}
-    return _compile(*args, **{**kwargs, "backend": "inductor", "options": options or None})
+    given = dict(kwargs.get("options") or {})
+    for_dynamo = {name: given.pop(name) for name in ("guard_filter_fn",) if name in given}
+    ours, options = split_options(given)
+    if mode := kwargs.get("mode") or ours.get("qfuse.mode"):
+        options = {**inductor_config.modes(bool(kwargs.get("dynamic")))[mode], **options}
+    stock = {"backend": "inductor", "mode": None, "options": {**options, **for_dynamo} or None}
+    return _compile(*args, **{**kwargs, **stock})
 
 
 def _script(words: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import inductor_q
 from examples.common import byte_tokenizer
+from inductor_q import backend
 from inductor_q.exc import (
     NoProfileSteps,
     NoRegion,
@@ -139,15 +140,22 @@ def test_options_reach_the_backend_and_are_checked_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("batches", "options", "source"),
+    ("batches", "given", "told"),
     [
-        (1, None, "preset tuned"),
-        (2, None, "user"),
-        (2, {"triton": {"cudagraphs": True}}, "user"),
+        (1, {}, ""),
+        (2, {}, ""),
+        (2, {"options": {"triton": {"cudagraphs": True}}}, "user"),
+        (2, {"mode": "reduce-overhead"}, "mode reduce-overhead"),
+        (2, {"mode": "max-autotune-no-cudagraphs"}, ""),
     ],
 )
-def test_graphs_of_a_preset_and_gradients_that_add_up(
-    batches: int, options: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cuda_graphs_and_gradients_that_add_up(
+    batches: int,
+    given: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The next batch's CUDA graph would overwrite the gradients."""
     entry = Entry(value=True, evidence="measured")
@@ -156,11 +164,22 @@ def test_graphs_of_a_preset_and_gradients_that_add_up(
     tuned.write(tmp_path / "tuned.json", here, preset, base="cpu")
     monkeypatch.setenv("QFUSE_PRESET", str(tmp_path / "tuned.json"))
     settings: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": batches}
-    train(lambda: trainer(tmp_path, **settings), compiled=True, options=options)
+    train(lambda: trainer(tmp_path, **settings), compiled=True, **given)
     report = inductor_q.last_report()
     assert report is not None
-    on = batches == 1 or options is not None
-    assert report.options["triton.cudagraphs"] == {"value": str(on), "source": source}
+    graphs = report.options.get("triton.cudagraphs", {"value": "False"})
+    assert graphs["value"] == str(batches == 1)
+    assert (f"CUDA graphs (triton.cudagraphs: {told}) stay off" in caplog.text) == bool(told)
+
+
+def test_evaluation_keeps_its_predictions_out_of_cuda_graphs(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    asked = {"triton.cudagraphs": True}
+    train(lambda: trainer(tmp_path, **settings), compiled=True, options=asked)
+    values = {report.options["triton.cudagraphs"]["value"] for report in backend.reports()}
+    assert values == {"True", "False"}
+    last = inductor_q.last_report()
+    assert last is not None and last.options["triton.cudagraphs"]["value"] == "False"
 
 
 def test_the_import_lets_the_backend_be_named(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import inductor_q
-from inductor_q import ops, testing
+from inductor_q import kbit, ops, testing
 from inductor_q.exc import WrongShape
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import NF4
@@ -210,6 +210,19 @@ def test_the_kernel_in_triton_has_a_threshold_of_its_own(
     with torch.no_grad():
         result = compile_step(module, x, options={"qfuse.thresholds": thresholds})
     assert result.ops["qfuse.linear"] == is_packed
+
+
+@pytest.mark.parametrize(("rows", "least"), [(1, 8193), (2, 8193), (2, 8192), (16, 1), (17, 1)])
+def test_the_kernel_in_triton_takes_more_rows_of_large_kbit_weights(
+    rows: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_rows(monkeypatch, "triton")
+    layer = kbit.quantize_model(torch.nn.Linear(64, 128, dtype=torch.bfloat16), k=3)
+    thresholds = {"linear_rows.triton_max_rows": 16, "linear_rows.triton_min_planes": least}
+    with torch.no_grad():
+        x = torch.randn(rows, 64).bfloat16()
+        result = compile_step(layer, x, options={"qfuse.thresholds": thresholds})
+    assert result.ops["qfuse.linear"] == (rows == 1 or (rows <= 16 and least <= 128 * 64))
 
 
 @pytest.mark.gpu

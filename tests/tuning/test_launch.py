@@ -60,12 +60,14 @@ def test_the_preset_has_the_measurement_as_evidence(tmp_path: Path) -> None:
     base = Judged(BASE, step_s=0.010, peak=10**9, compile_s=20, verdict="the base")
     best = replace(base, condition=Condition("both", {"max_autotune_gemm": True}), step_s=0.008)
     eager = replace(base, condition=EAGER, verdict="the reference")
-    made = result.preset_of(PRESETS["cpu"], best, [base, eager, best], model="", steps=30)
+    other = replace(base, condition=Condition("other"), verdict="no gain")
+    judged = [base, eager, other, best]
+    made = result.preset_of(PRESETS["cpu"], best, judged, model="", steps=30)
     path = tmp_path / "tuned.json"
     tuned.write(path, PLACE, made, base="cpu")
     _, read = tuned.read(path)
     evidence = read.options["max_autotune_gemm"].evidence
     assert evidence.startswith("both: 8.0 ms a step against 10.0, peak 1,000 MB against 1,000")
     [fact] = read.facts
-    assert fact.startswith("eager: the reference (the default model, 30 steps, ")
+    assert fact.startswith("other: no gain (the default model, 30 steps, ")
     assert json.loads(path.read_text())["thresholds"] == {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inductor_q.exc import UnusableRuns
-from inductor_q.tuning.runs import Run, Runs
+from inductor_q.tuning.runs import Run, Runs, overcome
 
 ONE = Run(
     condition="base",
@@ -28,6 +29,13 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     runs.append(ONE)
     runs.append(TWO)
     assert Runs(runs.path, {"steps": 4, "device": "x"}).read() == [ONE, TWO]
+
+
+def test_what_failed_and_then_did_not_is_overcome() -> None:
+    again = replace(TWO, error="", seconds=(1.0,))
+    other = replace(TWO, round=2)
+    assert overcome([TWO, ONE, other]) == [TWO, ONE, other]
+    assert overcome([TWO, ONE, again, other]) == [ONE, again, other]
 
 
 def test_other_keys_are_others(tmp_path: Path) -> None:

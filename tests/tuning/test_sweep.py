@@ -166,23 +166,24 @@ def test_a_run_that_takes_longer_than_the_budget_is_not_recorded(tmp_path: Path)
 
 
 class Timed(Machine):
-    """A machine whose runs take time: 60 s with empty caches, 35 s with full ones."""
+    """A machine whose runs take time: 60 s with empty caches, 35 s with full ones; 300 s with empty
+    ones for the condition `slow`."""
 
-    def __init__(self, clock: list[float], **seconds: float) -> None:
+    def __init__(self, clock: list[float], slow: str = "", **seconds: float) -> None:
         super().__init__(**seconds)
-        self.clock = clock
+        self.clock, self.slow = clock, slow
         self.filled: set[str] = set()
 
     def __call__(self, condition: Condition, number: int, left: float) -> Run:
         cold = condition.name not in self.filled
-        wall = 60.0 if cold else 35.0
+        wall = (300.0 if condition.name == self.slow else 60.0) if cold else 35.0
         if wall > left:
             self.clock[0] += left
             raise OutOfBudget
         self.filled.add(condition.name)
         self.clock[0] += wall
         run = super().__call__(condition, number, left)
-        return replace(run, cold=cold, compile_s=50.0 if cold else 5.0, wall_s=wall)
+        return replace(run, cold=cold, compile_s=wall - 10.0 if cold else 5.0, wall_s=wall)
 
 
 def test_a_small_budget_is_for_both_orders_of_what_comes_first(
@@ -200,3 +201,16 @@ def test_a_small_budget_is_for_both_orders_of_what_comes_first(
     again = sweep(tmp_path, machine, budget_s=1000)
     again.run()
     assert machine.ran[8:] == [(ONE[4], 1), (ONE[4], 2)] and again.complete
+
+
+@pytest.mark.parametrize("budget_s", [800, 780])
+def test_one_slow_compile_does_not_keep_the_others_from_running(
+    budget_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 780 s the last condition has no room beside the second order as reckoned, and has some
+    once that has run."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    done = sweep(tmp_path, Timed(clock, slow="max_autotune_gemm"), budget_s)
+    done.run()
+    assert done.complete and clock[0] <= budget_s

@@ -16,7 +16,7 @@ import torch
 from inductor_q import cli
 from inductor_q.commands import tune
 from inductor_q.presets import PRESETS, select, tuned
-from inductor_q.tuning import table
+from inductor_q.tuning import table, trial
 from inductor_q.tuning.choice import Judged
 from inductor_q.tuning.plan import BASE, EAGER, STOCK, Condition
 from tests.support.processes import ROOT, environment
@@ -40,6 +40,32 @@ def test_rows_of_the_table() -> None:
         ("stock", "20.0", "2.000", "1.000", "", "", "", ""),
         ("eager", "30.0", "3.000", "1.500", "", "1,000", "", "the reference"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "expected"),
+    [
+        (None, None, None),
+        (None, {"qfuse.numerics": "strict"}, None),
+        ("reduce-overhead", None, {"triton.cudagraphs": True}),
+        (
+            None,
+            {
+                "qfuse.mode": "reduce-overhead",
+                "triton": {"cudagraphs": False},
+                "guard_filter_fn": 1,
+            },
+            {"triton.cudagraphs": False, "guard_filter_fn": 1},
+        ),
+    ],
+)
+def test_stock_compiles_with_all_but_our_options(
+    mode: Any, options: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_compile", lambda *args, **kwargs: (args, kwargs))
+    args, kwargs = trial._by_inductor(len, backend="qfuse", mode=mode, options=options)
+    assert args == (len,)
+    assert kwargs == {"backend": "inductor", "mode": None, "options": expected}
 
 
 def test_a_picture(tmp_path: Path) -> None:
