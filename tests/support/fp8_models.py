@@ -68,13 +68,19 @@ def fill(layer: Any) -> None:
 
 def values(codes: Tensor, scale: Tensor, block: Any = (128, 128)) -> Tensor:
     """Decode a weight in float32 by transformers' own function, which its backward has. E8M0 has no
-    product there."""
+    product there. transformers 5.17 has no such function: there the scale of a block, or of all,
+    is multiplied by hand."""
     if codes.dtype is torch.int8:  # and it refuses FP4 there; what loads checkpoints does not
         found: Tensor = fp8.Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32)
         return found
     scale = scale.detach().float()
-    found = fp8._dequantize_fp8_weight(codes.detach(), scale, block, torch.float32)
-    return found
+    if hasattr(fp8, "_dequantize_fp8_weight"):
+        found = fp8._dequantize_fp8_weight(codes.detach(), scale, block, torch.float32)
+        return found
+    if scale.numel() > 1:
+        for dim in (-2, -1):
+            scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, codes.shape[dim])
+    return codes.detach().float() * scale
 
 
 def plain(model: Any) -> Any:
