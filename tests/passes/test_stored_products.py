@@ -138,14 +138,15 @@ class Emulated(torch.autograd.Function):
 def test_the_weight_adds_no_error(case: str) -> None:
     """What is left are roundings to bfloat16: 2^-9 of each number, in a chain of a few. A cast of
     an e4m3 weight with other scales would be an error of 2^-5, and one of int8 a 200th of the norm
-    in forward; the scale of a row may be zero or negative."""
+    in forward; the scale of a row may be zero or negative. A gradient that is rounded elsewhere,
+    as in torch 2.11, is cast to the next code now and then."""
     outcome = compiled(Plain(case), tokens(), STORED[case][1])
     codes, scale = weight_in(STORED[case][0])
     scale = (scale / 127 if codes.dtype is torch.int8 else scale).expand(N)
     multiply: Any = Emulated.apply
     output, gradients = step(lambda x: torch.tanh(multiply(torch.tanh(x), codes, scale)), tokens())
     assert error(outcome.output, output) < 2**-8
-    assert error(outcome.gradients["x0"], gradients["x0"]) < 2**-7
+    assert error(outcome.gradients["x0"], gradients["x0"]) < 2**-6
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["matrix", "flat bytes"])
