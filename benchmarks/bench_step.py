@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         model.zero_grad()
         saved = testing.count_saved_bytes(functools.partial(step, data[0]), model)
         extra[peer]["saved_bytes"] = saved.total
-        torch.compiler.cudagraph_mark_step_begin()  # nobody will ask for that one's backward
+        torch.compiler.cudagraph_mark_step_begin()  # or its graph would wait for its backward
     timings = harness.time_steps(
         candidates,
         device,

@@ -18,7 +18,7 @@ REMARKS = {
     ("rows-h200", "d493df9"): "The kernel was written anew since.",
     **dict.fromkeys(
         (("rows-h100", "7b1a29d"), ("decode_8b_16-h100", "7b1a29d")),
-        "Of 9 rows and more, the kernel reads x earlier since.",
+        "Since then the kernel reads x earlier where there are 9 rows or more.",
     ),
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.place import RESULTS
@@ -10,7 +11,7 @@ from docs.read_results import table
 from inductor_q.tuning import table as tuned
 from inductor_q.tuning.choice import judge
 from inductor_q.tuning.plan import REFERENCES, Condition
-from inductor_q.tuning.runs import Runs, overcome
+from inductor_q.tuning.runs import Run, Runs
 
 
 def tune(name: str, folder: Path = RESULTS) -> str:
@@ -26,3 +27,9 @@ def tune(name: str, folder: Path = RESULTS) -> str:
         f"{key['torch']}, model {key['model']}, {key['steps']} steps a run, digest of qfuse's "
         f"source {key['sources']}."
     )
+
+
+def overcome(runs: Sequence[Run]) -> list[Run]:
+    """Leave out what failed, and did not when it was run again."""
+    good = {(run.condition, run.round) for run in runs if not run.error}
+    return [run for run in runs if not run.error or (run.condition, run.round) not in good]

@@ -23,7 +23,7 @@ def qwen3_0_6b(layers: int = 28) -> Any:
 
 
 def qwen3_0_6b_half() -> Any:
-    """Return a model of half its layers, which compile sooner."""
+    """Return a model of half of Qwen3-0.6B's layers, which compiles sooner."""
     return qwen3_0_6b(14)
 
 

@@ -37,7 +37,15 @@ from inductor_q.own_options import (
 from inductor_q.presets import Entry, FrozenMap, Preset
 from inductor_q.resolved import Numerics, Resolved
 
-__all__ = ["Numerics", "Resolved", "asked", "check_options", "list_options", "resolve"]
+__all__ = [
+    "Numerics",
+    "Resolved",
+    "asked",
+    "check_options",
+    "list_options",
+    "resolve",
+    "split_options",
+]
 
 
 def resolve(
@@ -70,7 +78,7 @@ def resolve(
     mode = _mode(mode, chosen("qfuse.mode", None), tuple(modes), sources)
 
     inductor = _inductor(preset)
-    # A CUDA graph would overwrite predictions that are kept.
+    # A CUDA graph would overwrite predictions that are kept; and that mode asks for none.
     if not torch.is_grad_enabled() or mode == "max-autotune-no-cudagraphs":
         inductor.pop("triton.cudagraphs", None)
     sources |= dict.fromkeys(inductor, f"preset {preset.name}")
@@ -378,6 +386,3 @@ def _environment_typos() -> Iterator[str]:
         if name.startswith("QFUSE_") and name not in variables:
             for near in get_close_matches(name, variables, n=1, cutoff=0.8):
                 yield f"environment variable {name} is not read; did you mean {near}?"
-
-
-# --- fingerprint --------------------------------------------------------------------------------

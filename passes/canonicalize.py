@@ -115,7 +115,8 @@ def few_rows_by(x: fx.Node, weight: Weight, context: Context) -> str:
     fmt = get_format(weight.format)
     features, columns = weight.shape
     by_triton = context.threshold("linear_rows.triton_max_rows")
-    if fmt.planes and features * columns < context.threshold("linear_rows.triton_min_planes"):
+    large = context.threshold("linear_rows.triton_min_elements_of_planes")
+    if fmt.planes and features * columns < large:
         by_triton = context.threshold("linear_rows.triton_max_rows_of_planes")
     known = all(isinstance(size, int) for size in rows_of.shape)  # others decode
     if not known or not 0 < count <= max(most, by_triton):

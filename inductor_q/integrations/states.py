@@ -78,6 +78,12 @@ class States:
             self.functions[key] = torch.compile(make(), backend=qfuse_backend(), **settings)
         return self.functions[key]
 
+    def keep_results(self, keeps: bool) -> None:
+        """Say whether results without gradients are kept, which changes what serves them."""
+        if keeps != self.keeps_results:
+            self.functions = {key: f for key, f in self.functions.items() if key[1][-1]}
+        self.keeps_results = keeps
+
     def state(self) -> State:
         """Return what graphs depend on; what it leaves out, Dynamo's guards still look at."""
         layer = self.layer
@@ -153,7 +159,8 @@ class Region:
 
 def without_graphs(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings of torch.compile with CUDA graphs off, whatever asks for them."""
-    options = {**(settings["options"] or {}), GRAPHS: False}
+    options = {name: value for name, value in (settings["options"] or {}).items() if name != GRAPHS}
+    options[GRAPHS] = False  # the last word, also over a nested one
     if mode := settings.get("mode"):  # torch takes no mode beside options
         options["qfuse.mode"] = mode
     return {**settings, "options": options, "mode": None}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from inductor_q import inductor_config
 from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
 from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.backend_name import name_backend
@@ -109,13 +110,13 @@ class QfuseCallback(TrainerCallback):
         if args.max_grad_norm and is_sharded(kwargs["model"]):
             raise NormOfOneRank(value=args.max_grad_norm)
         if self.enabled:
-            graphs = _graphs(args, self.settings)
+            graphs = _graphs(args, self.settings, tells=state.is_world_process_zero)
             settings = without_graphs(self.settings) if graphs == "overwritten" else self.settings
             model = compile(kwargs["model"], **settings)
             data = getattr(kwargs.get("train_dataloader"), "dataset", None)
             for states in states_of(model):
                 states.told_by = self
-                states.keeps_results = graphs == "on"
+                states.keep_results(graphs == "on")
                 states.lengths_vary = self.settings["dynamic"] is None and lengths_vary(data)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -171,17 +172,21 @@ def _is_replicated(args: Any, model: nn.Module) -> bool:
     return args.n_gpu > 1 and not any(getattr(model, mark, False) for mark in marks)
 
 
-def _graphs(args: Any, settings: Mapping[str, Any]) -> Literal["off", "on", "overwritten"]:
-    """Say whether CUDA graphs are asked for, and would overwrite the gradients of the batch before.
+def _graphs(
+    args: Any, settings: Mapping[str, Any], *, tells: bool
+) -> Literal["off", "on", "overwritten"]:
+    """Say whether CUDA graphs are on, and would overwrite the gradients of the batch before.
 
-    That they would is a warning, unless a preset has them.
+    Warn of the latter where the user asked for graphs and this process `tells`; those of a preset
+    are switched off silently.
     """
     resolved = resolve(settings["mode"], settings["options"], device=args.device)
-    if not resolved.inductor.get(GRAPHS):
+    if not resolved.inductor.get(GRAPHS, inductor_config.current(GRAPHS)):
         return "off"
     if args.gradient_accumulation_steps == 1:
         return "on"
-    if not (source := resolved.sources[GRAPHS]).startswith("preset"):
+    source = resolved.sources.get(GRAPHS, "torch's own configuration")
+    if tells and not source.startswith("preset"):
         log.warning(
             "QfuseCallback: CUDA graphs (%s: %s) stay off. With gradient_accumulation_steps=%d a "
             "graph would overwrite the gradients of the batch before; it takes 1 to use them",

@@ -100,14 +100,14 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             "less time than dequantization and a product up to so many rows, and for 32 rows only "
             "where there are many features",
         ),
-        # The same for k-bit weights, whose bits lie apart, and the elements from which a k-bit
-        # weight is one among the others.
+        # The same for k-bit weights, whose bits lie apart. From so many elements on, the limit
+        # above holds for a k-bit weight too.
         "linear_rows.triton_max_rows_of_planes": Entry(
             value=1,
             evidence="a start value, of a sweep on one H200: codes of 2 to 4 bits took less time "
             "than dequantization and a product for one row, and more for several",
         ),
-        "linear_rows.triton_min_planes": Entry(
+        "linear_rows.triton_min_elements_of_planes": Entry(
             value=2**25,
             evidence="a start value, of one H100: with 4 or 16 rows, in CUDA graphs, weights of 50 "
             "M elements took 0.61 to 1.00 of the time of dequantization and a product, those of 4 "

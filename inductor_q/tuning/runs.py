@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,12 +103,6 @@ class Runs:
         except OSError as error:
             problem = error.strerror or str(error)
             raise UnusableRuns(path=str(self.path), problem=problem) from None
-
-
-def overcome(runs: Sequence[Run]) -> list[Run]:
-    """Leave out what failed, and did not when it was run again."""
-    good = {(run.condition, run.round) for run in runs if not run.error}
-    return [run for run in runs if not run.error or (run.condition, run.round) not in good]
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -126,7 +126,8 @@ class Sweep:
 
     def _usual(self, conditions: Iterable[Condition], number: int) -> float:
         """Return for how many seconds conditions are likely to run that have not run yet."""
-        cold = sorted((run for run in self.known if run.cold), key=lambda run: run.wall_s)
+        compiled = (run for run in self.known if run.cold and run.compile_s)
+        cold = sorted(compiled, key=lambda run: run.wall_s)
         usual = cold[len(cold) // 2] if cold else None
         seconds = 0.0
         for condition in conditions:

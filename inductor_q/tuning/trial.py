@@ -152,7 +152,7 @@ def _run(model: str, watch: Watch) -> dict[str, int]:
 def _by_inductor(*args: Any, **kwargs: Any) -> Any:
     """Compile with stock Inductor, without the options that only qfuse knows."""
     given = dict(kwargs.get("options") or {})
-    for_dynamo = {name: given.pop(name) for name in ("guard_filter_fn",) if name in given}
+    for_dynamo = {n: given.pop(n) for n in ("guard_filter_fn", "use_aoti") if n in given}
     ours, options = split_options(given)
     if mode := kwargs.get("mode") or ours.get("qfuse.mode"):
         options = {**inductor_config.modes(bool(kwargs.get("dynamic")))[mode], **options}

@@ -218,7 +218,10 @@ def test_the_kernel_in_triton_takes_more_rows_of_large_kbit_weights(
 ) -> None:
     serve_rows(monkeypatch, "triton")
     layer = kbit.quantize_model(torch.nn.Linear(64, 128, dtype=torch.bfloat16), k=3)
-    thresholds = {"linear_rows.triton_max_rows": 16, "linear_rows.triton_min_planes": least}
+    thresholds = {
+        "linear_rows.triton_max_rows": 16,
+        "linear_rows.triton_min_elements_of_planes": least,
+    }
     with torch.no_grad():
         x = torch.randn(rows, 64).bfloat16()
         result = compile_step(layer, x, options={"qfuse.thresholds": thresholds})

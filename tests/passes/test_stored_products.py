@@ -146,7 +146,8 @@ def test_the_weight_adds_no_error(case: str) -> None:
     multiply: Any = Emulated.apply
     output, gradients = step(lambda x: torch.tanh(multiply(torch.tanh(x), codes, scale)), tokens())
     assert error(outcome.output, output) < 2**-8
-    assert error(outcome.gradients["x0"], gradients["x0"]) < 2**-6
+    bound = 2**-6 if str(torch.__version__).startswith("2.11") else 2**-7
+    assert error(outcome.gradients["x0"], gradients["x0"]) < bound
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["matrix", "flat bytes"])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from docs.tune_figures import overcome
 from inductor_q.exc import UnusableRuns
-from inductor_q.tuning.runs import Run, Runs, overcome
+from inductor_q.tuning.runs import Run, Runs
 
 ONE = Run(
     condition="base",
