@@ -80,7 +80,8 @@ def _calls(name: str, packed: Packed, weight: Tensor) -> Calls:
     """Return the calls of one weight by peer, but for the compiled one."""
     operands, layer = packed
     shape, dtype = weight.shape, weight.dtype
-    a, b = (0.02 * torch.randn(s, device=weight.device).to(dtype) for s in _adapter(shape))
+    sizes = (RANK, shape[1]), (shape[0], RANK)
+    a, b = (0.02 * torch.randn(size, device=weight.device).to(dtype) for size in sizes)
 
     def decode(x: Tensor) -> Tensor:
         return F.linear(x, ops.dequantize(operands, name, shape, dtype))
@@ -95,10 +96,6 @@ def _calls(name: str, packed: Packed, weight: Tensor) -> Calls:
         "qfuse": lambda x: ops.linear(x, operands, name, shape),
         "adapter": adapted,
     }
-
-
-def _adapter(shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (RANK, shape[1]), (shape[0], RANK)
 
 
 def _measure(

@@ -520,6 +520,15 @@ def test_bench_rows(tmp_path: Path) -> None:
     assert errors and max(errors) < 0.01
 
 
+def test_bench_rows_of_kbit_weights(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = ["--device", "cpu", "--quick", "--formats", "kbit3_e4m4", "--rows", "2"]
+    bench_rows.main([*command, "--out", str(out)])
+    rows = check_file(out, "bench_rows", {*bench_rows.PEERS} - {"bitsandbytes", "stock"})
+    assert all(row["case"]["format"] == "kbit3_e4m4" for row in rows)
+    assert {row["case"]["rows"] for row in rows} == {2}
+
+
 def test_bench_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "launch.json"
     command = ["--device", "cpu", "--quick", "--calls", "5", "--out", str(out)]

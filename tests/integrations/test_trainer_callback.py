@@ -30,6 +30,7 @@ from inductor_q.integrations.backend_name import forget_backend, name_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import base_model, compiled_regions
+from inductor_q.integrations.states import States
 from inductor_q.presets import PRESETS, Entry, tuned
 from tests.support.processes import environment
 from tests.support.trainers import COMMON, model, rows, train
@@ -180,6 +181,14 @@ def test_evaluation_keeps_its_predictions_out_of_cuda_graphs(tmp_path: Path) -> 
     assert values == {"True", "False"}
     last = inductor_q.last_report()
     assert last is not None and last.options["triton.cudagraphs"]["value"] == "False"
+
+
+def test_what_was_compiled_before_results_are_kept_is_compiled_anew() -> None:
+    states = States(model(1), {"options": None})
+    trains, infers = states.state(), (*states.state()[:-1], False)
+    states.functions = {(None, trains): len, (None, infers): len}
+    states.keep_results(True)
+    assert states.keeps_results and list(states.functions) == [(None, trains)]
 
 
 def test_the_import_lets_the_backend_be_named(
