@@ -1,7 +1,7 @@
 """Models so small that the GPU waits for the host to launch their kernels, for `qfuse tune`.
 
     qfuse tune --model examples.small:qwen3_0_6b
-    qfuse tune --model examples.small:qwen3_0_6b_half --budget 8m
+    qfuse tune --model examples.small:qwen3_0_6b_quarter --budget 8m
     qfuse tune --model examples.small:toy
 
 They are QLoRA models with random weights: NF4, and LoRA of rank 16 on all projections, prepared as
@@ -22,9 +22,9 @@ def qwen3_0_6b(layers: int = 28) -> Any:
     return _qlora(testing.qwen3_0_6b_config(layers))
 
 
-def qwen3_0_6b_half() -> Any:
-    """Return a model of half of Qwen3-0.6B's layers, which compiles sooner."""
-    return qwen3_0_6b(14)
+def qwen3_0_6b_quarter() -> Any:
+    """Return a model of a quarter of Qwen3-0.6B's layers, which compiles sooner."""
+    return qwen3_0_6b(7)
 
 
 def toy() -> Any:

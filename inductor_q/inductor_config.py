@@ -19,6 +19,13 @@ from typing import Any, Final
 
 MISMATCH: Final = object()
 
+#: The option for CUDA graphs, each of which overwrites what the one before it has returned.
+GRAPHS = "triton.cudagraphs"
+
+#: Whether torch cuts a graph around what no CUDA graph can hold. Where it does so between parts that
+#: are concatenated, the parts in front of the cut are lost (torch 2.11 and 2.13, docs/upstream.md).
+PARTITION = "graph_partition"
+
 _PREFIX = "torch._inductor.config."
 
 
@@ -54,6 +61,11 @@ def current(name: str) -> Any:
     from torch._inductor import config
 
     return functools.reduce(getattr, name.split("."), config)
+
+
+def wants_graphs(options: Mapping[str, Any]) -> bool:
+    """Return whether CUDA graphs are on under these options of a compile."""
+    return bool(options.get(GRAPHS, current(GRAPHS)))
 
 
 def modes(dynamic: bool) -> Mapping[str, Mapping[str, Any]]:

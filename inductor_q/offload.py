@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_q.capture.example import hint
 from inductor_q.cost import cost_of, finish_times, node_bytes
+from inductor_q.inductor_config import wants_graphs
 from inductor_q.liveness import COPY_START, Kinds, simulate, storages
 from inductor_q.passes.graph import is_tangent
 from inductor_q.resolved import Link, Resolved
@@ -49,7 +50,7 @@ def find_link(resolved: Resolved, device: torch.device) -> Link | str:
         return ""
     if device.type != "cuda":
         return f"a {device.type} has no memory of its own"
-    if resolved.inductor.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
+    if wants_graphs(resolved.inductor):
         return "CUDA graphs do not run copies between device and host"
     if resolved.inductor.get("cpp_wrapper", inductor_config.cpp_wrapper):
         return "C++ wrapper code keeps no copy between two calls"

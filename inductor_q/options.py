@@ -26,6 +26,7 @@ from inductor_q.exc import (
     UnknownMode,
     UnknownOption,
 )
+from inductor_q.inductor_config import GRAPHS, PARTITION
 from inductor_q.log import warn_once
 from inductor_q.ops.eight_bits import unable
 from inductor_q.own_options import (
@@ -80,7 +81,7 @@ def resolve(
     inductor = _inductor(preset)
     # A CUDA graph would overwrite predictions that are kept; and that mode asks for none.
     if not torch.is_grad_enabled() or mode == "max-autotune-no-cudagraphs":
-        inductor.pop("triton.cudagraphs", None)
+        inductor.pop(GRAPHS, None)
     sources |= dict.fromkeys(inductor, f"preset {preset.name}")
     for name, value in (modes[mode] if mode else {}).items():
         inductor[name] = value
@@ -88,6 +89,9 @@ def resolve(
     for name, value in patches.items():
         inductor[name] = value
         sources[name] = "user"
+    if inductor_config.wants_graphs(inductor) and PARTITION not in inductor:
+        inductor[PARTITION] = False
+        sources[PARTITION] = "qfuse"
 
     numerics = chosen("qfuse.numerics", "default")
     resolved = Resolved(
@@ -341,9 +345,15 @@ def _conflicts(resolved: Resolved, device: torch.device, dynamic: bool) -> Itera
     preset = resolved.preset
     if device.type == "cuda":
         skips = value("triton.cudagraph_skip_dynamic_graphs")
-        if dynamic and value("triton.cudagraphs") and not skips:
+        if value(GRAPHS) and value(PARTITION):
             yield (
-                f"triton.cudagraphs ({who('triton.cudagraphs')}) with dynamic shapes records one "
+                f"{PARTITION} ({who(PARTITION)}) with {GRAPHS} ({who(GRAPHS)}) gives wrong results "
+                "where torch cuts a graph between parts that are concatenated: leave it out, and a "
+                "graph that cannot be one CUDA graph runs without"
+            )
+        if dynamic and value(GRAPHS) and not skips:
+            yield (
+                f"{GRAPHS} ({who(GRAPHS)}) with dynamic shapes records one "
                 "graph a shape and keeps each: pad to few lengths, or set "
                 "'triton.cudagraph_skip_dynamic_graphs': True, or compile without cudagraphs"
             )

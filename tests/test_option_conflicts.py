@@ -61,6 +61,26 @@ def test_no_conflict_with_cudagraphs(gpu: Callable[..., None], told: list[str]) 
     assert told == []
 
 
+def test_no_partitions_beside_cudagraphs(gpu: Callable[..., None], told: list[str]) -> None:
+    """Unless somebody asks for both, and then it is said what they do together."""
+    gpu((9, 0))
+    graphs = {"triton.cudagraphs": True}
+    for resolved in (
+        resolve(None, graphs, device=CUDA),
+        resolve("reduce-overhead", None, device=CUDA),
+    ):
+        assert resolved.inductor["graph_partition"] is False
+        assert resolved.sources["graph_partition"] == "qfuse"
+    assert "graph_partition" not in resolve(None, None, device=CUDA).inductor
+    with torch._inductor.config.patch(graphs):
+        assert resolve(None, None, device=CUDA).inductor["graph_partition"] is False
+    assert told == []
+    both = resolve(None, {**graphs, "graph_partition": True}, device=CUDA)
+    assert both.inductor["graph_partition"] is True
+    (message,) = told
+    assert message.startswith("graph_partition (user) with triton.cudagraphs (user) gives wrong")
+
+
 def test_conflict_with_a_global_setting(gpu: Callable[..., None], told: list[str]) -> None:
     gpu((9, 0))
     with torch._inductor.config.patch({"triton.cudagraphs": True}):

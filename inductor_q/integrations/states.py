@@ -23,15 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from inductor_q.backend import qfuse_backend
 from inductor_q.experts.forward import is_sharded
+from inductor_q.inductor_config import GRAPHS
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
 
 #: Names of the adapters, the active ones, whether they are off, the merged ones, whether PEFT calls
 #: the model without them, training, gradients.
 State = tuple[tuple[str, ...], Hashable, Hashable, Hashable, Hashable, bool, bool]
-
-#: The option for CUDA graphs, each of which overwrites what the one before it has returned.
-GRAPHS = "triton.cudagraphs"
 
 _ACTIVE = "_active_adapter"  # what PEFT's layers keep the list of active adapters in
 

@@ -19,13 +19,14 @@ from torch import nn
 from inductor_q import inductor_config
 from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
 from inductor_q.experts.forward import is_sharded
+from inductor_q.inductor_config import GRAPHS
 from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import Regions, compile
-from inductor_q.integrations.states import GRAPHS, states_of, without_graphs
+from inductor_q.integrations.states import states_of, without_graphs
 from inductor_q.log import log
 from inductor_q.options import check_options, resolve
 from inductor_q.process import report
@@ -181,7 +182,7 @@ def _graphs(
     are switched off silently.
     """
     resolved = resolve(settings["mode"], settings["options"], device=args.device)
-    if not resolved.inductor.get(GRAPHS, inductor_config.current(GRAPHS)):
+    if not inductor_config.wants_graphs(resolved.inductor):
         return "off"
     if args.gradient_accumulation_steps == 1:
         return "on"
