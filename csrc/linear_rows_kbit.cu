@@ -32,35 +32,19 @@ struct Arguments : Call {
   int64 stored, scales;  // where they are, as the places before
 };
 
-// An exclusive or of lanes' numbers leads to their sum, or to the largest of them.
-template <class Join>
-__device__ float join(float value, const Join& both) {
-#pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) value = both(value, __shfl_xor_sync(kWarp, value, apart));
-  return value;
-}
-
 // How the codebook is stretched before it is rounded to 16 bits: the largest value has the exponent of 1, so that
-// none overflows, and of 16 factors from there on a warp each tries one. `errors` has room for what they find.
+// none overflows, and of 16 factors from there on a warp each finds the error of one. `errors` has room for those.
 template <class Type>
-__device__ float fit(float value, int lane, int warp, float* errors) {
-  const float largest = join(fabsf(value), [](float a, float b) { return fmaxf(a, b); });
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
+__device__ float fit(float value, int lane, int warp, uint32* errors) {
+  const int exponent = static_cast<int>(__reduce_max_sync(kWarp, __float_as_uint(fabsf(value))) >> 23);
   const float unit = exponent > 0 && exponent < 254 ? __uint_as_float(static_cast<uint32>(254 - exponent) << 23) : 1.0f;
-  const auto factor = [&](int i) { return unit * (1.0f + 0.0625f * i); };
-  const float stretched = value * factor(warp);
-  const float wrong = (Type::decode(Type::encode(stretched)) - stretched) / (1.0f + 0.0625f * warp);
-  const float error = join(wrong * wrong, [](float a, float b) { return a + b; });
-  if (lane == 0) errors[warp] = error;
+  const auto factor = [](int i) { return 1.0f + 0.0625f * i; };
+  const float stretched = value * (unit * factor(warp));
+  const float wrong = (Type::decode(Type::encode(stretched)) - stretched) / factor(warp);  // below 2^-7
+  const uint32 error = __reduce_add_sync(kWarp, static_cast<uint32>(wrong * wrong * 0x1p40f));
+  if (lane == 0) errors[warp] = (error & ~15u) | warp;
   __syncthreads();
-  int best = 0;
-  float least = errors[0];
-#pragma unroll
-  for (int i = 1; i < kWarps; ++i) {
-    const float other = errors[i];
-    if (other < least) least = other, best = i;
-  }
-  return factor(best);
+  return unit * factor(__reduce_min_sync(kWarp, errors[lane & 15]) & 15);
 }
 
 // The table of the values that codes of K bits stand for; what a byte of the bits of neighbouring codes is.
@@ -174,6 +158,7 @@ template <class Type, int K, class Absmax, int kTiles, bool kGated, int kHeight,
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
   using Results = Sums<Type, kTiles, kGated, kHeight>;
   constexpr int kRows = Results::kRows, kPitch = Results::kPitch;
+  constexpr bool kLate = kTiles > 1;
   constexpr int kTurns = kTiles > 1 ? 1 : 2;                     // sums of more rows have one place
   constexpr int kAhead = (kDepth + kHeight - 1) / kHeight;       // stages that may be under way
   constexpr int kSlots = 2 + kAhead;                             // rows of B: of two tiles besides
@@ -278,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   // All have passed a barrier since the table was used, and so they do before it is.
   float stretch;
   const auto build = [&](float entry) {
-    const float factor = fit<Type>(entry, lane, warp, reinterpret_cast<float*>(all_scales));
+    const float factor = fit<Type>(entry, lane, warp, reinterpret_cast<uint32*>(all_scales));
     stretch = 1.0f / factor;
     Table<K>::build(origin, Type::encode(entry * factor));
     __syncthreads();
@@ -319,15 +304,23 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
       __syncwarp();
       if (strip == 0) decode_scales(walk);
       Codes<K> read[kRun][2];
-#pragma unroll
-      for (int c = 0; c < kRun; ++c)
+      const auto take = [&](int c) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) read[c][i].load(codes + near_strip * kStrips + i * 8 * kLine + c * (K * 16), two);
-      near_strip = near_strip == kDepth - 1 ? 0 : near_strip + 1;
-      __syncwarp();
-      ask((strip + kDepth) % kHeight);
+        if (c < kRun - 1) return;
+        near_strip = near_strip == kDepth - 1 ? 0 : near_strip + 1;
+        __syncwarp();
+        ask((strip + kDepth) % kHeight);
+      };
+      if (!kLate) {
+#pragma unroll
+        for (int c = 0; c < kRun; ++c) take(c);
+      } else {
+        __syncwarp();
+      }
 #pragma unroll
       for (int c = 0; c < kRun; ++c) {
+        if (kLate) take(c);
         const Entries<K> low(read[c][0], own), high(read[c][1], own);
         const float4 of_low = scales[c * kRows + strip * kStrip + quad], of_high = scales[c * kRows + strip * kStrip + quad + 8];
         const float factors[2][kBlocks] = {{of_low.x, of_low.y, of_low.z, of_low.w}, {of_high.x, of_high.y, of_high.z, of_high.w}};

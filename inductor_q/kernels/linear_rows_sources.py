@@ -12,9 +12,11 @@ from inductor_q.formats import QuantFormat
 from inductor_q.kernels import dequantize_cuda, nibbles
 from inductor_q.kernels.dequantize_cuda import TYPES, VECTOR_BYTES, scale_type
 
-#: Sizes of csrc/linear_rows.cuh: threads, rows of a strip, rows of x of an mma, weights of a launch.
+#: Sizes of csrc/linear_rows.cuh: threads, rows of a strip and of x of an mma, weights of a launch.
 THREADS, STRIP, TOKENS, WEIGHTS = 512, 16, 8, 4
 WARPS = THREADS // 32
+#: Strips that csrc/linear_rows_kbit.cu has under way while it multiplies one, by bits of a code.
+DEPTH = {2: 2, 3: 1, 4: 1, 5: 1}
 #: Where the look-up table is in shared memory, and the bytes in front of it that others may have.
 TABLE, LOW = 64 << 10, 63 << 10
 OUTER = 256  # scales that share an outer one
@@ -113,8 +115,9 @@ class Planes(Source):
 
     name = "linear_rows_kbit.cu"
     chunk = 128
-    #: Strips that are under way while one is multiplied, by bits of a code.
-    depth = {2: 2, 3: 1, 4: 1, 5: 1}
+
+    def depth(self, k: int, count: int) -> int:
+        return DEPTH[k]
 
     def unknown(self, fmt: QuantFormat) -> str:
         return dequantize_cuda.KERNEL.unknown(fmt)
@@ -130,12 +133,12 @@ class Planes(Source):
     ) -> str:
         assert fmt.blockwise is not None
         types = f"{TYPES[dtype]}, {fmt.planes}, {scale_type(fmt.blockwise.codec)}"
-        together, depth = -(-count // TOKENS), self.depth[fmt.planes]
+        together, depth = -(-count // TOKENS), self.depth(fmt.planes, count)
         return f"linear<{types}, {together}, {str(gated).lower()}, {height}, {depth}>"
 
     def plan(self, fmt: QuantFormat, count: int, room: int, most: int, height: int) -> Plan | None:
         assert fmt.blockwise is not None
-        depth, rows, k = self.depth[fmt.planes], STRIP * height, fmt.planes
+        depth, rows, k = self.depth(fmt.planes, count), STRIP * height, fmt.planes
         ahead = -(-depth // height)
         scale = getattr(torch, fmt.blockwise.codec.dtypes[0]).itemsize
         sizes = (

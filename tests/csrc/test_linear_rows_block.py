@@ -17,7 +17,7 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import linear_rows_cuda
-from inductor_q.kernels.linear_rows_sources import PLANES
+from inductor_q.kernels.linear_rows_sources import DEPTH
 from tests.support.emulated import built, needs_compiler
 from tests.support.few_rows import error, made
 
@@ -37,7 +37,7 @@ KERNELS = {
     ],
     "linear_rows_kbit.cu": [
         f"linear<BFloat16, {k}, {scale}, {together}, {gated}, {height}, {depth}>"
-        for k, depth in PLANES.depth.items()
+        for k, depth in DEPTH.items()
         for scale in ("E4M4", "Float16")
         for gated in GATED
         for together, height in FORMS
@@ -106,7 +106,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     params=[pytest.param(False, id="late"), pytest.param(True, id="at once", marks=SLOW)]
 )
 def kernel(
-    request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    libraries: dict[str, ctypes.CDLL],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
     """The provider, whose launches of two or three programs run here."""
 
@@ -119,7 +121,8 @@ def kernel(
         def launch(*given: int) -> None:
             assert len(given) == pointers
             values = (ctypes.c_int64 * (pointers + len(numbers)))(*given, *numbers)
-            libraries[source][f"run{KERNELS[source].index(name)}"](columns, rows, values, int(request.param))
+            run = libraries[source][f"run{KERNELS[source].index(name)}"]
+            run(columns, rows, values, int(request.param))
 
         return launch
 

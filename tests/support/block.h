@@ -3,6 +3,7 @@
 // random, one behind all others, or one after the other, so that what they do to each other's memory is found.
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 
 #include "cuda.h"
@@ -196,10 +197,20 @@ T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   return block::given(value)[first + lane];
 }
 
-inline bool __any_sync(unsigned, bool is) {
-  const bool* const all = block::given(is) + threadIdx.x / 32 * 32;
-  return std::any_of(all, all + 32, [](bool one) { return one; });
+// What a warp's numbers come to, joined one by one.
+template <class Join>
+unsigned joined(unsigned value, const Join& join) {
+  const unsigned* const all = block::given(value) + threadIdx.x / 32 * 32;
+  return std::accumulate(all + 1, all + 32, all[0], join);
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) { return joined(value, std::plus<unsigned>()); }
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  return joined(value, [](unsigned a, unsigned b) { return std::min(a, b); });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return joined(value, [](unsigned a, unsigned b) { return std::max(a, b); });
+}
+inline bool __any_sync(unsigned, bool is) { return __reduce_max_sync(0, is); }
 
 template <class T>
 T __ldg(const T* p) {
