@@ -189,11 +189,11 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   const auto entry_of = [&](int which) { return a.weights[which].nested_codebook[lane & (1 << K) - 1]; };
   Walk<kRows, kGated> walk(a, stages);
   const float first_entry = entry_of(walk.weight);
-  // Weights whose codebook is that of the one before them have the table in common.
-  bool alike[kWeights] = {};
+  // Bit i: weight i has another codebook than the one before it, and so another table.
+  uint32 others = 0;
 #pragma unroll
   for (int i = 1; i < kWeights; ++i)
-    if (a.n[i] > 0) alike[i] = !__any_sync(kWarp, __float_as_uint(entry_of(i)) != __float_as_uint(entry_of(i - 1)));
+    if (a.n[i] > 0) others |= __any_sync(kWarp, __float_as_uint(entry_of(i)) != __float_as_uint(entry_of(i - 1))) << i;
 
   // What a warp multiplies with: its run of columns of x, read anew where the part changes. Of more than 8 rows
   // (`kEarly`), a chunk is asked for as soon as the last strip is through with the one before.
@@ -353,10 +353,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     const char* const b = lora + lora_slot * room;
     turn ^= kTurns - 1, lora_slot = lora_slot == kSlots - 1 ? 0 : lora_slot + 1;
     Results::finish(a, which, first, n, here, b, stretch, gate);
-    if (walk.left == 0) break;
-    bool same = true;
-#pragma unroll
-    for (int i = 1; i < kWeights; ++i) same = same && (i <= min(which, walk.weight) || i > max(which, walk.weight) || alike[i]);
-    if (!same) build(entry_of(walk.weight));
+    // Bits from the lower of two weights on, without it, to the higher.
+    const uint32 between = (2u << max(which, walk.weight)) - (2u << min(which, walk.weight));
+    if (walk.left > 0 && (others & between) != 0) build(entry_of(walk.weight));
   }
 }
