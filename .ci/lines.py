@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 7660,
-    "csrc": 3415,
+    "csrc": 3860,
     "docs": 1630,
     "examples": 1165,
     "inductor_q": 5995,
@@ -29,14 +29,14 @@ BUDGET = {
     "inductor_q/formats": 1730,
     "inductor_q/integrations": 1510,
     "inductor_q/kbit": 935,
-    "inductor_q/kernels": 6685,
+    "inductor_q/kernels": 6785,
     "inductor_q/loading": 1750,
     "inductor_q/ops": 2680,
     "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,
     "lowerings": 760,
     "passes": 6400,
-    "tests": 41540,
+    "tests": 41670,
 }
 
 

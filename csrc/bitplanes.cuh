@@ -27,11 +27,23 @@ struct QuadTranspose {
   }
 };
 
+// Takes the bits of `kMask` from `a`, and the others from `b`: the compiler would need two instructions.
+template <uint32 kMask>
+__device__ uint32 choose(uint32 a, uint32 b) {
+#ifdef __CUDA_ARCH__
+  uint32 word;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(word) : "r"(a), "r"(b), "n"(kMask));
+  return word;
+#else
+  return (a & kMask) | (b & ~kMask);
+#endif
+}
+
 // Exchanges the bits of `a` outside of `kMask` with those bits of `b` that lie `kShift` lower.
 template <int kShift, uint32 kMask>
 __device__ void exchange(uint32& a, uint32& b) {
-  const uint32 low = (a & kMask) | (b << kShift & ~kMask);
-  b = (a >> kShift & kMask) | (b & ~kMask);
+  const uint32 low = choose<kMask>(a, b << kShift);
+  b = choose<kMask>(a >> kShift, b);
   a = low;
 }
 

@@ -22,84 +22,15 @@
 // its own, in its own bank of shared memory, so that no two lanes wait for each other. The copies fill half of
 // the 256 bytes of an entry, and the other half holds scales.
 
+#include "linear_rows.cuh"
 #include "numeric.cuh"
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kStrip = 16;                   // rows of the weight that an mma takes
-constexpr int kChunk = 64;                   // columns whose products are scaled together
-constexpr int kRun = 4;                      // chunks of a warp
-constexpr int kChunks = kWarps * kRun;       // of a stage
-constexpr int kLine = kRun * kChunk / 2;     // bytes of a row of a warp's part of a strip
-constexpr int kPart = kStrip * kLine;        // bytes of that part
-constexpr int kEntry = 256;                  // bytes from one entry of the table, in 32 copies, to the next
-constexpr int kTable = 256 * kEntry;         // aligned to its size
-constexpr int kLow = kTable - 1024;          // bytes in front of it; at most 1024 are the system's
-constexpr int kTokens = 8;                   // rows of x that one mma takes
-
-template <class Type>
-__device__ void multiply(float (&sum)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1);
-
-template <>
-__device__ void multiply<BFloat16>(float (&sum)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
-                                   uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ void multiply<Float16>(float (&sum)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0,
-                                  uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// Copies 16 bytes to shared memory.
-__device__ inline void copy16(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// Copies the first `count` bytes of a word, and zeros for the rest.
-__device__ inline void copy4(uint32 to, const void* from, int count) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
-}
-
-// The same of what lies beside other codes that are read soon.
-__device__ inline void stream16(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// Waits for the thread's own copies.
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Programmatic dependent launch: a kernel may begin while the one before it in the stream runs, and waits
-// for its results here. Nothing happens where a launch does not ask for it.
-__device__ inline void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ inline void launch_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-constexpr int kWeights = 4;  // at most, of a launch
-
-struct Weight {
-  const uint8* qweight;
-  const void* absmax;
-  const float *nested_codebook, *nested_absmax, *nested_offset;
-  const void *bias, *lora_b;
-  void* out;
-};
+constexpr int kChunk = 64;                // columns whose products are scaled together
+constexpr int kRun = 4;                   // chunks of a warp
+constexpr int kChunks = kWarps * kRun;    // of a stage
+constexpr int kLine = kRun * kChunk / 2;  // bytes of a row of a warp's part of a strip
+constexpr int kPart = kStrip * kLine;     // bytes of that part
+constexpr int kEntry = 256;               // bytes from one entry of the table, in 32 copies, to the next; it has 256
 
 // The scales of up to four neighbouring chunks of a row take 16 bytes, first as they are stored and then
 // decoded. `even`: each chunk has a scale of its own and those of four are aligned.
@@ -150,90 +81,22 @@ struct Nested {
   }
 };
 
-// x and B are aligned to 16 bytes, and so are their rows; k is a multiple of 64. A block has 2^shift chunks.
-// `codes` are the 16 values as they are stored, four a word, and `factor` the bits of what fp32 products of
-// theirs are multiplied with: arguments, so that no tensor has to live as long as what is launched again.
-struct Arguments {
-  const void* x;
-  const float* projected;  // [m, columns], of which weight i reads rank[i] from first[i] on
-  Weight weights[kWeights];
-  int64 n[kWeights], end[kWeights];  // rows, and tiles up to the last of each; those that are missing have none
-  int64 first[kWeights], rank[kWeights], columns, wide, room;  // B is fp32 where `wide`; `room`: bytes of its longest row
-  int64 k, m, shift, codes[4], factor;
-  int64 strips, sums, lora, tables;  // where they are in shared memory, from the look-up table on
+// k is a multiple of 64. A block has 2^shift chunks. `codes` are the 16 values as they are stored, four a word,
+// and `factor` the bits of what fp32 products of theirs are multiplied with: arguments, so that no tensor has to
+// live as long as what is launched again.
+struct Arguments : Call {
+  int64 shift, codes[4], factor;
+  int64 tables;  // where those of scales are, as the places before
 };
-
-// Stages of a program in its order, `parts` to a tile of `kRows` rows. Of `paired` weights it takes the same tile
-// of both, one after the other.
-template <int kRows, bool kPaired>
-struct Walk {
-  int left, part = 0, tile = blockIdx.x, weight = 0, begin = 0, end, n;
-
-  __device__ Walk(const Arguments& a, int stages) : left(stages), end(static_cast<int>(a.end[0])) {
-    n = static_cast<int>(a.n[0]);
-    settle(a);
-  }
-  __device__ void settle(const Arguments& a) {
-    if (kPaired || tile < end) return;
-    while (weight < kWeights - 1 && tile >= end) begin = end, end = static_cast<int>(a.end[++weight]);
-    n = static_cast<int>(a.n[weight]);
-  }
-  // Whether the tile is done.
-  __device__ bool next(const Arguments& a, int parts) {
-    --left;
-    if (++part < parts) return false;
-    part = 0;
-    if (kPaired) weight ^= 1;
-    if (!kPaired || weight == 0) tile += gridDim.x;
-    settle(a);
-    return true;
-  }
-  // The first row of the tile in its weight.
-  __device__ int row() const { return kRows * (tile - begin); }
-};
-
-__device__ inline float dot(const float4& a, float b0, float b1, float b2, float b3, float sum) {
-  sum = __fmaf_rn(a.x, b0, sum), sum = __fmaf_rn(a.y, b1, sum);
-  return __fmaf_rn(a.w, b3, __fmaf_rn(a.z, b2, sum));
-}
-
-// The products of a row of B, in shared memory, with what x was projected onto.
-template <class Type>
-__device__ float adapter(const char* b, const float* projected, int rank, bool wide) {
-  float sum = 0;
-  const float4* const from = reinterpret_cast<const float4*>(projected);
-  if (wide) {
-#pragma unroll 2
-    for (int r = 0; r < rank / 4; ++r) {
-      const float4 values = reinterpret_cast<const float4*>(b)[r];
-      sum = dot(from[r], values.x, values.y, values.z, values.w, sum);
-    }
-  } else {
-#pragma unroll 2
-    for (int r = 0; r < rank / 8; ++r) {
-      const uint4 words = reinterpret_cast<const uint4*>(b)[r];
-      const auto low = [](uint32 word) { return Type::decode(static_cast<uint16>(word)); };
-      const auto high = [](uint32 word) { return Type::decode(static_cast<uint16>(word >> 16)); };
-      sum = dot(from[2 * r], low(words.x), high(words.x), low(words.y), high(words.y), sum);
-      sum = dot(from[2 * r + 1], low(words.z), high(words.z), low(words.w), high(words.w), sum);
-    }
-  }
-  return sum;
-}
-
-// A value of the look-up table, from its address.
-__device__ inline uint32 look_up(uint32 address) {
-  uint32 value;
-  asm("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
-}
 
 // `kTiles` mmas share a decoded weight, and a tile has `kHeight` strips. Where `kGated`, there are two weights
 // of one shape, and out is silu(first) * second.
 template <class Type, class Scale, int kTiles, bool kGated, int kHeight>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
   // Rows of B are needed for the tile that is being finished, for the next, and for the one that is asked for.
-  constexpr int kRows = kStrip * kHeight, kPitch = kRows + 4, kSlots = 3;
+  constexpr int kSlots = 3;
+  using Results = Sums<Type, kTiles, kGated, kHeight>;
+  constexpr int kRows = Results::kRows, kPitch = Results::kPitch;
   extern __shared__ char shared[];
   // An address in the table has its entry as second byte and nothing of the table's own in the two lower ones.
   const uint32 start = static_cast<uint32>(__cvta_generic_to_shared(shared)), table = start + kLow + 0xffff & ~0xffffu;
@@ -316,13 +179,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
       for (int i = 0; 4 * i + seat < min(there, kStrip); ++i) stream16(seats + i * 4 * kLine, from + i * 4 * row_bytes);
     }
     if (strip == kHeight - 1) {
-      if (room > 0 && far.part == parts - 1) {
-        const int length = static_cast<int>(a.rank[far.weight]) * (a.wide ? 4 : 2), bytes = min(kRows, far.n - tile) * length;
-        const char* const b = static_cast<const char*>(weight.lora_b) + static_cast<int64>(tile) * length;
-        const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(lora)) + far_slot * room;
-#pragma unroll 1
-        for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) copy16(at + i, b + i);
-      }
+      if (room > 0 && far.part == parts - 1)
+        copy_adapter<kRows>(static_cast<uint32>(__cvta_generic_to_shared(lora)) + far_slot * room, a, far.weight, tile, far.n);
       if (far.next(a, parts)) far_slot = far_slot == kSlots - 1 ? 0 : far_slot + 1;
     }
   };
@@ -423,49 +281,14 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     const int which = walk.weight, first = walk.row(), n = walk.n;
     if (!walk.next(a, parts)) continue;
 
-    float* const to = sums + ((turn * kWarps + warp) * m + 2 * member) * kPitch + quad;
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int token = t * kTokens + odd;
-        if (token + 2 * member < m)
-#pragma unroll
-          for (int i = 0; i < 2 * kHeight; ++i) to[token * kPitch + 8 * i] = total[i / 2][t][i % 2 * 2 + odd];
-      }
-#pragma unroll
-    for (int strip = 0; strip < kHeight; ++strip)
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) total[strip][t][i] = 0;
+    Results::put(sums + ((turn * kWarps + warp) * m + 2 * member) * kPitch + quad, m, member, total);
     // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
-    // whose place the next one takes. Another warp finishes each tile.
+    // whose place the next one takes.
     __syncthreads();
-    static_assert(kRows * kTiles * kTokens <= kThreads, "a thread has one result");
-    const int result = (threadIdx.x + 2 * first) % kThreads, row = result % kRows, token = result / kRows;
-    const float* const parts_of = sums + turn * kWarps * m * kPitch + token * kPitch + row;
+    const float* const here = sums + turn * kWarps * m * kPitch;
     const char* const b = lora + lora_slot * room;
     turn ^= 1, lora_slot = lora_slot == kSlots - 1 ? 0 : lora_slot + 1;
-    const int feature = first + row;
-    if (token >= m || feature >= n) continue;
-    const Weight& weight = a.weights[which];
-    const int rank = static_cast<int>(a.rank[which]);
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += parts_of[w * m * kPitch];
-    sum *= stretch;
-    if (rank > 0)
-      sum += adapter<Type>(b + row * rank * (a.wide ? 4 : 2), a.projected + token * a.columns + a.first[which], rank,
-                           a.wide);
-    using Raw = typename Type::Raw;
-    if (weight.bias != nullptr) sum += Type::decode(static_cast<const Raw*>(weight.bias)[feature]);
-    if (kGated && which == 0) {
-      gate = sum / (1 + __expf(-sum));
-    } else {
-      if (kGated) sum *= gate;
-      static_cast<Raw*>(weight.out)[static_cast<int64>(token) * n + feature] = Type::encode(sum);
-    }
+    Results::finish(a, which, first, n, here, b, stretch, gate);
   }
 }
 

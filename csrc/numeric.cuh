@@ -77,3 +77,23 @@ struct BFloat16 {
 #endif
   }
 };
+
+// This is an unsigned float of 8 bits with 4 bits of exponent e, whose bias is 11, and 4 of mantissa m.
+// Its value is 2^(e-11) * (1 + m/16); codes with e = 0 are subnormal.
+struct E4M4 {
+  using Raw = uint8;
+
+  // The code is shifted into the exponent and mantissa of fp32, which serves subnormals too. The two
+  // biases differ, so the result is too small by a factor of 2^(127-11).
+  static __device__ float decode(Raw raw) {
+    return __uint_as_float(static_cast<uint32>(raw) << 19) * 0x1p116f;
+  }
+
+  // Rounds to nearest even; what is too large becomes 255, the largest code.
+  static __device__ Raw encode(float value) {
+    if (value < 0x1p-10f) return static_cast<Raw>(__float2int_rn(value * 0x1p14f));
+    const uint32 bits = __float_as_uint(value);
+    const uint32 code = ((bits + 0x3ffffu + (bits >> 19 & 1u)) >> 19) - (116u << 4);
+    return static_cast<Raw>(code < 255u ? code : 255u);
+  }
+};

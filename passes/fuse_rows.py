@@ -22,7 +22,7 @@ from torch import fx
 from inductor_q.context import Context
 from inductor_q.formats import get_format
 from inductor_q.kernels.dispatch import served_by
-from inductor_q.kernels.linear_rows_cuda import WEIGHTS
+from inductor_q.kernels.linear_rows_sources import WEIGHTS
 from inductor_q.kernels.provider import REFERENCE
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.passes.fold_lora import STRICT

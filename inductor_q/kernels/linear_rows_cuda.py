@@ -1,4 +1,4 @@
-"""Multiply a few rows with a packed weight on a GPU, with the CUDA kernel of csrc/linear_rows.cu.
+"""Multiply a few rows with a packed weight on a GPU, with CUDA kernels (`linear_rows_sources`).
 
 Weights are read once, as they are stored, and never written as values. Each byte's pair of codes is
 one look-up in a table of shared memory, and the products are those of tensor cores, so that 16 rows
@@ -9,31 +9,31 @@ in front of it, which projects x, and their products in float32 are added before
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
-from inductor_q.kernels import nibbles
 from inductor_q.kernels.dequantize_cuda import TYPES, VECTOR_BYTES
+from inductor_q.kernels.linear_rows_sources import (
+    NIBBLES,
+    STRIP,
+    THREADS,
+    TOKENS,
+    WEIGHTS,
+    Plan,
+    bits,
+    source_of,
+)
 from inductor_q.kernels.provider import DENSE_WEIGHT, Provider
 from inductor_q.kernels.rows_calls import LinearRows
 
-SOURCE = "linear_rows.cu"
-#: Sizes of csrc/linear_rows.cu: threads, rows of a strip, columns of a chunk, rows of x of an mma,
-#: bytes of the strips that its warps have under way.
-THREADS, STRIP, CHUNK, TOKENS, STRIPS_BYTES = 512, 16, 64, 8, 32 << 10
-#: Bytes of its look-up table, and of shared memory in front of that.
-TABLE, LOW = 64 << 10, 63 << 10
 MOST_TOGETHER = 2 * TOKENS  # rows of x of a launch
 MOST_ROWS = 2 * MOST_TOGETHER
-OUTER = 256  # scales that share an outer one
-WEIGHTS = 4  # of one launch
 MOST_RANK = 256  # of an adapter
 
 
@@ -44,35 +44,27 @@ class Cuda(Provider[LinearRows]):
         return nvrtc.missing()
 
     def unknown(self, fmt: QuantFormat | None) -> str:
-        if fmt is None:
-            return DENSE_WEIGHT
-        if refused := nibbles.refuses(fmt):
-            return refused
-        scale = fmt.blockwise
-        if scale is None or scale.block % CHUNK:
-            return f"{fmt.name} has not one scale for each {CHUNK} neighbours"
-        if not scale.is_float and scale.outer != OUTER:
-            return f"csrc/{SOURCE} does not know the scale of {fmt.name}"
-        return ""
+        return DENSE_WEIGHT if fmt is None else source_of(fmt).unknown(fmt)
 
     def refuses(self, call: LinearRows) -> str:
         if refused := self.unknown(call.fmt):
             return refused
-        x, columns = call.x, call.x.shape[1]
+        x, columns, source = call.x, call.x.shape[1], source_of(call.fmt)
         if x.device.type != "cuda":
             return f"the CUDA kernel runs on a GPU, not on {x.device}"
         if x.dtype not in (torch.bfloat16, torch.float16):
             return f"x is {x.dtype}, not of 16 bits"
         if x.shape[0] > MOST_ROWS:
             return f"{x.shape[0]} rows, more than {MOST_ROWS}"
-        if columns % CHUNK or not columns:
-            return f"{columns} columns, which are no multiple of {CHUNK}"
+        if columns % source.chunk or not columns:
+            return f"{columns} columns, which are no multiple of {source.chunk}"
         if len(call.weights) > WEIGHTS:
             return f"{len(call.weights)} weights, more than {WEIGHTS}"
         for operands, features, bias in zip(call.weights, call.features, call.biases, strict=True):
             for name, operand in zip(call.fmt.operands, operands, strict=True):
-                if operand.dtype not in (torch.uint8, torch.float32):
-                    return f"{name} is {operand.dtype}, not float32"
+                *others, wanted = source.takes(call.fmt, name)
+                if operand.dtype not in (wanted, *others):
+                    return f"{name} is {operand.dtype}, not {wanted}"
                 if not operand.is_contiguous():
                     return f"{name} is not contiguous"
             if bias is not None and (bias.shape != (features,) or not bias.is_contiguous()):
@@ -85,16 +77,16 @@ class Cuda(Provider[LinearRows]):
             arch = f"sm_{properties.major}{properties.minor}"
             adapted = f" and adapters with rows of {_room(call)} bytes" if _room(call) else ""
             return f"{arch} has too little shared memory for {x.shape[0]} rows{adapted}"
-        kernels = [kernel_name(call, count) for count in counts]
-        kernels += [project_name(call)] if _room(call) else []
-        handles = [_function(kernel, x.device.index) for kernel in kernels]
+        kernels = [(source.name, kernel_name(call, count)) for count in counts]
+        kernels += [(NIBBLES.name, project_name(call))] if _room(call) else []
+        handles = [driver.function(*kernel, x.device.index) for kernel in kernels]
         return next((handle for handle in handles if isinstance(handle, str)), "")
 
     def run(self, call: LinearRows) -> list[Tensor]:
         call = replace(call, x=_aligned(call.x))
         # Copies for alignment come before _project: the kernel behind it does not wait for weights.
         given = [
-            [*_in_order(call.fmt, operands), bias, None if low is None else _aligned(low.b)]
+            [*_in_order(call, operands), bias, None if low is None else _aligned(low.b)]
             for operands, bias, low in zip(call.weights, call.biases, call.adapters, strict=True)
         ]
         projected, first = _project(call) if _room(call) else (None, [0] * WEIGHTS)
@@ -131,20 +123,19 @@ def _linear(
     tiles = [-(-features // (STRIP * plan.height)) for features in call.features]
     ends = [sum(tiles[: i + 1]) for i in range(WEIGHTS)]
     ranks = [0 if adapter is None else adapter.b.shape[1] for adapter in call.adapters]
-    scale = call.fmt.blockwise
-    assert scale is not None
+    source = source_of(call.fmt)
     missing = [0] * (WEIGHTS - len(tiles))
     return _prepared(
-        kernel_name(call, count),
+        (source.name, kernel_name(call, count)),
         device,
         _programs(tiles[0] if call.gated else ends[-1], device),
         2 + 8 * WEIGHTS,
         (
             *(*call.features, *missing, *ends, *first, *ranks, *missing),
             *(0 if projected is None else projected.shape[1], _wide(call), _room(call)),
-            *(columns, count, (scale.block // CHUNK).bit_length() - 1),
-            *_codebook(call.fmt, call.x.dtype),
-            *plan.places,
+            *(columns, count, *plan.places[:3]),
+            *source.numbers(call.fmt, call.x.dtype),
+            *plan.places[3:],
         ),
         plan.shared,
         projected is not None,
@@ -183,12 +174,12 @@ def _project(call: LinearRows) -> tuple[Tensor, list[int]]:
     ends = [sum(a.a.shape[0] for a in adapters[: i + 1]) for i in range(WEIGHTS)]
     projected = call.x.new_empty((rows, ends[-1]), dtype=torch.float32)
     launch = _prepared(
-        project_name(call),
+        (NIBBLES.name, project_name(call)),
         call.x.device.index,
         (ends[-1], -(-rows // _together(rows)), 1),
         2 + WEIGHTS,
         (
-            *(*ends, *(_bits(a.scaling) for a in adapters), *[0] * (WEIGHTS - len(adapters))),
+            *(*ends, *(bits(a.scaling) for a in adapters), *[0] * (WEIGHTS - len(adapters))),
             *(columns, rows, ends[-1]),
         ),
         0,
@@ -203,12 +194,10 @@ def _project(call: LinearRows) -> tuple[Tensor, list[int]]:
 
 
 def kernel_name(call: LinearRows, count: int) -> str:
-    """Name the specialization of csrc/linear_rows.cu that serves `count` rows of a call."""
-    scale, plan = call.fmt.blockwise, _plan(call, count)
-    assert scale is not None and plan is not None
-    kind, gated = "Plain" if scale.is_float else "Nested", str(call.gated).lower()
-    together = -(-count // TOKENS)
-    return f"linear<{TYPES[call.x.dtype]}, {kind}, {together}, {gated}, {plan.height}>"
+    """Name the specialization that serves `count` rows of a call."""
+    plan = _plan(call, count)
+    assert plan is not None
+    return source_of(call.fmt).kernel(call.fmt, call.x.dtype, count, call.gated, plan.height)
 
 
 def project_name(call: LinearRows) -> str:
@@ -228,45 +217,13 @@ def _most_shared(device: int) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-class Plan(NamedTuple):
-    """How csrc/linear_rows.cu serves a call.
-
-    height: strips of a tile. places: where strips, sums, rows of B and tables of scales are in
-    shared memory, in bytes from the look-up table on. shared: the bytes of it all.
-    """
-
-    height: int
-    places: tuple[int, ...]
-    shared: int
-
-
-@functools.cache
-def plan(count: int, room: int, most: int, height: int) -> Plan | None:
-    """Plan for `count` rows of x, rows of B of `room` bytes, and `most` bytes of shared memory;
-    return None where they do not fit."""
-    rows, warps = STRIP * height, THREADS // 32
-    sums = 2 * warps * count * (rows + 4) * 4
-    sizes = (STRIPS_BYTES, sums, 3 * rows * room, WEIGHTS * (1024 + 4))
-    ends, limits = [-LOW, TABLE], [0, most - TABLE]  # in front of the table, and behind it
-    if limits[1] < TABLE:
-        return None
-    places = dict.fromkeys(range(len(sizes)), 0)
-    for i in sorted(places, key=lambda i: -sizes[i]):
-        fits = [side for side in (0, 1) if ends[side] + sizes[i] <= limits[side]]
-        if not fits:
-            return None
-        places[i] = ends[fits[0]]
-        ends[fits[0]] += sizes[i] + -sizes[i] % VECTOR_BYTES
-    return Plan(height, tuple(places.values()), TABLE + ends[1])
-
-
 def _plan(call: LinearRows, count: int) -> Plan | None:
-    device, room = call.x.device.index, _room(call)
+    device, source = call.x.device.index, source_of(call.fmt)
     strips = sum(-(-n // STRIP) for n in (call.features[:1] if call.gated else call.features))
     tall = strips > _programs(strips, device)  # else half of the multiprocessors had no tile
-    most = _most_shared(device)
-    found = plan(count, room, most, 2) if tall and count <= TOKENS else None
-    return found or plan(count, room, most, 1)
+    sizes = call.fmt, count, _room(call), _most_shared(device)
+    found = source.plan(*sizes, 2) if tall and count <= TOKENS else None
+    return found or source.plan(*sizes, 1)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -274,13 +231,11 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % VECTOR_BYTES else x
 
 
-def _in_order(fmt: QuantFormat, operands: Sequence[Tensor]) -> list[Tensor | None]:
-    """Put a weight's operands in the kernel's order: codes, scales, and what nests those."""
-    scale = fmt.blockwise
-    assert scale is not None
-    by_name = dict(zip(fmt.operands, operands, strict=True))
-    absmax, *nested = [by_name[name] for name in scale.operands]
-    return [_aligned(by_name["qweight"]), _aligned(absmax), *nested, *[None] * (3 - len(nested))]
+def _in_order(call: LinearRows, operands: Sequence[Tensor]) -> list[Tensor | None]:
+    """Put a weight's operands in the kernel's order, codes and scales as it can copy them."""
+    by_name: dict[str | None, Tensor] = dict(zip(call.fmt.operands, operands, strict=True))
+    codes, absmax, *others = source_of(call.fmt).in_order(call.fmt)
+    return [_aligned(by_name[codes]), _aligned(by_name[absmax]), *map(by_name.get, others)]
 
 
 def _programs(tiles: int, device: int) -> int:
@@ -288,27 +243,9 @@ def _programs(tiles: int, device: int) -> int:
     return min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
-def _codebook(fmt: QuantFormat, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the kernel's last arguments: 16 values, four a word, and what undoes their stretch."""
-    assert fmt.lut16 is not None
-    values, stretch = nibbles.fit(fmt.lut16, dtype)
-    return (*values.view(torch.int64).tolist(), _bits(1 / stretch))
-
-
-def _bits(value: float) -> int:
-    """Return the bits of a float32 as an integer."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", value))
-    return int(bits)
-
-
-def _function(kernel: str, device: int) -> Any:
-    return driver.function(SOURCE, kernel, device)
-
-
 @functools.lru_cache(maxsize=1024)
 def _prepared(
-    kernel: str,
+    kernel: tuple[str, str],
     device: int,
     grid: int | tuple[int, int, int],
     pointers: int,
@@ -316,7 +253,7 @@ def _prepared(
     shared: int,
     early: bool,
 ) -> driver.Launch:
-    handle = _function(kernel, device)
+    handle = driver.function(*kernel, device)
     assert not isinstance(handle, str), handle
     return driver.Launch(
         handle,

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels.dequantize_triton import Printed, codebook_on, compile_source, print_parts
-from inductor_q.kernels.linear_rows_cuda import WEIGHTS
 from inductor_q.kernels.linear_rows_parts import ADD_PARTS, FINISH, LINEAR_ROWS, PRODUCT, PROJECT
+from inductor_q.kernels.linear_rows_sources import WEIGHTS
 from inductor_q.kernels.linear_rows_tiles import Tile, tile_of
 from inductor_q.kernels.provider import DENSE_WEIGHT, TritonProvider
 from inductor_q.kernels.rows_calls import Adapter, LinearRows

@@ -1,4 +1,4 @@
-"""csrc/linear_rows.cu on a CPU: the CUDA source compiled as C++, a program of fibers (block.h).
+"""csrc/linear_rows*.cu on a CPU: CUDA sources compiled as C++, a program of fibers (block.h).
 
 What it finds out about lanes, warps, tiles, turns and edges, it finds without a GPU: copies arrive
 as late as they may, or at once, and warps go on in any order.
@@ -17,27 +17,45 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import linear_rows_cuda
+from inductor_q.kernels.linear_rows_sources import DEPTH
 from tests.support.emulated import built, needs_compiler
 from tests.support.few_rows import error, made
 
 ROOT = Path(__file__).parents[2]
 MOST_SHARED = 227 << 10  # of an H100
-KERNELS = [
-    *(
-        f"linear<BFloat16, {scale}, {together}, {gated}, {height}>"
-        for scale in ("Plain", "Nested")
-        for gated in ("false", "true")
-        for together, height in ((1, 1), (1, 2), (2, 1))
-    ),
-    *(f"project<BFloat16, {wide}, {rows}>" for wide in ("false", "true") for rows in (1, 8)),
-]
-#: What stands for each instruction of the source.
+FORMS = ((1, 1), (1, 2), (2, 1))  # mmas for each decoded weight, and strips of a tile
+GATED = ("false", "true")
+KERNELS = {
+    "linear_rows.cu": [
+        *(
+            f"linear<BFloat16, {scale}, {together}, {gated}, {height}>"
+            for scale in ("Plain", "Nested")
+            for gated in GATED
+            for together, height in FORMS
+        ),
+        *(f"project<BFloat16, {wide}, {rows}>" for wide in GATED for rows in (1, 8)),
+    ],
+    "linear_rows_kbit.cu": [
+        f"linear<BFloat16, {k}, {scale}, {together}, {gated}, {height}, {depth}>"
+        for k, depth in DEPTH.items()
+        for scale in ("E4M4", "Float16")
+        for gated in GATED
+        for together, height in FORMS
+    ],
+}
+#: What stands for each instruction of the sources.
 INSTRUCTIONS = {
     "mma.sync": "block::multiply(sum, a0, a1, a2, a3, b0, b1);",
     "cp.async.cg": "block::copy16(to, from);",
     "cp.async.ca": "block::copy4(to, from, count);",
-    "cp.async.wait": "block::wait();",
-    "ld.shared": "std::memcpy(&value, shared + address, 4);",
+    "cp.async.wait_all": "block::wait_for_all();",
+    "cp.async.commit_group": "block::end_group();",
+    "cp.async.wait_group": "block::wait(kLeft);",
+    "ld.shared.v2": "std::memcpy(&value, shared + address, 8);",
+    "ld.shared": "std::memcpy(&value, shared + address + kFrom, 4);",
+    "prmt": "return block::permute(low, high, places);",
+    "cvt.f32.f16": "value = block::half(raw);",
+    "cvt.rn.f16": "std::abort();",
     "griddepcontrol": "",
 }
 
@@ -47,46 +65,64 @@ pytestmark = needs_compiler
 
 
 def as_cpp(source: str) -> str:
-    def stand_in(found: re.Match[str]) -> str:
-        return next(text for name, text in INSTRUCTIONS.items() if name in found.group())
+    """A source of csrc/ with its headers in it, as C++."""
 
-    return re.sub(r"\basm\b[^;]*?\(\".*?\);\n", stand_in, source, flags=re.DOTALL).replace(
+    def stand_in(found: re.Match[str]) -> str:
+        return next((text for name, text in INSTRUCTIONS.items() if name in found.group()), "")
+
+    def with_headers(name: str) -> str:
+        text = (ROOT / "csrc" / name).read_text().replace("#pragma once", "")
+        return re.sub(r'#include "(.*)"\n', lambda found: header(found[1]), text)
+
+    def header(name: str) -> str:
+        text = "" if name in included else with_headers(name)
+        included.add(name)
+        return text
+
+    included: set[str] = set()
+    text = with_headers(source)
+    return re.sub(r"\basm\b[^;]*?\(\".*?\);\n", stand_in, text, flags=re.DOTALL).replace(
         "extern __shared__", "extern"
     )
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("block")
-    text = as_cpp((ROOT / "csrc" / "linear_rows.cu").read_text())
-    lines = ['#include "block.h"', text]
-    for i, kernel in enumerate(KERNELS):
-        arguments = "Arguments" if kernel.startswith("linear") else "Projections"
-        lines.append(
-            f"EXPORT void run{i}(int columns, int rows, const {arguments}* given, int at_once)"
-            " { block::at_once = at_once;"
-            f" block::run(columns, rows, [=] {{ {kernel}(*given); }}); }}"
-        )
-    return built(folder, lines)
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    found = {}
+    for source, kernels in KERNELS.items():
+        lines = ['#include "block.h"', as_cpp(source)]
+        for i, kernel in enumerate(kernels):
+            arguments = "Arguments" if kernel.startswith("linear") else "Projections"
+            lines.append(
+                f"EXPORT void run{i}(int columns, int rows, const {arguments}* given, int at_once)"
+                " { block::at_once = at_once;"
+                f" block::run(columns, rows, [=] {{ {kernel}(*given); }}); }}"
+            )
+        found[source] = built(tmp_path_factory.mktemp("block"), lines)
+    return found
 
 
 @pytest.fixture(
     params=[pytest.param(False, id="late"), pytest.param(True, id="at once", marks=SLOW)]
 )
 def kernel(
-    request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    libraries: dict[str, ctypes.CDLL],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
     """The provider, whose launches of two or three programs run here."""
 
     def prepared(
-        name: str, _: Any, grid: Any, pointers: int, numbers: tuple[int, ...], *__: Any
+        of: tuple[str, str], _: Any, grid: Any, pointers: int, numbers: tuple[int, ...], *__: Any
     ) -> Callable[..., None]:
+        source, name = of
         columns, rows = grid[:2] if isinstance(grid, tuple) else (grid, 1)
 
         def launch(*given: int) -> None:
             assert len(given) == pointers
             values = (ctypes.c_int64 * (pointers + len(numbers)))(*given, *numbers)
-            library[f"run{KERNELS.index(name)}"](columns, rows, values, int(request.param))
+            run = libraries[source][f"run{KERNELS[source].index(name)}"]
+            run(columns, rows, values, int(request.param))
 
         return launch
 
@@ -103,6 +139,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "three": ("nf4_b64_nested", (40, 320), (8, 0, 64), torch.bfloat16, False),
     "four": ("nf4_b64_nested", (17, 4096), (16, 8, 16, 4), torch.float32, False),
     "pair": ("nf4_b64_nested", (70, 320), (16, 0), torch.bfloat16, True),
+    "2 bits": ("kbit2_e4m4", (70, 4224), (0,), None, False),
+    "3 bits": ("kbit3_e4m4", (17, 384), (8, 0, 64), torch.bfloat16, False),
+    "4 bits": ("kbit4_e4m4", (70, 8320), (0,), None, False),
+    "5 bits": ("kbit5_e4m4", (40, 4224), (16, 8, 16, 4), torch.float32, False),
+    "fp16": ("kbit4_fp16", (40, 128), (8, 0), torch.bfloat16, False),
+    "pair of planes": ("kbit5_fp16", (70, 384), (16, 0), torch.bfloat16, True),
+    "long pair of planes": ("kbit2_fp16", (70, 4224), (0, 8), torch.bfloat16, True),
     "long pair": ("nf4_b64_nested", (20, 4160), (32, 8), torch.float32, True),
 }
 

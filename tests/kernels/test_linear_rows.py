@@ -15,8 +15,14 @@ from inductor_q import kbit, ops, testing
 from inductor_q.exc import WrongShape
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import NF4
-from inductor_q.kernels import linear_rows_cuda, linear_rows_reference, nibbles
-from inductor_q.kernels.linear_rows_cuda import MOST_ROWS
+from inductor_q.kernels import (
+    linear_rows_cuda,
+    linear_rows_reference,
+    linear_rows_sources,
+    nibbles,
+)
+from inductor_q.kernels.linear_rows_cuda import MOST_ROWS, MOST_TOGETHER
+from inductor_q.kernels.linear_rows_sources import DEPTH, LOW, STRIP, TABLE, WARPS, source_of
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.linears import linears
 from tests.support.compiling import compile_step, step
@@ -27,12 +33,14 @@ NESTED = "nf4_b64_nested"
 SERVED = [fmt for fmt in FORMATS.values() if not linear_rows_cuda.KERNEL.unknown(fmt)]
 #: Rows that are no multiple of a tile, columns that are less and more than a stage and end in one.
 SHAPES = ((16, 64), (40, 320), (24, 4096), (2100, 192), (17, 4160), (64, 11008), (33, 12288))
+#: The same in twice as wide chunks.
+SHAPES_OF_PLANES = ((16, 128), (40, 384), (24, 4096), (2100, 256), (17, 4224), (64, 11008))
 
 
 def test_formats_that_the_kernel_serves() -> None:
     names = {fmt.name for fmt in SERVED}
-    assert {"nf4_b64", NESTED, "fp4_b128_nested", "nf4_b4096"} <= names
-    assert not names & {"nf4_b32", "kbit4_e4m4"}
+    assert {"nf4_b64", NESTED, "fp4_b128_nested", "nf4_b4096", "kbit4_e4m4"} <= names
+    assert not names & {"nf4_b32", "int4_g64"}
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, MOST_ROWS])
@@ -106,7 +114,7 @@ def test_what_the_kernel_refuses() -> None:
     mixed = [Adapter(torch.empty(8, 320), torch.empty(40, 8).bfloat16(), 1.0)]
     assert "not all" in linear_rows_cuda._refuses_adapters(replace(call, adapters=mixed))
     assert "not one scale for each 64" in kernel.unknown(FORMATS["nf4_b32"])
-    assert "not packed as nibbles" in kernel.unknown(FORMATS["kbit4_e4m4"])
+    assert "not packed as nibbles" in kernel.unknown(FORMATS["int8_row"])
     assert kernel.unknown(None)
 
 
@@ -120,8 +128,8 @@ def test_copies_precede_the_launch_behind_which_weights_are_not_waited_for(
         events.append("copy")
         return x
 
-    def prepared(kernel: str, *_: Any) -> Any:
-        return lambda *pointers: events.append(kernel.partition("<")[0])
+    def prepared(kernel: tuple[str, str], *_: Any) -> Any:
+        return lambda *pointers: events.append(kernel[1].partition("<")[0])
 
     monkeypatch.setattr(linear_rows_cuda, "_aligned", aligned)
     monkeypatch.setattr(linear_rows_cuda, "_prepared", prepared)
@@ -131,28 +139,51 @@ def test_copies_precede_the_launch_behind_which_weights_are_not_waited_for(
     assert events == ["copy"] * 9 + ["project", "linear"]
 
 
-@pytest.mark.parametrize(("shared", "most"), [(64, 0), (99, 0), (163, 16), (227, 16)])
-def test_which_devices_have_enough_shared_memory(shared: int, most: int) -> None:
-    """What a block may have on an RTX 2080, a 4090, an A100 and an H100, in kB."""
-    counts = range(1, linear_rows_cuda.MOST_TOGETHER + 1)
-    fit = [n for n in counts if linear_rows_cuda.plan(n, 0, shared << 10, 1)]
+#: What a block may have on an RTX 2080, a 4090, an A100 and an H100, in kB, and the most rows.
+DEVICES = {NESTED: {64: 0, 99: 0, 163: 16, 227: 16}}
+DEVICES |= {f"kbit{k}_e4m4": DEVICES[NESTED] for k in (2, 4)}
+DEVICES |= {
+    "kbit3_e4m4": {64: 0, 99: 16, 163: 16, 227: 16},
+    "kbit5_e4m4": {64: 0, 99: 0, 163: 0, 227: 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "most"), [(f, *case) for f, of in DEVICES.items() for case in of.items()]
+)
+def test_which_devices_have_enough_shared_memory(name: str, shared: int, most: int) -> None:
+    fmt, counts = FORMATS[name], range(1, MOST_TOGETHER + 1)
+    fit = [n for n in counts if source_of(fmt).plan(fmt, n, 0, shared << 10, 1)]
     assert fit == list(range(1, most + 1))
 
 
+@pytest.mark.parametrize("name", [NESTED, "kbit2_fp16", "kbit3_e4m4", "kbit4_e4m4", "kbit5_fp16"])
 @pytest.mark.parametrize("height", [1, 2])
 @pytest.mark.parametrize("room", [0, 32, 256, 1024])
 @pytest.mark.parametrize("count", [1, 8, 16])
-def test_places_in_shared_memory_do_not_overlap(count: int, room: int, height: int) -> None:
-    found = linear_rows_cuda.plan(count, room, 227 << 10, height)
+def test_places_in_shared_memory_do_not_overlap(
+    count: int, room: int, height: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    place = linear_rows_sources.placed
+
+    def placed(*given: Any) -> Any:
+        asked.append(given)
+        return place(*given)
+
+    monkeypatch.setattr(linear_rows_sources, "placed", placed)
+    found = source_of(FORMATS[name]).plan(FORMATS[name], count, room, 227 << 10, height)
+    [(_, sizes, table, _)] = asked
+    rows = STRIP * height
+    assert sizes[0] >= WARPS * STRIP * 32 * FORMATS[name].packing.bits
+    assert sizes[1] >= WARPS * count * (rows + 4) * 4 and sizes[2] >= 3 * rows * room
     if found is None:
-        assert room == 1024 or height * count > 8
+        assert room == 1024 or height * count > 8 or (height == 2 and table > TABLE)
         return
-    rows = linear_rows_cuda.STRIP * height
-    sizes = (32 << 10, 2 * 16 * count * (rows + 4) * 4, 3 * rows * room, 4 * 1028)
-    taken = sorted([*zip(found.places, sizes, strict=True), (0, linear_rows_cuda.TABLE)])
-    assert taken[0][0] >= -linear_rows_cuda.LOW
+    taken = sorted([*zip(found.places, sizes, strict=True), (0, table)])
+    assert taken[0][0] >= -LOW
     assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(taken))
-    assert taken[-1][0] + taken[-1][1] + linear_rows_cuda.TABLE <= found.shared <= 227 << 10
+    assert taken[-1][0] + taken[-1][1] + TABLE <= found.shared <= 227 << 10
 
 
 def linear(device: str = "cpu", *, bias: bool = False) -> Any:
@@ -173,7 +204,7 @@ def test_a_codebook_lies_on_the_cpu_whatever_device_is_the_default() -> None:
     nibbles.fit.cache_clear()
     with torch.device("meta"):
         values, _ = nibbles.fit(NF4.values, torch.bfloat16)
-        assert linear_rows_cuda._codebook(FORMATS[NESTED], torch.float16)
+        assert linear_rows_sources._codebook(FORMATS[NESTED], torch.float16)
     assert values.device.type == "cpu" and values._base is None
 
 
@@ -233,7 +264,8 @@ def test_the_kernel_in_triton_takes_more_rows_of_large_kbit_weights(
 @pytest.mark.parametrize("fmt", SERVED, ids=lambda fmt: fmt.name)
 def test_the_kernel_against_float64(fmt: QuantFormat, dtype: torch.dtype) -> None:
     """No worse than a product with a rounded weight, and the same whatever other rows there are."""
-    for shape in SHAPES if fmt.name in (NESTED, "nf4_b64") else SHAPES[1:3]:
+    shapes = SHAPES_OF_PLANES if fmt.planes else SHAPES
+    for shape in shapes if fmt.planes or fmt.name in (NESTED, "nf4_b64") else shapes[1:3]:
         for rows in (1, 7, 8, 9, 16, 25, MOST_ROWS):
             call, exact = made(fmt, shape, rows, dtype, device="cuda", bias=rows % 2 == 0)
             check(call, exact)
@@ -252,14 +284,16 @@ def check(call: LinearRows, exact: list[Tensor]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", [NESTED, *(f"kbit{k}_e4m4" for k in DEPTH)])
 @pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 9, MOST_ROWS])
-def test_weights_and_adapters_of_one_launch(rows: int, adapter: torch.dtype) -> None:
-    """Ranks of one input may differ, and a layer may have no adapter; a pair may be gated."""
-    for shape, ranks in (((40, 320), (8, 0, 64)), ((2100, 4160), (16, 16)), ((64, 11008), (0, 32))):
+def test_weights_and_adapters_of_one_launch(rows: int, adapter: torch.dtype, name: str) -> None:
+    """Ranks of one input may differ, and a layer may have no adapter; a pair may be gated, and each
+    weight of planes has a codebook of its own."""
+    for shape, ranks in (((40, 384), (8, 0, 64)), ((2100, 4224), (16, 16)), ((64, 11008), (0, 32))):
         for gated in (False, True) if len(ranks) == 2 else (False,):
             call, exact = made(
-                FORMATS[NESTED],
+                FORMATS[name],
                 shape,
                 rows,
                 torch.bfloat16,

@@ -47,7 +47,7 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("scatter2scatter", "cuda", "reference"): EVERY | {DENSE},
     ("linear_rows", "cpu", "cpp"): NIBBLES | INT4,
     ("linear_rows", "cpu", "reference"): EVERY,
-    ("linear_rows", "cuda", "cuda"): {name for name in NIBBLES if "_b32" not in name},
+    ("linear_rows", "cuda", "cuda"): {n for n in NIBBLES if "_b32" not in n} | PLANES,
     ("linear_rows", "cuda", "triton"): EVERY,
     ("linear_rows", "cuda", "reference"): EVERY,
 }

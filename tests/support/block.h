@@ -1,8 +1,9 @@
-// A program of 512 threads on the CPU, enough of one for csrc/linear_rows.cu: fibers. A warp's are in step,
+// A program of 512 threads on the CPU, enough of one for csrc/linear_rows*.cu: fibers. A warp's are in step,
 // and meet at every shuffle and product of tensor cores. Warps go on in any order between two barriers: at
 // random, one behind all others, or one after the other, so that what they do to each other's memory is found.
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 
 #include "cuda.h"
@@ -120,9 +121,39 @@ inline void copy(const Copy& copy) {
 }
 inline void copy16(unsigned to, const void* from) { copy({to, from}); }
 inline void copy4(unsigned to, const void* from, int count) { copy({to, from, 4, count}); }
-inline void wait() {
-  for (const Copy& copy : under_way[threadIdx.x]) copy.arrive();
-  under_way[threadIdx.x].clear();
+// Of all groups but the last `left`.
+inline std::vector<size_t> groups[kThreads];  // the copies of each that is under way
+inline void end_group() {
+  size_t count = under_way[threadIdx.x].size();
+  for (const size_t of : groups[threadIdx.x]) count -= of;
+  groups[threadIdx.x].push_back(count);
+}
+inline void wait(size_t left = 0) {
+  auto& copies = under_way[threadIdx.x];
+  auto& ended = groups[threadIdx.x];
+  for (; ended.size() > left; ended.erase(ended.begin())) {
+    for (size_t i = 0; i < ended[0]; ++i) copies[i].arrive();
+    copies.erase(copies.begin(), copies.begin() + ended[0]);
+  }
+}
+inline void wait_for_all() { end_group(), wait(); }
+
+// Bytes of two words, of which a place from 8 on stands for a sign.
+inline unsigned permute(unsigned low, unsigned high, unsigned places) {
+  const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) {
+    unsigned byte = both >> 8 * (places >> 4 * i & 7) & 255;
+    if (places >> 4 * i & 8) byte = byte & 128 ? 255 : 0;
+    out |= byte << 8 * i;
+  }
+  return out;
+}
+
+inline float half(unsigned short raw) {
+  const int exponent = raw >> 10 & 31;
+  const float magnitude = std::ldexp(static_cast<float>((raw & 1023) + (exponent ? 1024 : 0)), (exponent ? exponent : 1) - 25);
+  return raw & 0x8000 ? -magnitude : magnitude;
 }
 
 // mma.m16n8k16 of bf16, in float64.
@@ -165,6 +196,21 @@ T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   const int first = static_cast<int>(threadIdx.x) / width * width;
   return block::given(value)[first + lane];
 }
+
+// What a warp's numbers come to, joined one by one.
+template <class Join>
+unsigned joined(unsigned value, const Join& join) {
+  const unsigned* const all = block::given(value) + threadIdx.x / 32 * 32;
+  return std::accumulate(all + 1, all + 32, all[0], join);
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned value) { return joined(value, std::plus<unsigned>()); }
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  return joined(value, [](unsigned a, unsigned b) { return std::min(a, b); });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return joined(value, [](unsigned a, unsigned b) { return std::max(a, b); });
+}
+inline bool __any_sync(unsigned, bool is) { return __reduce_max_sync(0, is); }
 
 template <class T>
 T __ldg(const T* p) {
