@@ -234,6 +234,19 @@ def _offloaded(model: Any) -> Any:
     return inductor_q.compile(model, options=SMALL)
 
 
+def _kept(model: Any) -> Any:
+    _sharded(model, reshard_after_forward=False)
+    return inductor_q.compile(model, options=SMALL)
+
+
+def _packed_alone(model: Any) -> Any:
+    """Adapters and norms of the layers are whole on each rank."""
+    packed = testing.bitsandbytes().nn.Params4bit
+    parts = [p for layer in _layers(model) for p in layer.parameters()]
+    _sharded(model, ignored_params={p for p in parts if not isinstance(p, packed)})
+    return inductor_q.compile(model, options=SMALL)
+
+
 def _fsdp1(model: Any) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = ModuleWrapPolicy({type(_layers(model)[0])})
@@ -252,6 +265,8 @@ PREPARED = (
     _compiled_by_us,
     _checkpointed,
     _offloaded,
+    _kept,
+    _packed_alone,
     _fsdp1,
 )
 
