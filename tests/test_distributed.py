@@ -21,10 +21,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._C._distributed_c10d import HashStore
 from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
