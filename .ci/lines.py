@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7660,
+    "benchmarks": 7740,
     "csrc": 3860,
     "docs": 1630,
     "examples": 1165,
@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5725,
     "inductor_q/experts": 1135,
     "inductor_q/formats": 1730,
-    "inductor_q/integrations": 1510,
+    "inductor_q/integrations": 1530,
     "inductor_q/kbit": 935,
     "inductor_q/kernels": 6785,
     "inductor_q/loading": 1750,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1135,
     "lowerings": 760,
     "passes": 6400,
-    "tests": 41670,
+    "tests": 41820,
 }
 
 

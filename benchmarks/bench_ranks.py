@@ -5,7 +5,10 @@ A GPU gets 8 layers of Qwen3-8B from its configuration and 1 x 2048 tokens a ran
 gloo. FSDP2 shards each decoder layer, then the model; the packed weights are stored in bfloat16.
 ``fsdp2-parts`` shards the embeddings, and the last norm with the head, by themselves too, as
 torchtitan does: layers then compute while the head is gathered. ``fsdp2-ahead`` also asks for each
-layer's weights before the layer in front of it is called.
+layer's weights before the layer in front of it is called. ``fsdp2-kept`` keeps gathered weights
+from forward to backward. ``fsdp2-packed`` shards of a layer the packed weights alone: its adapters
+and norms are whole on each rank, and one all-reduce behind backward averages their gradients.
+``fsdp2-packed-kept`` is both.
 What is compiled is each layer, or under DDP with ``--regions model`` all of the model: by
 ``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
 Peers come one after the other, so that a peak is of one model alone. ``inductor`` is stock Inductor
@@ -17,7 +20,10 @@ rank keeps its share (``experts.shard``), beside DDP for all else; ``experts-ddp
 with all experts on each rank. Every peer has qfuse's experts there, eager and stock Inductor too.
 
 ``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others, ``nccl``
-that of all of them. ``host`` is the time until the host has issued a step. ``link_gbps`` is the
+that of all of them. ``host`` is the time until the host has issued a step, ``calls`` are what it
+asks of CUDA for that, and ``calls_s`` the time inside of them. ``recorded`` are the CUDA graphs of
+all steps, and ``late`` those of timed ones: none, where addresses stay. ``--traces`` keeps what
+torch's profiler saw of rank 0, a file a peer. ``link_gbps`` is the
 rate at which a rank receives in a large all-gather, ``built_bytes`` what a rank has
 allocated before the first step; what was allocated before the model is left out of both peaks.
 
@@ -29,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import itertools
 import json
 import os
@@ -44,6 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -65,8 +73,21 @@ LARGE = {
     "rope_theta": 500_000.0,
 }
 
-TIMES = ("first_s", "host_s", "nccl_s", "exposed_s")
-SHOWN = (*TIMES, "peak_bytes", "breaks", "graphs", "fused", "loss")
+TIMES = ("first_s", "host_s", "nccl_s", "exposed_s", "calls_s")
+SHOWN = (
+    *TIMES,
+    "calls",
+    "recorded",
+    "late",
+    "peak_bytes",
+    "breaks",
+    "graphs",
+    "fused",
+    "loss",
+)
+
+#: How the weights of a model are sharded.
+SHARDED = ("fsdp2", "fsdp2-parts", "fsdp2-ahead", "fsdp2-kept", "fsdp2-packed", "fsdp2-packed-kept")
 
 #: What a model on meta gets: weights of adapters and of embeddings are small, norms are one.
 SCALE = 0.02
@@ -74,7 +95,7 @@ SCALE = 0.02
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__)
-    wraps = ("ddp", "fsdp2", "fsdp2-parts", "fsdp2-ahead", "experts", "experts-ddp")
+    wraps = ("ddp", *SHARDED, "experts", "experts-ddp")
     parser.add_argument("--wraps", nargs="+", choices=wraps, default=["ddp", "fsdp2"])
     parser.add_argument("--regions", choices=("layers", "model"), default="layers")
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU; --large: 80, 2")
@@ -82,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
     parser.add_argument("--steps", type=int, help="timed steps a peer; default: 12, and 5 if large")
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--traces", type=Path, help="folder for the profiler's traces of rank 0")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda":
         arguments.device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -142,16 +164,19 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
         if wrap == "experts":
             shard(model)
         call = _parallel(model, wrap, peer, arguments.regions, suite.device)
+        whole = _whole(model) if "packed" in wrap else []
 
-        def step(model: Any = model, call: Any = call) -> torch.Tensor:
+        def step(model: Any = model, call: Any = call, whole: Any = whole) -> torch.Tensor:
             loss: torch.Tensor = call(input_ids=ids, labels=ids).loss
             loss.backward()
+            _average([p.grad for p in whole if p.grad is not None])
             model.zero_grad(set_to_none=True)
             return loss
 
+        trace = _trace_file(arguments.traces, wrap, peer)
         steps = arguments.steps or 12
-        timings[peer], extra[peer] = _time(step, model, steps, suite.device, before)
-        del step, call, model
+        timings[peer], extra[peer] = _time(step, model, steps, suite.device, before, trace)
+        del step, call, model, whole
         _forget()
     suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
 
@@ -164,7 +189,7 @@ def _parallel(
     whole = not is_sharded and regions == "model"
     call: Any = model
     if is_sharded:
-        _shard(model, parts=wrap != "fsdp2", ahead=wrap == "fsdp2-ahead")
+        _shard(model, wrap)
     else:
         devices = [device.index] if device.type == "cuda" else None
         call = nn.parallel.DistributedDataParallel(model, device_ids=devices)
@@ -184,15 +209,17 @@ def _compile(model: Any, peer: str, regions: Literal["layers", "model"]) -> None
             part._compiled_call_impl = harness.compile_as(peer, part._call_impl)
 
 
-def _shard(model: Any, *, parts: bool, ahead: bool) -> None:
-    """Shard each layer and then the model, and first what stands around the layers, if asked to."""
+def _shard(model: Any, wrap: str) -> None:
+    """Shard each layer and then the model, as `wrap` says."""
     mesh = dist.device_mesh.init_device_mesh(_device_type(model), (dist.get_world_size(),))
+    left_out = set(_whole(model)) if "packed" in wrap else None
     for layer in _layers(model):
-        fully_shard(layer, mesh=mesh)
-    if parts:
+        kept = wrap.endswith("kept")
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not kept, ignored_params=left_out)
+    if wrap in ("fsdp2-parts", "fsdp2-ahead"):
         _shard_ends(model.get_base_model(), mesh)
-    fully_shard(model, mesh=mesh)
-    if ahead:
+    fully_shard(model, mesh=mesh, ignored_params=left_out)
+    if wrap == "fsdp2-ahead":
         for layer, following in itertools.pairwise(_layers(model)):
             layer.set_modules_to_forward_prefetch([following])
 
@@ -201,6 +228,24 @@ def _shard_ends(base: Any, mesh: dist.device_mesh.DeviceMesh) -> None:
     """Shard the embeddings, and the last norm with the head, which backward needs at once."""
     fully_shard(base.model.embed_tokens, mesh=mesh)
     fully_shard([base.model.norm, base.lm_head], mesh=mesh, reshard_after_forward=False)
+
+
+def _whole(model: Any) -> list[nn.Parameter]:
+    """Return what each rank keeps whole of the layers, where only packed weights are sharded."""
+    packed = testing.bitsandbytes().nn.Params4bit
+    return [p for part in _layers(model) for p in part.parameters() if not isinstance(p, packed)]
+
+
+def _average(gradients: list[torch.Tensor]) -> None:
+    """Give all ranks the mean of their gradients, by one all-reduce."""
+    if gradients:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(
+            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+        )
 
 
 def _device_type(model: nn.Module) -> str:
@@ -233,19 +278,29 @@ def _time(
     steps: int,
     device: torch.device,
     before: int,
+    trace: Path | None = None,
 ) -> tuple[harness.Timing, dict[str, Any]]:
     """Time steps, each from a barrier to the end of this rank's work.
 
-    `before` are the bytes that the device had allocated when there was no model.
+    `before` are the bytes that the device had allocated when there was no model; `trace` is the
+    file for what the profiler sees.
     """
     counters.clear()
     extra: dict[str, Any] = {"built_bytes": _allocated(device) - before}
+    recorded = 0
+
+    def count(compiled: CallbackArgs) -> None:
+        nonlocal recorded
+        recorded += compiled.callback_trigger is CallbackTrigger.CUDAGRAPH_RECORDING
+
+    callback_handler.register_start_callback(count)
     start = time.perf_counter()
     step()
     harness.synchronize(device)
     extra["first_s"] = time.perf_counter() - start
     for _ in range(2):
         step()
+    recorded_early = recorded
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     samples, issued = [], []
@@ -257,10 +312,13 @@ def _time(
         issued.append(time.perf_counter() - start)
         harness.synchronize(device)
         samples.append(time.perf_counter() - start)
+    callback_handler.remove_start_callback(count)
+    if recorded:
+        extra |= {"recorded": recorded, "late": recorded - recorded_early}
     extra["host_s"] = statistics.median(issued)
     if device.type == "cuda":
         extra["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
-        extra |= _communication(step, device)
+        extra |= _profiled(step, device, trace)
     extra |= {
         "breaks": sum(counters["graph_break"].values()),
         "graphs": counters["stats"]["unique_graphs"],
@@ -292,23 +350,36 @@ def _link_gbps(device: torch.device, size: int = 2**28) -> float:
     return 1e-9 * (size - own.numel()) / statistics.median(samples)
 
 
-def _communication(
-    step: Callable[[], object], device: torch.device, steps: int = 3
+def _trace_file(folder: Path | None, wrap: str, peer: str) -> Path | None:
+    if folder is None or dist.get_rank() > 0:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "".join(letter if letter.isalnum() else "_" for letter in peer)
+    return folder / f"{wrap}-{name}.json.gz"
+
+
+def _profiled(
+    step: Callable[[], object], device: torch.device, trace: Path | None, steps: int = 3
 ) -> dict[str, float]:
-    """Return the seconds of a step in which NCCL's kernels run, and those in which no others do, by
-    torch's profiler."""
+    """Return the seconds of a step in which NCCL's kernels run, and those in which no others do;
+    how often it calls CUDA, and for how long. torch's profiler, which tells, makes calls longer."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         harness.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
+        path = trace or Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     spans = [("nccl" in e["name"].lower(), e["ts"], e["ts"] + e["dur"]) for e in kernels]
     nccl = exposed(span for span in spans if span[0])
-    return {"exposed_s": exposed(spans) * 1e-6 / steps, "nccl_s": nccl * 1e-6 / steps}
+    calls = [e["dur"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    seconds = {"exposed_s": exposed(spans), "nccl_s": nccl, "calls_s": sum(calls)}
+    return {
+        "calls": len(calls) / steps,
+        **{name: value * 1e-6 / steps for name, value in seconds.items()},
+    }
 
 
 def exposed(spans: Iterable[tuple[bool, float, float]]) -> float:

@@ -22,8 +22,8 @@ MISMATCH: Final = object()
 #: The option for CUDA graphs, each of which overwrites what the one before it has returned.
 GRAPHS = "triton.cudagraphs"
 
-#: Whether torch cuts a graph around what no CUDA graph can hold. Where it does so between parts that
-#: are concatenated, the parts in front of the cut are lost (torch 2.11 and 2.13, docs/upstream.md).
+#: Whether torch cuts a graph around what no CUDA graph can hold. Where a cut is between parts that
+#: are concatenated, those in front of it are lost (torch 2.11 and 2.13, docs/upstream.md).
 PARTITION = "graph_partition"
 
 _PREFIX = "torch._inductor.config."

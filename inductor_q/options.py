@@ -39,6 +39,7 @@ from inductor_q.presets import Entry, FrozenMap, Preset
 from inductor_q.resolved import Numerics, Resolved
 
 __all__ = [
+    "FOR_DYNAMO",
     "Numerics",
     "Resolved",
     "asked",
@@ -47,6 +48,9 @@ __all__ = [
     "resolve",
     "split_options",
 ]
+
+#: What torch.compile takes out of `options` for Dynamo, before it calls a backend.
+FOR_DYNAMO = ("guard_filter_fn", "use_aoti")
 
 
 def resolve(
@@ -119,7 +123,8 @@ def asked(name: str, options: Mapping[str, Any] | None) -> Any:
 
     It is checked as in a compile.
     """
-    layers = _layers(name, split_options(options or {})[0].get(name))
+    given = {key: value for key, value in (options or {}).items() if key not in FOR_DYNAMO}
+    layers = _layers(name, split_options(given)[0].get(name))
     return layers[-1].value if layers else None
 
 

@@ -865,7 +865,7 @@ def test_exposed_communication_is_what_nothing_else_covers() -> None:
 @pytest.mark.parametrize(
     "options, fused",
     [
-        (["--wraps", "fsdp2", "fsdp2-parts"], "7 of 7"),
+        (["--wraps", "fsdp2", "fsdp2-parts", "fsdp2-packed-kept"], "7 of 7"),
         (["--large"], "7 of 7"),
         (["--wraps", "experts"], "6 of 6"),
     ],

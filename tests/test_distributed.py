@@ -7,20 +7,25 @@ depend on how many ranks there are, so most of it is tried in a group of one.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from functorch.compile import make_boxed_func
+from torch import fx, nn
 from torch._C._distributed_c10d import HashStore
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -234,6 +239,19 @@ def _offloaded(model: Any) -> Any:
     return inductor_q.compile(model, options=SMALL)
 
 
+def _kept(model: Any) -> Any:
+    _sharded(model, reshard_after_forward=False)
+    return inductor_q.compile(model, options=SMALL)
+
+
+def _packed_alone(model: Any) -> Any:
+    """Adapters and norms of the layers are whole on each rank."""
+    packed = testing.bitsandbytes().nn.Params4bit
+    parts = [p for layer in _layers(model) for p in layer.parameters()]
+    _sharded(model, ignored_params={p for p in parts if not isinstance(p, packed)})
+    return inductor_q.compile(model, options=SMALL)
+
+
 def _fsdp1(model: Any) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = ModuleWrapPolicy({type(_layers(model)[0])})
@@ -252,6 +270,8 @@ PREPARED = (
     _compiled_by_us,
     _checkpointed,
     _offloaded,
+    _kept,
+    _packed_alone,
     _fsdp1,
 )
 
@@ -280,6 +300,27 @@ def test_no_decoded_weight_is_kept_of_sharded_layers(prepare: Callable[[Any], An
     kept = {site.module for site in told.sites if site.pass_name == "keep_packed"}
     # without checkpointing nobody asks for the gradient of what enters the layer
     assert kept >= {"self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+
+
+@pytest.mark.usefixtures("group")
+def test_cuda_graphs_read_states_of_sharded_layers_in_place() -> None:
+    """They copy what is no static input: the hidden states, and the tables of the positions."""
+    copied: list[int] = []
+
+    def run(gm: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
+        copied.append(len(inputs) - len(set(given["static_input_idxs"])))
+        return make_boxed_func(gm.forward)
+
+    torch.compiler.reset()
+    model = _compiled_by_us(_model(layers=1))
+    ids = torch.arange(40)[None]
+    stopped = functools.partial(compile_fx.compile_fx, inner_compile=run)
+    with (
+        mock.patch.object(compile_fx, "compile_fx", stopped),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        model(input_ids=ids, labels=ids)
+    assert copied == [3]
 
 
 @pytest.mark.usefixtures("group")

@@ -80,11 +80,12 @@ def compile(
             set_region(module, None)
         elif region:
             states = region.states
+    states.in_layers = len(found) > 1
     for module in found:
         if is_sharded:
             note_states(module)
         if region_of(module) is None:
-            set_region(module, Region(module, states, shares=len(found) > 1))
+            set_region(module, Region(module, states))
     return model
 
 

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from inductor_q import backend, inductor_config
 from inductor_q.diagnostics.everywhere import qfuse_everywhere
 from inductor_q.diagnostics.targets import Target
-from inductor_q.options import split_options
+from inductor_q.options import FOR_DYNAMO, split_options
 from inductor_q.tuning import recipe
 
 _compile: Callable[..., Any] = torch.compile
@@ -152,7 +152,7 @@ def _run(model: str, watch: Watch) -> dict[str, int]:
 def _by_inductor(*args: Any, **kwargs: Any) -> Any:
     """Compile with stock Inductor, without the options that only qfuse knows."""
     given = dict(kwargs.get("options") or {})
-    for_dynamo = {n: given.pop(n) for n in ("guard_filter_fn", "use_aoti") if n in given}
+    for_dynamo = {n: given.pop(n) for n in FOR_DYNAMO if n in given}
     ours, options = split_options(given)
     if mode := kwargs.get("mode") or ours.get("qfuse.mode"):
         options = {**inductor_config.modes(bool(kwargs.get("dynamic")))[mode], **options}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import inductor_q
-from inductor_q import testing
+from inductor_q import backend, testing
 from inductor_q.integrations import prepare_checkpointing
 from tests.support.compiling import SMALL, gradients, no_codegen
 
@@ -138,3 +139,32 @@ def test_gradients_by_torch_func() -> None:
         found = torch.func.grad(loss)(weights)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
+
+
+def test_layers_without_gradients_are_no_cuda_graphs() -> None:
+    """Each would overwrite what the one before it has returned, and it reads. With gradients torch
+    keeps that for backward."""
+    model = qwen3(2)
+    torch.compiler.reset()
+    inductor_q.compile(model, options={"triton.cudagraphs": True}, regions="layers")
+    with no_codegen():
+        step(model)
+        with torch.no_grad():
+            model(input_ids=IDS, attention_mask=MASK)
+    told = [report.options["triton.cudagraphs"]["value"] for report in backend.reports()]
+    assert told == ["True", "False"]
+
+
+def test_what_is_for_dynamo_reaches_it() -> None:
+    model, x = Blocks(0.0), torch.randn(2, 16, 32)
+    torch.compiler.reset()
+    seen: list[int] = []
+
+    def all_of(guards: Sequence[Any]) -> list[bool]:
+        seen.append(len(guards))
+        return [True] * len(guards)
+
+    inductor_q.compile(model, options={**SMALL, "guard_filter_fn": all_of}, regions="layers")
+    with no_codegen():
+        model(x)
+    assert seen
