@@ -7,25 +7,20 @@ depend on how many ranks there are, so most of it is tried in a group of one.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch import fx, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch._functorch import config as functorch_config
-from torch._inductor import compile_fx
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -300,27 +295,6 @@ def test_no_decoded_weight_is_kept_of_sharded_layers(prepare: Callable[[Any], An
     kept = {site.module for site in told.sites if site.pass_name == "keep_packed"}
     # without checkpointing nobody asks for the gradient of what enters the layer
     assert kept >= {"self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
-
-
-@pytest.mark.usefixtures("group")
-def test_cuda_graphs_read_states_of_sharded_layers_in_place() -> None:
-    """They copy what is no static input: the hidden states, and the tables of the positions."""
-    copied: list[int] = []
-
-    def run(gm: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
-        copied.append(len(inputs) - len(set(given["static_input_idxs"])))
-        return make_boxed_func(gm.forward)
-
-    torch.compiler.reset()
-    model = _compiled_by_us(_model(layers=1))
-    ids = torch.arange(40)[None]
-    stopped = functools.partial(compile_fx.compile_fx, inner_compile=run)
-    with (
-        mock.patch.object(compile_fx, "compile_fx", stopped),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
-        model(input_ids=ids, labels=ids)
-    assert copied == [3]
 
 
 @pytest.mark.usefixtures("group")
