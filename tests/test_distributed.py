@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import inductor_q
 from inductor_q import last_report, report, testing
 from inductor_q.backend import qfuse
+from inductor_q.integrations.states import states_of
 from tests.support import ranks
 from tests.support.compiling import SMALL, no_codegen
 
@@ -245,6 +246,22 @@ def _packed_alone(model: Any) -> Any:
     parts = [p for layer in _layers(model) for p in layer.parameters()]
     _sharded(model, ignored_params={p for p in parts if not isinstance(p, packed)})
     return inductor_q.compile(model, options=SMALL)
+
+
+@pytest.mark.usefixtures("group")
+def test_sharded_layers_are_no_cuda_graphs(told: list[str]) -> None:
+    model = _sharded(_model(1))
+    inductor_q.compile(model, options={"triton.cudagraphs": False})
+    assert told == []
+    inductor_q.compile(model, mode="reduce-overhead")
+    assert told[0].startswith(
+        "inductor_q.compile: CUDA graphs (triton.cudagraphs: mode reduce-overhead) stay off. FSDP"
+    )
+    (states,) = {id(states): states for states in states_of(model)}.values()
+    assert states.settings["options"] == {
+        "triton.cudagraphs": False,
+        "qfuse.mode": "reduce-overhead",
+    }
 
 
 def _fsdp1(model: Any) -> Any:
