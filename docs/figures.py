@@ -213,19 +213,9 @@ def ways() -> str:
         there = [p for p in peers if rows(name, p, wrap=wrap)]
         times = {p: ms(seconds(name, p, wrap=wrap)) for p in there}
         told = [extra(name, "qfuse", key, wrap=wrap) for key in ("host_s", "exposed_s")]
-        peak, late = (
-            extra(name, p, key, wrap=wrap) if p in there else None
-            for p, key in (("qfuse", "peak_bytes"), (graphs, "late"))
-        )
-        body.append(
-            (
-                label,
-                *(times.get(p, "") for p in peers),
-                *map(ms, told),
-                gb(peak),
-                "" if late is None else str(late),
-            )
-        )
+        peak = gb(extra(name, "qfuse", "peak_bytes", wrap=wrap))
+        late = str(extra(name, graphs, "late", wrap=wrap)) if graphs in there else ""
+        body.append((label, *(times.get(p, "") for p in peers), *map(ms, told), peak, late))
     header = ("", *peers.values(), "qfuse: until issued", "NCCL alone", "peak of a rank")
     files = dict.fromkeys(name for name, _ in kinds)
     return f"{table((*header, 'graphs recorded in 12 steps'), body)}\n\n{source(*files)}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._inductor.scheduler import Scheduler
 
-GRAPHS = {"triton.cudagraphs": True}
+GRAPHS: dict[str, Any] = {"triton.cudagraphs": True}
 
 
 @pytest.fixture
