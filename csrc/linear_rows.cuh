@@ -56,16 +56,6 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Makes a group of the thread's copies since its last one, and waits for all groups but the last `kLeft`.
-__device__ inline void end_group() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kLeft>
-__device__ void wait_for_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
 // Programmatic dependent launch: a kernel may begin while the one before it in the stream runs, and waits
 // for its results here. Nothing happens where a launch does not ask for it.
 __device__ inline void wait_for_previous() {

@@ -58,20 +58,15 @@ struct Table {
 #pragma unroll 1
     for (int i = threadIdx.x; i < 2 * kEntries; i += kThreads) {
       const uint32 entry = i / 2;
-      uint4 values;
-      if constexpr (K == 2) {
-        uint32 codes[4];
+      const auto pair = [&](uint32 bits, uint32 fifth) {
+        uint32 first = fifth << 4 & 16, second = fifth >> 1 << 4;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) codes[e] = value((entry >> e & 1) | (entry >> (4 + e) & 1) << 1);
-        const uint32 low = codes[0] | codes[1] << 16, high = codes[2] | codes[3] << 16;
-        values = make_uint4(low, high, low, high);
-      } else {
-        uint32 first = entry >> 8 << 4 & 16, second = entry >> 9 << 4;
-#pragma unroll
-        for (int p = 0; p < 4; ++p) first |= (entry >> 2 * p & 1) << p, second |= (entry >> (2 * p + 1) & 1) << p;
-        const uint32 low = value(first), pair = low | value(second) << 16;
-        values = make_uint4(pair, pair, pair, pair);
-      }
+        for (int p = 0; p < 4; ++p) first |= (bits >> 2 * p & 1) << p, second |= (bits >> (2 * p + 1) & 1) << p;
+        const uint32 low = value(first);
+        return low | value(second) << 16;
+      };
+      const uint32 low = pair(K == 2 ? entry & 15 : entry, entry >> 8), high = K == 2 ? pair(entry >> 4, 0) : low;
+      const uint4 values = make_uint4(low, high, low, high);
       // The fifth bits are bits 7 and 16 of an address. A thread begins with another part than its neighbour.
       char* const to = table + (entry & 255) * kEntry + (entry >> 8 & 1) * 128 + (entry >> 9) * kTable;
 #pragma unroll
@@ -100,80 +95,96 @@ struct Codes {
   }
 };
 
-// Turns planes into words of which byte j is an entry of the table, for block j.
+// Turns planes of a lane's two rows into words of which byte j is an entry of the table, for block j.
 template <int K>
 struct Entries {
-  static constexpr int kWords = K == 2 ? 2 : 4;
-  uint32 words[kWords], fifth[K == 5 ? 8 : 1], own;
+  static constexpr int kRowsOf = K == 2 ? 1 : 2;  // an entry of 2 bits is one for both rows
+  uint32 words[kRowsOf][4], fifth[K == 5 ? 2 : 1][8], own;
 
   // `own` is where the lane's copy of the first entry is.
-  __device__ Entries(const Codes<K>& codes, uint32 lanes_own) : own(lanes_own) {
+  __device__ Entries(const Codes<K> (&codes)[2], uint32 lanes_own) : own(lanes_own) {
     if constexpr (K == 2) {
-      words[0] = codes.planes[0], words[1] = codes.planes[1];
-      exchange<4, 0x0f0f0f0fu>(words[0], words[1]);
+      uint32 both[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        both[i][0] = codes[i].planes[0], both[i][1] = codes[i].planes[1];
+        exchange<2, 0x33333333u>(both[i][0], both[i][1]);
+      }
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        exchange<4, 0x0f0f0f0fu>(both[0][w], both[1][w]);
+        words[0][w] = both[0][w], words[0][w + 2] = both[1][w];
+      }
     } else {
 #pragma unroll
-      for (int p = 0; p < 4; ++p) words[p] = p < K ? codes.planes[p < K ? p : 0] : 0;
-      exchange<2, 0x33333333u>(words[0], words[1]);
-      exchange<2, 0x33333333u>(words[2], words[3]);
-      exchange<4, 0x0f0f0f0fu>(words[0], words[2]);
-      exchange<4, 0x0f0f0f0fu>(words[1], words[3]);
+      for (int i = 0; i < 2; ++i) {
+        auto& of = words[i];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) of[p] = p < K ? codes[i].planes[p < K ? p : 0] : 0;
+        exchange<2, 0x33333333u>(of[0], of[1]);
+        exchange<2, 0x33333333u>(of[2], of[3]);
+        exchange<4, 0x0f0f0f0fu>(of[0], of[2]);
+        exchange<4, 0x0f0f0f0fu>(of[1], of[3]);
+      }
     }
     // The fifth bits of a pair of blocks j and j + 2 come to bits 7 and 8 of half a word, beside the lane's place.
     if constexpr (K == 5) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int left = 7 - i / 2 * 2 - i % 2 * 8;
-        const uint32 bits = left < 0 ? codes.planes[4] >> (left < 0 ? -left : 0) : codes.planes[4] << (left < 0 ? 0 : left);
-        fifth[i] = (bits & 0x01800180u) | own;
-      }
+      for (int row = 0; row < 2; ++row)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int left = 7 - i / 2 * 2 - i % 2 * 8;
+          const uint32 plane = codes[row].planes[4], bits = left < 0 ? plane >> (left < 0 ? -left : 0) : plane << (left < 0 ? 0 : left);
+          fifth[row][i] = (bits & 0x01800180u) | own;
+        }
     }
   }
 
-  // The 8 values of block j.
-  __device__ void values(int j, uint32 (&pairs)[4]) const {
-    if constexpr (K == 2) {
+  // The 8 values of block j of both rows. The first operand of an mma has them in turn, and so has an entry of 2 bits.
+  __device__ void values(int j, uint32 (&pairs)[4][2]) const {
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        const uint2 found = look_up_two(__byte_perm(words[w], own, 0x7604u | j << 4));
-        pairs[2 * w] = found.x, pairs[2 * w + 1] = found.y;
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (K == 2) {
+        const uint2 found = look_up_two(__byte_perm(words[0][w], own, 0x7604u | j << 4));
+        pairs[w][0] = found.x, pairs[w][1] = found.y;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (K == 5) {
+            // The highest byte repeats the sign of one that has a single bit, and is 0.
+            const uint32 half = 4 + j / 2 * 2, places = half | j << 4 | (half + 1) << 8 | (8 | half + 1) << 12;
+            pairs[w][i] = look_up<kTable>(permute(words[i][w], fifth[i][2 * w + j % 2], places));
+          } else {
+            pairs[w][i] = look_up(__byte_perm(words[i][w], own, 0x7604u | j << 4));
+          }
+        }
       }
-    } else if constexpr (K == 5) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        // The highest byte repeats the sign of one that has a single bit, and is 0.
-        const uint32 half = 4 + j / 2 * 2, places = half | j << 4 | (half + 1) << 8 | (8 | half + 1) << 12;
-        pairs[w] = look_up<kTable>(permute(words[w], fifth[2 * w + j % 2], places));
-      }
-    } else {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) pairs[w] = look_up(__byte_perm(words[w], own, 0x7604u | j << 4));
     }
   }
 };
 
 // `kTiles` mmas share a decoded weight, and a tile has `kHeight` strips. Where `kGated`, there are two weights
-// of one shape, and out is silu(first) * second. `kDepth` strips are under way while one is multiplied.
-template <class Type, int K, class Absmax, int kTiles, bool kGated, int kHeight, int kDepth>
+// of one shape, and out is silu(first) * second.
+template <class Type, int K, class Absmax, int kTiles, bool kGated, int kHeight>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
   using Results = Sums<Type, kTiles, kGated, kHeight>;
   constexpr int kRows = Results::kRows, kPitch = Results::kPitch;
   constexpr bool kLate = kTiles > 1;
   constexpr int kTurns = kTiles > 1 ? 1 : 2;                     // sums of more rows have one place
-  constexpr int kAhead = (kDepth + kHeight - 1) / kHeight;       // stages that may be under way
-  constexpr int kSlots = 2 + kAhead;                             // rows of B: of two tiles besides
+  constexpr int kSlots = 3;                                      // rows of B, as in linear_rows.cu
   constexpr int kPieces = kRun * K;                              // of 16 bytes, of a row of a warp's part of a strip
+  constexpr int kAtOnce = K == 3 ? 4 : 32 / kPieces;             // rows of which a warp asks for pieces at once
   constexpr int kLine = kPieces * 16 + 16;                       // an odd number of them: rows begin in other banks
-  constexpr int kPart = kStrip * kLine, kStrips = kWarps * kPart;
+  constexpr int kPart = kStrip * kLine;
   constexpr int kStored = kRun * kBlocks * sizeof(typename Absmax::Raw);
   extern __shared__ char shared[];
   // An address in the table has its entry as second byte and nothing of the table's own in the two lower ones.
   const uint32 start = static_cast<uint32>(__cvta_generic_to_shared(shared)), table = start + kLow + 0xffff & ~0xffffu;
   char* const origin = shared + (table - start);
   float* const sums = reinterpret_cast<float*>(origin + a.sums);        // [kTurns][kWarps][m][kPitch]
-  char* const strips = origin + a.strips;                               // [kDepth][kWarps][kPart]
+  char* const strips = origin + a.strips;                               // [kWarps][kPart]
   char* const lora = origin + a.lora;                                   // [kSlots][kRows][room]
-  char* const stored = origin + a.stored;                               // [kAhead][kWarps][kRows][kStored]
+  char* const stored = origin + a.stored;                               // [kWarps][kRows][kStored]
   float4* const all_scales = reinterpret_cast<float4*>(origin + a.scales);  // [kWarps][kRun][kRows]
 
   const int lane = threadIdx.x & 31, warp = __shfl_sync(kWarp, static_cast<int>(threadIdx.x) >> 5, 0);
@@ -182,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   const int tiles = static_cast<int>(a.end[kGated ? 0 : kWeights - 1]);
   const int mine = tiles > blockIdx.x ? (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
   const int stages = mine * (kGated ? 2 : 1) * parts, room = static_cast<int>(a.room) * kRows;
-  const int row_bytes = chunks * K * 16;
+  const uint32 row_bytes = chunks * (K * 16);
   float4* const scales = all_scales + warp * kRun * kRows;
 
   // What is small comes first: what is asked for later waits behind it.
@@ -222,43 +233,37 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
 
   // Asks for a warp's codes of a strip, with the first of a stage for scales, and with the last of a tile for
   // the tile's rows of B. A lane asks for the scales of one row.
-  const auto stored_at = [&](int place) { return stored + ((place * kWarps + warp) * kRows + lane) * kStored; };
-  const uint32 seats = static_cast<uint32>(__cvta_generic_to_shared(strips)) + warp * kPart;
+  char* const own_stored = stored + (warp * kRows + lane) * kStored;
+  const int seat = lane / kPieces, piece = lane % kPieces;
+  const uint32 own_bytes = seat * row_bytes + piece * 16;
+  const uint32 seats = static_cast<uint32>(__cvta_generic_to_shared(strips)) + warp * kPart + seat * kLine + piece * 16;
   Walk<kRows, kGated> far(a, stages);
-  int far_place = 0, far_slot = 0, far_strip = 0;
+  int far_slot = 0;
   const auto ask = [&](int strip) {
-    if (far.left > 0) {
-      const Weight& weight = a.weights[far.weight];
-      const int tile = far.row(), first = tile + strip * kStrip, there = far.n - first, chunk = far.part * kChunks + warp * kRun;
-      if (strip == 0) {
-        if (lane < kRows && lane < far.n - tile) {
-          const uint32 to = static_cast<uint32>(__cvta_generic_to_shared(stored_at(far_place)));
-          const char* const from = static_cast<const char*>(weight.absmax) + (static_cast<int64>(tile + lane) * chunks + chunk) * (kStored / kRun);
+    if (far.left == 0) return;
+    const Weight& weight = a.weights[far.weight];
+    const int tile = far.row(), first = tile + strip * kStrip, there = far.n - first, chunk = far.part * kChunks + warp * kRun;
+    if (strip == 0) {
+      if (lane < kRows && lane < far.n - tile) {
+        const uint32 to = static_cast<uint32>(__cvta_generic_to_shared(own_stored));
+        const char* const from = static_cast<const char*>(weight.absmax) + static_cast<int64>(static_cast<uint32>(tile + lane) * chunks + chunk) * (kStored / kRun);
 #pragma unroll
-          for (int i = 0; i < kStored; i += 4)
-            if (chunk + i / (kStored / kRun) < chunks) copy4(to + i, from + i, 4);
-        }
-        far_place = far_place == kAhead - 1 ? 0 : far_place + 1;
-      }
-      const uint8* const from = weight.qweight + static_cast<int64>(first) * row_bytes + chunk * (K * 16);
-      const uint32 to = seats + far_strip * kStrips;
-      const bool whole = there >= kStrip && chunks - chunk >= kRun;
-#pragma unroll
-      for (int i = 0; i < K; ++i) {
-        const int at = i * 32 + lane, row = at / kPieces, piece = at % kPieces;
-        if (whole || (row < there && piece < K * (chunks - chunk))) stream16(to + (at + row) * 16, from + row * row_bytes + piece * 16);
-      }
-      far_strip = far_strip == kDepth - 1 ? 0 : far_strip + 1;
-      if (strip == kHeight - 1) {
-        if (room > 0 && far.part == parts - 1)
-          copy_adapter<kRows>(static_cast<uint32>(__cvta_generic_to_shared(lora)) + far_slot * room, a, far.weight, tile, far.n);
-        if (far.next(a, parts)) far_slot = far_slot == kSlots - 1 ? 0 : far_slot + 1;
+        for (int i = 0; i < kStored; i += 4)
+          if (chunk + i / (kStored / kRun) < chunks) copy4(to + i, from + i, 4);
       }
     }
-    end_group();
-  };
+    const uint8* const from = weight.qweight + static_cast<int64>(static_cast<uint32>(first)) * row_bytes + (chunk * (K * 16) + own_bytes);
+    const int last = seat < kAtOnce && piece < K * (chunks - chunk) ? min(there, kStrip) - seat : 0;
 #pragma unroll
-  for (int strip = 0; strip < kDepth; ++strip) ask(strip % kHeight);
+    for (int i = 0; i < kStrip; i += kAtOnce)
+      if (i < last) stream16(seats + i * kLine, from + i * row_bytes);
+    if (strip == kHeight - 1) {
+      if (room > 0 && far.part == parts - 1)
+        copy_adapter<kRows>(static_cast<uint32>(__cvta_generic_to_shared(lora)) + far_slot * room, a, far.weight, tile, far.n);
+      if (far.next(a, parts)) far_slot = far_slot == kSlots - 1 ? 0 : far_slot + 1;
+    }
+  };
+  ask(0);
 
   // All have passed a barrier since the table was used, and so they do before it is.
   float stretch;
@@ -271,10 +276,9 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   build(first_entry);
 
   // A lane decodes the scales of a row, for all.
-  int place = 0;
   const auto decode_scales = [&](const Walk<kRows, kGated>& at) {
     if (lane < kRows) {
-      const auto* const from = reinterpret_cast<const typename Absmax::Raw*>(stored_at(place));
+      const auto* const from = reinterpret_cast<const typename Absmax::Raw*>(own_stored);
 #pragma unroll
       for (int c = 0; c < kRun; ++c) {
         const bool there = at.row() + lane < at.n && at.part * kChunks + warp * kRun + c < chunks;
@@ -284,13 +288,12 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
         scales[c * kRows + lane] = make_float4(of[0], of[1], of[2], of[3]);
       }
     }
-    place = place == kAhead - 1 ? 0 : place + 1;
   };
 
   const uint32 two = member | (4 + member) << 4;
   const uint32 own = K == 5 ? lane * 0x00040004u : K == 2 ? table + (lane & 15) * 8 : table + lane * 4;
   const char* const codes = strips + warp * kPart + quad * kLine;
-  int turn = 0, lora_slot = 0, near_strip = 0;
+  int turn = 0, lora_slot = 0;
   wait_for_previous();  // only weights were read so far
   if (kEarly) hold_all(0);
   float gate = 0;
@@ -300,17 +303,16 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     const int next_part = walk.part + 1 < parts ? walk.part + 1 : 0;
 #pragma unroll
     for (int strip = 0; strip < kHeight; ++strip) {
-      wait_for_groups<kDepth - 1>();
+      wait_for_copies();
       __syncwarp();
       if (strip == 0) decode_scales(walk);
       Codes<K> read[kRun][2];
       const auto take = [&](int c) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) read[c][i].load(codes + near_strip * kStrips + i * 8 * kLine + c * (K * 16), two);
+        for (int i = 0; i < 2; ++i) read[c][i].load(codes + i * 8 * kLine + c * (K * 16), two);
         if (c < kRun - 1) return;
-        near_strip = near_strip == kDepth - 1 ? 0 : near_strip + 1;
         __syncwarp();
-        ask((strip + kDepth) % kHeight);
+        ask((strip + 1) % kHeight);
       };
       if (!kLate) {
 #pragma unroll
@@ -321,19 +323,19 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
 #pragma unroll
       for (int c = 0; c < kRun; ++c) {
         if (kLate) take(c);
-        const Entries<K> low(read[c][0], own), high(read[c][1], own);
+        const Entries<K> entries(read[c], own);
         const float4 of_low = scales[c * kRows + strip * kStrip + quad], of_high = scales[c * kRows + strip * kStrip + quad + 8];
         const float factors[2][kBlocks] = {{of_low.x, of_low.y, of_low.z, of_low.w}, {of_high.x, of_high.y, of_high.z, of_high.w}};
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
-          uint32 values[2][4];
-          low.values(j, values[0]), high.values(j, values[1]);
+          uint32 pairs[4][2];
+          entries.values(j, pairs);
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             const uint4& tokens = held[c][t][j];
             float sum[4] = {};
-            multiply<Type>(sum, values[0][0], values[1][0], values[0][1], values[1][1], tokens.x, tokens.y);
-            multiply<Type>(sum, values[0][2], values[1][2], values[0][3], values[1][3], tokens.z, tokens.w);
+            multiply<Type>(sum, pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1], tokens.x, tokens.y);
+            multiply<Type>(sum, pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1], tokens.z, tokens.w);
 #pragma unroll
             for (int i = 0; i < 4; ++i) total[strip][t][i] = __fmaf_rn(sum[i], factors[i / 2][j], total[strip][t][i]);
           }

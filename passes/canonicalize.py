@@ -7,10 +7,11 @@ computed in float32, are rounded once.
 
 A linear layer of few rows becomes `qfuse::linear` instead where a kernel of ours reads the packed
 weight: in CUDA up to the preset's `linear_rows.max_rows`, in Triton, for any format, up to its
-`linear_rows.triton_max_rows`. Elsewhere fewer rows than the preset's `canonicalize.min_rows` are
-refused, and so is the kernel in Triton for them: bitsandbytes' own kernel reads packed bytes and is
-not beaten by a dequantization and a product. A dequantized weight that the graph returns is refused
-too, for it has no product here; the dequantization itself is ours.
+`linear_rows.triton_max_rows`, but fewer of a k-bit weight that is not large. Elsewhere fewer rows
+than the preset's `canonicalize.min_rows` are refused, and so is the kernel in Triton for them:
+bitsandbytes' own kernel reads packed bytes and is not beaten by a dequantization and a product. A
+dequantized weight that the graph returns is refused too, for it has no product here; the
+dequantization itself is ours.
 """
 
 from __future__ import annotations

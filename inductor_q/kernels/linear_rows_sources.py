@@ -15,8 +15,6 @@ from inductor_q.kernels.dequantize_cuda import TYPES, VECTOR_BYTES, scale_type
 #: Sizes of csrc/linear_rows.cuh: threads, rows of a strip and of x of an mma, weights of a launch.
 THREADS, STRIP, TOKENS, WEIGHTS = 512, 16, 8, 4
 WARPS = THREADS // 32
-#: Strips that csrc/linear_rows_kbit.cu has under way while it multiplies one, by bits of a code.
-DEPTH = {2: 2, 3: 1, 4: 1, 5: 1}
 #: Where the look-up table is in shared memory, and the bytes in front of it that others may have.
 TABLE, LOW = 64 << 10, 63 << 10
 OUTER = 256  # scales that share an outer one
@@ -116,9 +114,6 @@ class Planes(Source):
     name = "linear_rows_kbit.cu"
     chunk = 128
 
-    def depth(self, k: int, count: int) -> int:
-        return DEPTH[k]
-
     def unknown(self, fmt: QuantFormat) -> str:
         return dequantize_cuda.KERNEL.unknown(fmt)
 
@@ -133,19 +128,17 @@ class Planes(Source):
     ) -> str:
         assert fmt.blockwise is not None
         types = f"{TYPES[dtype]}, {fmt.planes}, {scale_type(fmt.blockwise.codec)}"
-        together, depth = -(-count // TOKENS), self.depth(fmt.planes, count)
-        return f"linear<{types}, {together}, {str(gated).lower()}, {height}, {depth}>"
+        return f"linear<{types}, {-(-count // TOKENS)}, {str(gated).lower()}, {height}>"
 
     def plan(self, fmt: QuantFormat, count: int, room: int, most: int, height: int) -> Plan | None:
         assert fmt.blockwise is not None
-        depth, rows, k = self.depth(fmt.planes, count), STRIP * height, fmt.planes
-        ahead = -(-depth // height)
+        rows, k = STRIP * height, fmt.planes
         scale = getattr(torch, fmt.blockwise.codec.dtypes[0]).itemsize
         sizes = (
-            depth * WARPS * STRIP * (32 * k + 16),
+            WARPS * STRIP * (32 * k + 16),
             (1 if count > TOKENS else 2) * WARPS * count * (rows + 4) * 4,
-            (2 + ahead) * rows * room,
-            ahead * WARPS * rows * 8 * scale,
+            3 * rows * room,
+            WARPS * rows * 8 * scale,
             WARPS * rows * 32,
         )
         return placed(height, sizes, {3: 16 << 10, 5: 128 << 10}.get(k, 64 << 10), most)

@@ -93,7 +93,7 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: two products of tensor cores share "
             "what is decoded; measured where a preset says otherwise",
         ),
-        # The same for the kernel in Triton, which serves every format.
+        # The same for the kernel in Triton, which serves every format, where no other kernel does.
         "linear_rows.triton_max_rows": Entry(
             value=16,
             evidence="a start value, of a sweep on one H200: int4 in groups, FP8 and MXFP4 took "
@@ -109,10 +109,10 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         ),
         "linear_rows.triton_min_elements_of_planes": Entry(
             value=2**25,
-            evidence="a start value, of one H100: with 4 or 16 rows, in CUDA graphs, weights of 50 "
-            "M elements took 0.61 to 1.00 of the time of dequantization and a product, those of 4 "
-            "and 17 M 1.00 to 1.37 (codes of 2 to 5 bits, torch 2.11.0+cu130, 2026-11-25, "
-            "benchmarks/results/rows_kbit-h100.json)",
+            evidence="a start value, of one H100: with 4 or 16 rows, in CUDA graphs, the kernel in "
+            "Triton took 0.61 to 1.00 of the time of dequantization and a product for weights of "
+            "50 M elements, and 1.00 to 1.37 for those of 4 and 17 M (codes of 2 to 5 bits, torch "
+            "2.11.0+cu130, 2026-11-25, benchmarks/results/rows_kbit-h100.json)",
         ),
         # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
         "canonicalize.min_rows": Entry(

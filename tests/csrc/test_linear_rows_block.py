@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from inductor_q.formats import FORMATS
+from inductor_q.formats.kbit import KBITS
 from inductor_q.kernels import linear_rows_cuda
-from inductor_q.kernels.linear_rows_sources import DEPTH
 from tests.support.emulated import built, needs_compiler
 from tests.support.few_rows import error, made
 
@@ -36,8 +36,8 @@ KERNELS = {
         *(f"project<BFloat16, {wide}, {rows}>" for wide in GATED for rows in (1, 8)),
     ],
     "linear_rows_kbit.cu": [
-        f"linear<BFloat16, {k}, {scale}, {together}, {gated}, {height}, {depth}>"
-        for k, depth in DEPTH.items()
+        f"linear<BFloat16, {k}, {scale}, {together}, {gated}, {height}>"
+        for k in KBITS
         for scale in ("E4M4", "Float16")
         for gated in GATED
         for together, height in FORMS
@@ -49,8 +49,6 @@ INSTRUCTIONS = {
     "cp.async.cg": "block::copy16(to, from);",
     "cp.async.ca": "block::copy4(to, from, count);",
     "cp.async.wait_all": "block::wait_for_all();",
-    "cp.async.commit_group": "block::end_group();",
-    "cp.async.wait_group": "block::wait(kLeft);",
     "ld.shared.v2": "std::memcpy(&value, shared + address, 8);",
     "ld.shared": "std::memcpy(&value, shared + address + kFrom, 4);",
     "prmt": "return block::permute(low, high, places);",

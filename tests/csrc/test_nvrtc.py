@@ -17,7 +17,7 @@ import pytest
 from inductor_q.csrc import nvrtc
 from inductor_q.csrc.nvrtc import Cubin
 from inductor_q.kernels import scatter2scatter_cuda
-from inductor_q.kernels.linear_rows_sources import DEPTH, TOKENS
+from inductor_q.kernels.linear_rows_sources import TOKENS
 from inductor_q.log import warn_once
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +65,8 @@ SOURCES = {
     "linear_rows_kbit.cu": Source(
         tuple(arch for arch in ARCHS if arch != "sm_75"),
         [
-            f"linear<{dtype}, {k}, {scale}, {together}, {gated}, {height}, {depth}>"
-            for k, depth in DEPTH.items()
+            f"linear<{dtype}, {k}, {scale}, {together}, {gated}, {height}>"
+            for k in BITS
             for dtype in ("BFloat16", "Float16")
             for together, height in ((1, 1), (1, 2), (2, 1))
             for scale in SCALES

@@ -15,6 +15,7 @@ from inductor_q import kbit, ops, testing
 from inductor_q.exc import WrongShape
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.formats.bnb import NF4
+from inductor_q.formats.kbit import KBITS
 from inductor_q.kernels import (
     linear_rows_cuda,
     linear_rows_reference,
@@ -22,7 +23,7 @@ from inductor_q.kernels import (
     nibbles,
 )
 from inductor_q.kernels.linear_rows_cuda import MOST_ROWS, MOST_TOGETHER
-from inductor_q.kernels.linear_rows_sources import DEPTH, LOW, STRIP, TABLE, WARPS, source_of
+from inductor_q.kernels.linear_rows_sources import LOW, STRIP, TABLE, WARPS, source_of
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.linears import linears
 from tests.support.compiling import compile_step, step
@@ -259,6 +260,23 @@ def test_the_kernel_in_triton_takes_more_rows_of_large_kbit_weights(
     assert result.ops["qfuse.linear"] == (rows == 1 or (rows <= 16 and least <= 128 * 64))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+def test_kbit_weights_that_cuda_serves_have_no_threshold_of_their_own(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_rows(monkeypatch, linear_rows_cuda.KERNEL.name)
+    layer = kbit.quantize_model(torch.nn.Linear(64, 128, dtype=torch.bfloat16), k=3)
+    thresholds = {
+        **{"linear_rows.max_rows": 16, "linear_rows.triton_max_rows": 32},
+        **{"linear_rows.triton_max_rows_of_planes": 1},
+        "linear_rows.triton_min_elements_of_planes": 128 * 64 + 1,
+    }
+    with torch.no_grad():
+        x = torch.randn(rows, 64).bfloat16()
+        result = compile_step(layer, x, options={"qfuse.thresholds": thresholds})
+    assert result.ops["qfuse.linear"] == (rows <= 16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fmt", SERVED, ids=lambda fmt: fmt.name)
@@ -284,13 +302,14 @@ def check(call: LinearRows, exact: list[Tensor]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [NESTED, *(f"kbit{k}_e4m4" for k in DEPTH)])
+@pytest.mark.parametrize("name", [NESTED, *(f"kbit{k}_e4m4" for k in KBITS)])
 @pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 9, MOST_ROWS])
 def test_weights_and_adapters_of_one_launch(rows: int, adapter: torch.dtype, name: str) -> None:
     """Ranks of one input may differ, and a layer may have no adapter; a pair may be gated, and each
     weight of planes has a codebook of its own."""
-    for shape, ranks in (((40, 384), (8, 0, 64)), ((2100, 4224), (16, 16)), ((64, 11008), (0, 32))):
+    sizes = ((40, 384), (8, 0, 64)), ((2100, 4224), (16, 16)), ((264, 11008), (0, 32))
+    for shape, ranks in sizes:
         for gated in (False, True) if len(ranks) == 2 else (False,):
             call, exact = made(
                 FORMATS[name],

@@ -121,22 +121,10 @@ inline void copy(const Copy& copy) {
 }
 inline void copy16(unsigned to, const void* from) { copy({to, from}); }
 inline void copy4(unsigned to, const void* from, int count) { copy({to, from, 4, count}); }
-// Of all groups but the last `left`.
-inline std::vector<size_t> groups[kThreads];  // the copies of each that is under way
-inline void end_group() {
-  size_t count = under_way[threadIdx.x].size();
-  for (const size_t of : groups[threadIdx.x]) count -= of;
-  groups[threadIdx.x].push_back(count);
+inline void wait_for_all() {
+  for (const Copy& copy : under_way[threadIdx.x]) copy.arrive();
+  under_way[threadIdx.x].clear();
 }
-inline void wait(size_t left = 0) {
-  auto& copies = under_way[threadIdx.x];
-  auto& ended = groups[threadIdx.x];
-  for (; ended.size() > left; ended.erase(ended.begin())) {
-    for (size_t i = 0; i < ended[0]; ++i) copies[i].arrive();
-    copies.erase(copies.begin(), copies.begin() + ended[0]);
-  }
-}
-inline void wait_for_all() { end_group(), wait(); }
 
 // Bytes of two words, of which a place from 8 on stands for a sign.
 inline unsigned permute(unsigned low, unsigned high, unsigned places) {

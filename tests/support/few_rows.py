@@ -54,7 +54,7 @@ def made(
     adapters: list[Adapter | None] = []
     exact: list[Tensor] = []
     for i, rank in enumerate(ranks):
-        operands, values = finite(fmt, shape, i)
+        operands, values = finite(fmt, shape, i, like_trained=gated)
         weights.append([operand.to(device) for operand in operands])
         biases.append(random(shape[0]) if bias else None)
         result = x.double() @ values.double().to(device).t()
@@ -77,13 +77,23 @@ def error(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def finite(fmt: QuantFormat, shape: tuple[int, int], seed: int) -> tuple[list[Tensor], Tensor]:
-    """Make operands of a weight and its float32 values, which are neither infinite nor NaN."""
-    if not fmt.name.startswith(("fp8", "mx", "nvfp4")):
-        return sample(fmt, shape, seed=seed)
-    operands = random_weight(fmt.name, shape, seed)
-    if fmt.in_bytes:
-        operands[0] &= 0xBF  # below 2
+def finite(
+    fmt: QuantFormat, shape: tuple[int, int], seed: int, *, like_trained: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    """Make operands of a weight and its float32 values, which are neither infinite nor NaN.
+
+    Scales of e4m4 are any bytes. With those, the products of two layers go from 1e-300 to 1e5, so
+    that the rounding of one decides what the error is. `like_trained`: from 2^-6 to 2^-4.
+    """
+    if fmt.name.startswith(("fp8", "mx", "nvfp4")):
+        operands = random_weight(fmt.name, shape, seed)
+        if fmt.in_bytes:
+            operands[0] &= 0xBF  # below 2
+    else:
+        operands, values = sample(fmt, shape, seed=seed)
+        if not (like_trained and fmt.planes and fmt.name.endswith("e4m4")):
+            return operands, values
+        operands[1] = operands[1] % 32 + 0x50
     named = dict(zip(fmt.operands, operands, strict=True))
     values = fmt.decode(Eager(named, shape[1], shape[0]), torch.arange(math.prod(shape)))
     return operands, values.reshape(shape)
