@@ -197,6 +197,30 @@ def sharded() -> str:
     return f"{table(('', '', *peers.values()), body)}\n\n{source(*files)}"
 
 
+def ways() -> str:
+    """Show ways to shard a model of four layers on two GPUs, and experts over ranks."""
+    graphs = "qfuse[qfuse.mode=reduce-overhead]"
+    peers = {"inductor": "stock Inductor", "qfuse": "qfuse", graphs: "qfuse, CUDA graphs"}
+    kinds = {
+        ("ranks_ways-h100", "fsdp2"): "FSDP2",
+        ("ranks_ways_more-h100", "fsdp2-kept"): "gathered once a step",
+        ("ranks_ways_more-h100", "fsdp2-packed"): "packed weights alone are sharded",
+        ("ranks_ways-h100", "fsdp2-packed-kept"): "both",
+        ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
+    }
+    body = []
+    for (name, wrap), label in kinds.items():
+        there = [p for p in peers if rows(name, p, wrap=wrap)]
+        times = {p: ms(seconds(name, p, wrap=wrap)) for p in there}
+        told = [extra(name, "qfuse", key, wrap=wrap) for key in ("host_s", "exposed_s")]
+        peak = gb(extra(name, "qfuse", "peak_bytes", wrap=wrap))
+        late = str(extra(name, graphs, "late", wrap=wrap)) if graphs in there else ""
+        body.append((label, *(times.get(p, "") for p in peers), *map(ms, told), peak, late))
+    header = ("", *peers.values(), "qfuse: until issued", "NCCL alone", "peak of a rank")
+    files = dict.fromkeys(name for name, _ in kinds)
+    return f"{table((*header, 'graphs recorded in 12 steps'), body)}\n\n{source(*files)}"
+
+
 def large() -> str:
     """Show a model of 70B parameters on two GPUs."""
     name = "ranks_large-h100"
@@ -390,6 +414,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "decode-whole": decode_whole,
     "sharded": sharded,
+    "sharded-ways": ways,
     "large": large,
     "kbit": kbit,
     "attention": attention,

@@ -7,25 +7,20 @@ depend on how many ranks there are, so most of it is tried in a group of one.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch import fx, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch._functorch import config as functorch_config
-from torch._inductor import compile_fx
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -43,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 import inductor_q
 from inductor_q import last_report, report, testing
 from inductor_q.backend import qfuse
+from inductor_q.integrations.states import states_of
 from tests.support import ranks
 from tests.support.compiling import SMALL, no_codegen
 
@@ -252,6 +248,22 @@ def _packed_alone(model: Any) -> Any:
     return inductor_q.compile(model, options=SMALL)
 
 
+@pytest.mark.usefixtures("group")
+def test_sharded_layers_are_no_cuda_graphs(told: list[str]) -> None:
+    model = _sharded(_model(1))
+    inductor_q.compile(model, options={"triton.cudagraphs": False})
+    assert told == []
+    inductor_q.compile(model, mode="reduce-overhead")
+    assert told[0].startswith(
+        "inductor_q.compile: CUDA graphs (triton.cudagraphs: mode reduce-overhead) stay off. FSDP"
+    )
+    (states,) = {id(states): states for states in states_of(model)}.values()
+    assert states.settings["options"] == {
+        "triton.cudagraphs": False,
+        "qfuse.mode": "reduce-overhead",
+    }
+
+
 def _fsdp1(model: Any) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = ModuleWrapPolicy({type(_layers(model)[0])})
@@ -300,27 +312,6 @@ def test_no_decoded_weight_is_kept_of_sharded_layers(prepare: Callable[[Any], An
     kept = {site.module for site in told.sites if site.pass_name == "keep_packed"}
     # without checkpointing nobody asks for the gradient of what enters the layer
     assert kept >= {"self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
-
-
-@pytest.mark.usefixtures("group")
-def test_cuda_graphs_read_states_of_sharded_layers_in_place() -> None:
-    """They copy what is no static input: the hidden states, and the tables of the positions."""
-    copied: list[int] = []
-
-    def run(gm: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
-        copied.append(len(inputs) - len(set(given["static_input_idxs"])))
-        return make_boxed_func(gm.forward)
-
-    torch.compiler.reset()
-    model = _compiled_by_us(_model(layers=1))
-    ids = torch.arange(40)[None]
-    stopped = functools.partial(compile_fx.compile_fx, inner_compile=run)
-    with (
-        mock.patch.object(compile_fx, "compile_fx", stopped),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
-        model(input_ids=ids, labels=ids)
-    assert copied == [3]
 
 
 @pytest.mark.usefixtures("group")

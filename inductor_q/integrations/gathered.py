@@ -3,18 +3,14 @@
 Dynamo reads the state of a gathered weight from the layer that keeps it (`capture.bnb_gathered`),
 and notes it on the weight. Under gradient checkpointing it cannot: a segment that is run twice may
 change nothing outside of it. So the state is noted here, in a hook, which is no part of a graph.
-
-What a state holds stays where it is, but Dynamo knows that of parameters alone in what FSDP shards.
-Told so, CUDA graphs read it in place, where they would copy it in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from inductor_q.capture import STATE_IS_NOTED
 
@@ -28,8 +24,6 @@ def note_states(part: nn.Module) -> None:
     ]
     for layer in layers:
         setattr(layer, STATE_IS_NOTED, True)
-        for tensor in _tensors(layer.quant_state):
-            torch._dynamo.mark_static_address(tensor, guard=False)
 
     def note(*_: object) -> None:
         for layer in layers:
@@ -38,12 +32,3 @@ def note_states(part: nn.Module) -> None:
 
     if layers:  # FSDP2's hook stands before all others
         part.register_forward_pre_hook(torch.compiler.disable(note))
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Yield what a quantization state holds, and the state of its scales with it."""
-    for value in vars(state).values():
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, type(state)):
-            yield from _tensors(value)

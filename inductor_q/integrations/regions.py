@@ -19,11 +19,20 @@ from torch import nn
 from inductor_q import capture
 from inductor_q.capture.live import module_path
 from inductor_q.exc import NoRegion
+from inductor_q.inductor_config import GRAPHS
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.gathered import note_states
-from inductor_q.integrations.states import Region, States, region_of, set_region
+from inductor_q.integrations.states import (
+    Region,
+    States,
+    asks_for_graphs,
+    region_of,
+    set_region,
+    without_graphs,
+)
+from inductor_q.log import warn_once
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -73,6 +82,8 @@ def compile(
         "mode": mode,
         "dynamic": dynamic,
     }
+    if is_sharded:
+        settings = _without_graphs(model, settings)
     states = States(model, settings)
     for module in model.modules():
         region = region_of(module)
@@ -136,6 +147,20 @@ def _is_replaced(model: nn.Module) -> bool:
         and forward is not None
         and getattr(forward, "__func__", forward) is not type(model).forward
     )
+
+
+def _without_graphs(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
+    """Switch CUDA graphs off for layers that FSDP shards, and warn where the user asks for them."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    source = asks_for_graphs(settings, device)
+    if not source:
+        return settings
+    if not source.startswith("preset"):
+        warn_once(
+            f"inductor_q.compile: CUDA graphs ({GRAPHS}: {source}) stay off. FSDP gathers weights "
+            "at another address in each step, and a graph would be recorded anew for each"
+        )
+    return without_graphs(settings)
 
 
 def _is_sharded(model: nn.Module) -> bool:

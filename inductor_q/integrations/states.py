@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from inductor_q.backend import qfuse_backend
 from inductor_q.experts.forward import is_sharded
-from inductor_q.inductor_config import GRAPHS
+from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
+from inductor_q.options import resolve
 
 #: Names of the adapters, the active ones, whether they are off, the merged ones, whether PEFT calls
 #: the model without them, training, gradients.
@@ -153,6 +154,14 @@ class Region:
             needed["capture_dynamic_output_shape_ops"] = True
         with dynamo_config.patch(needed) if needed else contextlib.nullcontext():
             return call(*args, **kwargs)
+
+
+def asks_for_graphs(settings: Mapping[str, Any], device: torch.device) -> str:
+    """Return who asks for CUDA graphs by these settings; "" where nobody does."""
+    resolved = resolve(settings["mode"], settings["options"], device=device)
+    if not wants_graphs(resolved.inductor):
+        return ""
+    return resolved.sources.get(GRAPHS, "torch's own configuration")
 
 
 def without_graphs(settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from inductor_q import inductor_config
 from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
 from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS
@@ -26,9 +25,9 @@ from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import Regions, compile
-from inductor_q.integrations.states import states_of, without_graphs
+from inductor_q.integrations.states import asks_for_graphs, states_of, without_graphs
 from inductor_q.log import log
-from inductor_q.options import check_options, resolve
+from inductor_q.options import check_options
 from inductor_q.process import report
 
 try:
@@ -181,12 +180,11 @@ def _graphs(
     Warn of the latter where the user asked for graphs and this process `tells`; those of a preset
     are switched off silently.
     """
-    resolved = resolve(settings["mode"], settings["options"], device=args.device)
-    if not inductor_config.wants_graphs(resolved.inductor):
+    source = asks_for_graphs(settings, args.device)
+    if not source:
         return "off"
     if args.gradient_accumulation_steps == 1:
         return "on"
-    source = resolved.sources.get(GRAPHS, "torch's own configuration")
     if tells and not source.startswith("preset"):
         log.warning(
             "QfuseCallback: CUDA graphs (%s: %s) stay off. With gradient_accumulation_steps=%d a "

@@ -12,6 +12,7 @@ from inductor_q.tuning.runs import Run
 
 LEAST_GAIN = 0.01  # a preset should not follow noise
 MOST_PEAK = 1.25  # of the base's: "auto" will also be in force for models that just fit
+LITTLE = 1 / 16  # of the device's memory, which a condition may take more whatever the base takes
 REFERENCE_VERDICTS = {
     "base": "what the others are held against",
     "stock": "Inductor without qfuse, for comparison",
@@ -30,6 +31,7 @@ class Judged:
     noise: float = 0.0  # how far its runs are apart, as a share
     compile_s: float = math.nan
     peak: int = 0
+    memory: int = 0  # of the device, if known
     loss_deviation: float = math.nan  # from the base's, at worst
     wins: bool = False
     verdict: str = ""
@@ -58,6 +60,7 @@ def measured(condition: Condition, by_name: Mapping[str, Sequence[Run]]) -> Judg
         noise=(max(steps) - min(steps)) / middle,
         compile_s=max((run.compile_s for run in runs if run.cold), default=math.nan),
         peak=max(run.peak for run in runs),
+        memory=max(run.memory for run in runs),
         loss_deviation=max(_apart(run, _first(BASE, by_name)) for run in runs),
     )
 
@@ -98,7 +101,7 @@ def _judged(
         verdict = f"rejected: its loss is {found.loss_deviation:.2g} off, {bound:.2g} is allowed"
     elif len(runs) < rounds:
         verdict = "measured in one order alone: the budget ended"
-    elif found.peak > MOST_PEAK * base.peak:
+    elif found.peak > max(MOST_PEAK * base.peak, base.peak + LITTLE * found.memory):
         verdict = f"rejected: takes {found.peak / base.peak:.2f} times the memory"
     elif gain < -noise:
         verdict = f"{-gain:.1%} slower, noise {noise:.1%}"

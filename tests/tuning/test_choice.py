@@ -82,6 +82,8 @@ def test_a_condition_that_fails_has_its_reason() -> None:
 def test_memory_is_not_taken_for_speed() -> None:
     found = verdict(*runs("knob", 0.5, 0.5, peak=1300))
     assert not found.wins and found.verdict == "rejected: takes 1.30 times the memory"
+    assert verdict(*runs("knob", 0.5, 0.5, peak=1300, memory=4800)).wins  # 300 of it is little
+    assert not verdict(*runs("knob", 0.5, 0.5, peak=1301, memory=4800)).wins
 
 
 def test_one_order_is_not_enough() -> None:
