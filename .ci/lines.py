@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 7740,
-    "csrc": 3860,
+    "csrc": 3900,
     "docs": 1660,
     "examples": 1165,
     "inductor_q": 6010,

@@ -12,6 +12,11 @@
 // 256 pairs and a copy of each for each lane, in its own bank of shared memory. A byte has four codes of 2 bits,
 // and a look-up makes two pairs. The fifth bits of two codes select one of four such tables.
 //
+// Of up to two rows of x, most columns of an mma would have none. There each lane has a block of its own (`kOwn`): a
+// row of x takes a column for each lane of a quad, with zeros where the other lanes have their blocks, so that sums of
+// blocks stay apart. Nothing is read by four lanes, and a sum is scaled once for all 32 products. Sums are added up in
+// another order than those of more rows.
+//
 // Values are rounded to 16 bits once, in the table, products are summed in fp32, and sums of a block are scaled in
 // fp32: the results are as close as those of a dequantized weight, or closer, whatever the codebook and the scales.
 
@@ -76,10 +81,25 @@ struct Table {
   }
 };
 
-// What a lane has of a chunk of a row: byte j of word p is plane p of its 8 codes of block j.
+// What a lane has of a chunk of a row: byte j of word p is plane p of its 8 codes of block j, or of codes 8j to 8j + 7
+// of its own block.
 template <int K>
 struct Codes {
   uint32 planes[K];
+
+  // The block of a lane, in shared memory.
+  __device__ void load_own(const char* block) {
+    if constexpr (K == 2) {
+      const uint2 words = *reinterpret_cast<const uint2*>(block);
+      planes[0] = words.x, planes[1] = words.y;
+    } else if constexpr (K == 4) {
+      const uint4 words = *reinterpret_cast<const uint4*>(block);
+      planes[0] = words.x, planes[1] = words.y, planes[2] = words.z, planes[3] = words.w;
+    } else {
+#pragma unroll
+      for (int p = 0; p < K; ++p) planes[p] = reinterpret_cast<const uint32*>(block)[p];
+    }
+  }
 
   // `row` is the chunk in shared memory. `two` selects the lane's byte of each of two words.
   __device__ void load(const char* row, uint32 two) {
@@ -163,10 +183,12 @@ struct Entries {
   }
 };
 
-// `kTiles` mmas share a decoded weight, and a tile has `kHeight` strips. Where `kGated`, there are two weights
-// of one shape, and out is silu(first) * second.
-template <class Type, int K, class Absmax, int kTiles, bool kGated, int kHeight>
+// `kMmas` share a decoded weight, and a tile has `kHeight` strips: 0 for up to two rows of x. Where `kGated`, there are
+// two weights of one shape, and out is silu(first) * second.
+template <class Type, int K, class Absmax, int kMmas, bool kGated, int kHeight>
 __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Arguments a) {
+  constexpr bool kOwn = kMmas == 0;
+  constexpr int kTiles = kOwn ? 1 : kMmas;
   using Results = Sums<Type, kTiles, kGated, kHeight>;
   constexpr int kRows = Results::kRows, kPitch = Results::kPitch;
   constexpr bool kLate = kTiles > 1;
@@ -214,12 +236,13 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   const auto hold = [&](int c, int part) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const int token = t * kTokens + quad, chunk = part * kChunks + warp * kRun + c;
-      const auto* const x = static_cast<const typename Type::Raw*>(a.x) + token * a.k + chunk * kChunk + 8 * member;
+      const int column = (quad & 3) == member ? quad >> 2 : kTokens;  // of those that keep the lane's block apart
+      const int token = kOwn ? column : t * kTokens + quad, chunk = part * kChunks + warp * kRun + c;
+      const auto* const x = static_cast<const typename Type::Raw*>(a.x) + token * a.k + chunk * kChunk + (kOwn ? kBlock : 8) * member;
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         held[c][t][j] = make_uint4(0, 0, 0, 0);
-        if (token < m && chunk < chunks) held[c][t][j] = __ldg(reinterpret_cast<const uint4*>(x + j * kBlock));
+        if (token < m && chunk < chunks) held[c][t][j] = __ldg(reinterpret_cast<const uint4*>(x + j * (kOwn ? 8 : kBlock)));
       }
     }
   };
@@ -292,7 +315,9 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
 
   const uint32 two = member | (4 + member) << 4;
   const uint32 own = K == 5 ? lane * 0x00040004u : K == 2 ? table + (lane & 15) * 8 : table + lane * 4;
-  const char* const codes = strips + warp * kPart + quad * kLine;
+  // Rows of quads that read at once begin in other banks.
+  const int own_row = !kOwn || K % 2 > 0 ? quad : K == 2 ? (quad & 3) << 1 | quad >> 2 : quad >> 1 | (quad & 1) << 2;
+  const char* const codes = strips + warp * kPart + own_row * kLine;
   int turn = 0, lora_slot = 0;
   wait_for_previous();  // only weights were read so far
   if (kEarly) hold_all(0);
@@ -309,7 +334,13 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
       Codes<K> read[kRun][2];
       const auto take = [&](int c) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) read[c][i].load(codes + i * 8 * kLine + c * (K * 16), two);
+        for (int i = 0; i < 2; ++i) {
+          const char* const chunk = codes + i * 8 * kLine + c * (K * 16);
+          if constexpr (kOwn)
+            read[c][i].load_own(chunk + member * (K * 4));
+          else
+            read[c][i].load(chunk, two);
+        }
         if (c < kRun - 1) return;
         __syncwarp();
         ask((strip + 1) % kHeight);
@@ -324,8 +355,17 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
       for (int c = 0; c < kRun; ++c) {
         if (kLate) take(c);
         const Entries<K> entries(read[c], own);
-        const float4 of_low = scales[c * kRows + strip * kStrip + quad], of_high = scales[c * kRows + strip * kStrip + quad + 8];
-        const float factors[2][kBlocks] = {{of_low.x, of_low.y, of_low.z, of_low.w}, {of_high.x, of_high.y, of_high.z, of_high.w}};
+        const float4* const of = scales + c * kRows + strip * kStrip + own_row;
+        float factors[2][kBlocks], sum[4] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kOwn) {  // of the blocks whose sums a lane has
+            const float2 two_of = reinterpret_cast<const float2*>(of + 8 * i)[member & 1];
+            factors[i][0] = two_of.x, factors[i][1] = two_of.y;
+          } else {
+            factors[i][0] = of[8 * i].x, factors[i][1] = of[8 * i].y, factors[i][2] = of[8 * i].z, factors[i][3] = of[8 * i].w;
+          }
+        }
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
           uint32 pairs[4][2];
@@ -333,11 +373,13 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
             const uint4& tokens = held[c][t][j];
-            float sum[4] = {};
+            if (!kOwn) sum[0] = sum[1] = sum[2] = sum[3] = 0;
             multiply<Type>(sum, pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1], tokens.x, tokens.y);
             multiply<Type>(sum, pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1], tokens.z, tokens.w);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) total[strip][t][i] = __fmaf_rn(sum[i], factors[i / 2][j], total[strip][t][i]);
+            for (int i = 0; i < 4; ++i)
+              if (!kOwn || j == kBlocks - 1)
+                total[strip][t][i] = __fmaf_rn(sum[i], factors[i / 2][kOwn ? i % 2 : j], total[strip][t][i]);
           }
         }
         if (kEarly && strip == kHeight - 1 && parts > 1) hold(c, next_part);
@@ -346,8 +388,17 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
     const int which = walk.weight, first = walk.row(), n = walk.n;
     if (!walk.next(a, parts)) continue;
 
+    if (kOwn) {  // adds up the four columns of a row of x
+#pragma unroll
+      for (int i = 0; i < 4 * kHeight; i += 2) {
+        float* const of = total[i / 4][0] + i % 4;
+        of[0] += of[1];
+        of[0] += __shfl_xor_sync(kWarp, of[0], 1);
+        of[1] = __shfl_xor_sync(kWarp, of[0], 2);
+      }
+    }
     if (kTurns == 1) __syncthreads();
-    Results::put(sums + ((turn * kWarps + warp) * m + 2 * member) * kPitch + quad, m, member, total);
+    Results::put(sums + ((turn * kWarps + warp) * m + 2 * member) * kPitch + own_row, m, member, total);
     // Behind the barrier sums and B of this turn are there, and nobody reads those of the one before,
     // whose place the next one takes.
     __syncthreads();

@@ -113,6 +113,7 @@ class Planes(Source):
 
     name = "linear_rows_kbit.cu"
     chunk = 128
+    own = 2  # rows of x up to which each lane has a block of its own
 
     def unknown(self, fmt: QuantFormat) -> str:
         return dequantize_cuda.KERNEL.unknown(fmt)
@@ -128,7 +129,8 @@ class Planes(Source):
     ) -> str:
         assert fmt.blockwise is not None
         types = f"{TYPES[dtype]}, {fmt.planes}, {scale_type(fmt.blockwise.codec)}"
-        return f"linear<{types}, {-(-count // TOKENS)}, {str(gated).lower()}, {height}>"
+        together = 0 if count <= self.own else -(-count // TOKENS)
+        return f"linear<{types}, {together}, {str(gated).lower()}, {height}>"
 
     def plan(self, fmt: QuantFormat, count: int, room: int, most: int, height: int) -> Plan | None:
         assert fmt.blockwise is not None

@@ -40,7 +40,7 @@ KERNELS = {
         for k in KBITS
         for scale in ("E4M4", "Float16")
         for gated in GATED
-        for together, height in FORMS
+        for together, height in ((0, 1), (0, 2), *FORMS)
     ],
 }
 #: What stands for each instruction of the sources.
@@ -148,7 +148,9 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=SLOW), 9, pytest.param(18, marks=SLOW)])
+@pytest.mark.parametrize(
+    "rows", [1, pytest.param(2, marks=SLOW), 3, 9, pytest.param(18, marks=SLOW)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_the_source_against_float64(kernel: Any, case: str, rows: int) -> None:
     name, shape, ranks, adapter, gated = CASES[case]

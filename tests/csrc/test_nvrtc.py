@@ -68,7 +68,7 @@ SOURCES = {
             f"linear<{dtype}, {k}, {scale}, {together}, {gated}, {height}>"
             for k in BITS
             for dtype in ("BFloat16", "Float16")
-            for together, height in ((1, 1), (1, 2), (2, 1))
+            for together, height in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1))
             for scale in SCALES
             for gated in ("false", "true")
         ],

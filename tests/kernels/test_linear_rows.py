@@ -293,12 +293,14 @@ def check(call: LinearRows, exact: list[Tensor]) -> None:
     kernel = linear_rows_cuda.KERNEL
     assert not kernel.refuses(call)
     found, plain, again = kernel.run(call), linear_rows_reference.KERNEL.run(call), kernel.run(call)
-    last = kernel.run(replace(call, x=call.x[-1:]))
+    # Up to two rows of planes are added up in another order.
+    rows = 3 if call.fmt.planes and call.x.shape[0] > 2 else 1
+    last = kernel.run(replace(call, x=call.x[-rows:]))
     for i, result in enumerate(exact):
         # With few scales, which rounding is closer is luck.
         assert error(found[i], result) <= 1.25 * error(plain[i], result), call.x.shape
         assert torch.equal(found[i], again[i])
-        assert call.x.shape[0] > 8 or torch.equal(last[i][0], found[i][-1])
+        assert call.x.shape[0] > 8 or torch.equal(last[i][-1], found[i][-1])
 
 
 @pytest.mark.gpu
