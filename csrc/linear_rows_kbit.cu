@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   constexpr int kTiles = kOwn ? 1 : kMmas;
   using Results = Sums<Type, kTiles, kGated, kHeight>;
   constexpr int kRows = Results::kRows, kPitch = Results::kPitch;
-  constexpr bool kLate = kTiles > 1;
+  constexpr bool kLate = kTiles > 1 || K == 5;
   constexpr int kTurns = kTiles > 1 ? 1 : 2;                     // sums of more rows have one place
   constexpr int kSlots = 3;                                      // rows of B, as in linear_rows.cu
   constexpr int kPieces = kRun * K;                              // of 16 bytes, of a row of a warp's part of a strip
