@@ -27,7 +27,7 @@ from inductor_q import capture
 from inductor_q.capture.library import Decoded, Linear, Refused, Weight
 from inductor_q.context import Context
 from inductor_q.formats import get_format
-from inductor_q.kernels import linear_rows_triton
+from inductor_q.kernels import linear_rows_cuda, linear_rows_triton
 from inductor_q.kernels.checks import DTYPES
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.provider import REFERENCE
@@ -116,9 +116,10 @@ def few_rows_by(x: fx.Node, weight: Weight, context: Context) -> str:
     fmt = get_format(weight.format)
     features, columns = weight.shape
     by_triton = context.threshold("linear_rows.triton_max_rows")
-    large = context.threshold("linear_rows.triton_min_elements_of_planes")
-    if fmt.planes and features * columns < large:
+    by_cuda = most
+    if fmt.planes and features * columns < context.threshold("linear_rows.min_elements_of_planes"):
         by_triton = context.threshold("linear_rows.triton_max_rows_of_planes")
+        by_cuda = min(most, linear_rows_cuda.MOST_TOGETHER)
     known = all(isinstance(size, int) for size in rows_of.shape)  # others decode
     if not known or not 0 < count <= max(most, by_triton):
         return ""
@@ -126,7 +127,8 @@ def few_rows_by(x: fx.Node, weight: Weight, context: Context) -> str:
     matrix = rows_of.reshape(count, columns)
     call = LinearRows(matrix, [operands], fmt, [features], [None], [None])
     name = served_by("linear_rows", call)
-    if count > (by_triton if name == linear_rows_triton.KERNEL.name else most):
+    limits = {linear_rows_triton.KERNEL.name: by_triton, linear_rows_cuda.KERNEL.name: by_cuda}
+    if count > limits.get(name, most):
         return ""
     return "" if name == REFERENCE else name
 

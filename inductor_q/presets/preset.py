@@ -100,19 +100,21 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             "less time than dequantization and a product up to so many rows, and for 32 rows only "
             "where there are many features",
         ),
-        # The same for k-bit weights, whose bits lie apart. From so many elements on, the limit
-        # above holds for a k-bit weight too.
+        # The same for k-bit weights, whose bits lie apart. From so many elements on, the limits
+        # above hold for a k-bit weight too; of a smaller one the CUDA kernel has 16 rows, a launch.
         "linear_rows.triton_max_rows_of_planes": Entry(
             value=1,
             evidence="a start value, of a sweep on one H200: codes of 2 to 4 bits took less time "
             "than dequantization and a product for one row, and more for several",
         ),
-        "linear_rows.triton_min_elements_of_planes": Entry(
+        "linear_rows.min_elements_of_planes": Entry(
             value=2**25,
             evidence="a start value, of one H100: with 4 or 16 rows, in CUDA graphs, the kernel in "
             "Triton took 0.61 to 1.00 of the time of dequantization and a product for weights of "
             "50 M elements, and 1.00 to 1.37 for those of 4 and 17 M (codes of 2 to 5 bits, torch "
-            "2.11.0+cu130, 2026-11-25, benchmarks/results/rows_kbit-h100.json)",
+            "2.11.0+cu130, 2026-11-25, benchmarks/results/rows_kbit-h100.json); with 32 rows the "
+            "CUDA kernel took 0.43 to 0.77, 0.90 to 1.11 and 1.09 to 1.44 for weights of 50, 17 "
+            "and 4 M (2026-11-26, benchmarks/results/rows_kbit_cuda-h100.json)",
         ),
         # Rows below which bitsandbytes' own gemm_4bit is kept, in inference.
         "canonicalize.min_rows": Entry(

@@ -252,7 +252,7 @@ def test_the_kernel_in_triton_takes_more_rows_of_large_kbit_weights(
     layer = kbit.quantize_model(torch.nn.Linear(64, 128, dtype=torch.bfloat16), k=3)
     thresholds = {
         "linear_rows.triton_max_rows": 16,
-        "linear_rows.triton_min_elements_of_planes": least,
+        "linear_rows.min_elements_of_planes": least,
     }
     with torch.no_grad():
         x = torch.randn(rows, 64).bfloat16()
@@ -260,21 +260,21 @@ def test_the_kernel_in_triton_takes_more_rows_of_large_kbit_weights(
     assert result.ops["qfuse.linear"] == (rows == 1 or (rows <= 16 and least <= 128 * 64))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 17])
-def test_kbit_weights_that_cuda_serves_have_no_threshold_of_their_own(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rows", "least"), [(1, 8193), (16, 8193), (17, 8193), (17, 8192)])
+def test_small_kbit_weights_have_one_launch_of_rows_in_cuda(
+    rows: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_rows(monkeypatch, linear_rows_cuda.KERNEL.name)
     layer = kbit.quantize_model(torch.nn.Linear(64, 128, dtype=torch.bfloat16), k=3)
     thresholds = {
-        **{"linear_rows.max_rows": 16, "linear_rows.triton_max_rows": 32},
+        **{"linear_rows.max_rows": 32, "linear_rows.triton_max_rows": 64},
         **{"linear_rows.triton_max_rows_of_planes": 1},
-        "linear_rows.triton_min_elements_of_planes": 128 * 64 + 1,
+        "linear_rows.min_elements_of_planes": least,
     }
     with torch.no_grad():
         x = torch.randn(rows, 64).bfloat16()
         result = compile_step(layer, x, options={"qfuse.thresholds": thresholds})
-    assert result.ops["qfuse.linear"] == (rows <= 16)
+    assert result.ops["qfuse.linear"] == (rows <= 16 or least <= 128 * 64)
 
 
 @pytest.mark.gpu
