@@ -24,7 +24,7 @@ ROOMS = (
     ("backend",),
     ("hooks",),
     ("cache", "options"),
-    ("own_options", "inductor_config"),
+    ("own_options",),
     ("seedless",),
     ("memory",),
     ("offload",),
@@ -47,7 +47,7 @@ ROOMS = (
     ("csrc", "decode"),
     ("formats",),
     ("kept",),
-    ("comparison", "exc", "files", "late", "log", "version"),
+    ("comparison", "exc", "files", "inductor_config", "late", "log", "version"),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLACES = {"inductor_q": "", "passes": "passes.", "lowerings": "lowerings.", "csrc": "csrc."}
