@@ -18,9 +18,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 7740,
     "csrc": 3900,
-    "docs": 1660,
+    "docs": 1670,
     "examples": 1165,
-    "inductor_q": 6010,
+    "inductor_q": 6020,
     "inductor_q/capture": 2435,
     "inductor_q/commands": 1105,
     "inductor_q/decode": 720,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1135,
     "lowerings": 760,
     "passes": 6400,
-    "tests": 41820,
+    "tests": 41860,
 }
 
 

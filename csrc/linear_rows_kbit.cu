@@ -18,7 +18,8 @@
 // another order than those of more rows.
 //
 // Values are rounded to 16 bits once, in the table, products are summed in fp32, and sums of a block are scaled in
-// fp32: the results are as close as those of a dequantized weight, or closer, whatever the codebook and the scales.
+// fp32: the results are as close as those of a dequantized weight, or closer. Float16 has fewer digits for entries of a
+// codebook that are a ten-thousandth of its largest one. A codebook has to be finite.
 
 #include "bitplanes.cuh"
 #include "linear_rows.cuh"
@@ -171,7 +172,7 @@ struct Entries {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (K == 5) {
-            // The highest byte repeats the sign of one that has a single bit, and is 0.
+            // The highest byte repeats the sign of one that has a single bit, and is 0. So the table begins at 0x10000.
             const uint32 half = 4 + j / 2 * 2, places = half | j << 4 | (half + 1) << 8 | (8 | half + 1) << 12;
             pairs[w][i] = look_up<kTable>(permute(words[i][w], fifth[i][2 * w + j % 2], places));
           } else {
@@ -226,7 +227,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear(const __grid_constant__ Ar
   uint32 others = 0;
 #pragma unroll
   for (int i = 1; i < kWeights; ++i)
-    if (a.n[i] > 0) others |= __any_sync(kWarp, __float_as_uint(entry_of(i)) != __float_as_uint(entry_of(i - 1))) << i;
+    if (a.weights[i].nested_codebook != nullptr && __any_sync(kWarp, __float_as_uint(entry_of(i)) != __float_as_uint(entry_of(i - 1))))
+      others |= 1u << i;
 
   // What a warp multiplies with: its run of columns of x, read anew where the part changes. Of more than 8 rows
   // (`kEarly`), a chunk is asked for as soon as the last strip is through with the one before.

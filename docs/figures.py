@@ -203,9 +203,9 @@ def ways() -> str:
     peers = {"inductor": "stock Inductor", "qfuse": "qfuse", graphs: "qfuse, CUDA graphs"}
     kinds = {
         ("ranks_ways-h100", "fsdp2"): "FSDP2",
-        ("ranks_ways_more-h100", "fsdp2-kept"): "gathered once a step",
+        ("ranks_ways_more-h100", "fsdp2-kept"): "weights gathered once a step",
         ("ranks_ways_more-h100", "fsdp2-packed"): "packed weights alone are sharded",
-        ("ranks_ways-h100", "fsdp2-packed-kept"): "both",
+        ("ranks_ways-h100", "fsdp2-packed-kept"): "packed weights alone, gathered once",
         ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
     }
     body = []
@@ -216,7 +216,13 @@ def ways() -> str:
         peak = gb(extra(name, "qfuse", "peak_bytes", wrap=wrap))
         late = str(extra(name, graphs, "late", wrap=wrap)) if graphs in there else ""
         body.append((label, *(times.get(p, "") for p in peers), *map(ms, told), peak, late))
-    header = ("", *peers.values(), "qfuse: until issued", "NCCL alone", "peak of a rank")
+    header = (
+        "",
+        *peers.values(),
+        "qfuse: until the host has issued it",
+        "NCCL alone",
+        "peak of a rank",
+    )
     files = dict.fromkeys(name for name, _ in kinds)
     return f"{table((*header, 'graphs recorded in 12 steps'), body)}\n\n{source(*files)}"
 

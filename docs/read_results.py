@@ -20,6 +20,10 @@ REMARKS = {
         (("rows-h100", "7b1a29d"), ("decode_8b_16-h100", "7b1a29d")),
         "Since then the kernel reads x earlier where there are 9 rows or more.",
     ),
+    **dict.fromkeys(
+        (("step_small-h100", "ea880fc"), ("step_small_graphs-h100", "ea880fc")),
+        "Since then torch divides no graph for CUDA graphs.",
+    ),
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }

@@ -93,7 +93,9 @@ def resolve(
     for name, value in patches.items():
         inductor[name] = value
         sources[name] = "user"
-    if inductor_config.wants_graphs(inductor) and PARTITION not in inductor:
+    # The C++ wrapper makes no partitions, and torch takes that option for no CUDA graphs there.
+    by_cpp = inductor.get("cpp_wrapper", inductor_config.current("cpp_wrapper"))
+    if inductor_config.wants_graphs(inductor) and PARTITION not in inductor and not by_cpp:
         inductor[PARTITION] = False
         sources[PARTITION] = "qfuse"
 
@@ -123,8 +125,7 @@ def asked(name: str, options: Mapping[str, Any] | None) -> Any:
 
     It is checked as in a compile.
     """
-    given = {key: value for key, value in (options or {}).items() if key not in FOR_DYNAMO}
-    layers = _layers(name, split_options(given)[0].get(name))
+    layers = _layers(name, split_options(options or {})[0].get(name))
     return layers[-1].value if layers else None
 
 
@@ -157,9 +158,12 @@ def check_options(
         UnknownOption, InvalidOptionValue, UnknownMode, ModeConflict, UnknownPreset, UnknownPass,
         UnknownOp, UnknownProvider: each names the value and the nearest ones that are known.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolve(mode, options, device=torch.device(device))
+    resolve(mode, options, device=torch.device(device) if device else current_device())
+
+
+def current_device() -> torch.device:
+    """Return the current GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def list_options() -> dict[str, str]:
@@ -188,13 +192,16 @@ class _Layer:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read our options raw and Inductor's checked, both by their full canonical names."""
+    """Read our options raw and Inductor's checked, both by their full canonical names. Dynamo's are
+    left out."""
     ours: dict[str, Any] = {}
     patches: dict[str, Any] = {}
     translated: dict[str, tuple[str, Any]] = {}
     schema = inductor_config.schema()
     for given, value in _flat(options):
         name = given.replace("-", "_")
+        if name in FOR_DYNAMO:
+            continue
         if name in OPTIONS:
             ours[name] = value
             continue
@@ -350,7 +357,7 @@ def _conflicts(resolved: Resolved, device: torch.device, dynamic: bool) -> Itera
     preset = resolved.preset
     if device.type == "cuda":
         skips = value("triton.cudagraph_skip_dynamic_graphs")
-        if value(GRAPHS) and value(PARTITION):
+        if value(GRAPHS) and value(PARTITION) and not value("cpp_wrapper"):
             yield (
                 f"{PARTITION} ({who(PARTITION)}) with {GRAPHS} ({who(GRAPHS)}) gives wrong results "
                 "where torch cuts a graph between parts that are concatenated: leave it out, and a "

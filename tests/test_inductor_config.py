@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -46,13 +47,18 @@ def test_current_value_of_every_key_is_accepted() -> None:
 @pytest.mark.parametrize("value", [True, False])
 def test_well_known_flags_arrive(name: str, value: bool) -> None:
     resolved = on_cpu({name: value})
-    assert resolved.inductor == {name: value}
+    assert resolved.inductor == whole({name: value})
     assert resolved.sources[name] == "user"
 
 
 def test_all_flags_at_once() -> None:
     given = dict.fromkeys(WELL_KNOWN, True)
-    assert on_cpu(given).inductor == given
+    assert on_cpu(given).inductor == whole(given)
+
+
+def whole(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what goes with CUDA graphs."""
+    return {**given, "graph_partition": False} if given.get("triton.cudagraphs") else {**given}
 
 
 @pytest.mark.parametrize("given", [None, {}], ids=repr)
@@ -155,7 +161,8 @@ def test_callables_and_objects_pass() -> None:
 
 
 def test_spellings() -> None:
-    assert on_cpu({"triton": {"cudagraphs": True}}).inductor == {"triton.cudagraphs": True}
+    graphs = {"triton.cudagraphs": True}
+    assert on_cpu({"triton": {"cudagraphs": True}}).inductor == whole(graphs)
     assert on_cpu({"shape-padding": False}).inductor == {"shape_padding": False}
     assert on_cpu({"qfuse": {"strict": True}}).strict
     with pytest.raises(UnknownOption, match=r"'triton\.cudagraf'; did you mean 'triton\.cudagr"):
@@ -199,7 +206,7 @@ MODES = torch._inductor.list_mode_options()
 def test_mode_as_argument_or_option(mode: str) -> None:
     argument, option = on_cpu(mode=mode), on_cpu({"qfuse.mode": mode})
     assert argument == option == on_cpu({"qfuse.mode": mode}, mode=mode)
-    assert argument.inductor == MODES[mode]
+    assert argument.inductor == whole(MODES[mode])
     assert {argument.sources[name] for name in MODES[mode]} <= {f"mode {mode}"}
     assert argument.sources["qfuse.mode"] == "user"
 

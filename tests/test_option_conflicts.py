@@ -71,7 +71,8 @@ def test_no_partitions_beside_cudagraphs(gpu: Callable[..., None], told: list[st
     ):
         assert resolved.inductor["graph_partition"] is False
         assert resolved.sources["graph_partition"] == "qfuse"
-    assert "graph_partition" not in resolve(None, None, device=CUDA).inductor
+    for given in (None, {**graphs, "cpp_wrapper": True}):
+        assert "graph_partition" not in resolve(None, given, device=CUDA).inductor
     with torch._inductor.config.patch(graphs):
         assert resolve(None, None, device=CUDA).inductor["graph_partition"] is False
     assert told == []

@@ -33,6 +33,7 @@ from inductor_q.integrations.states import (
     without_graphs,
 )
 from inductor_q.log import warn_once
+from inductor_q.options import current_device
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -82,8 +83,8 @@ def compile(
         "mode": mode,
         "dynamic": dynamic,
     }
-    if is_sharded:
-        settings = _without_graphs(model, settings)
+    if is_sharded or len(found) > 1:
+        settings = _of_layers(settings, is_sharded)
     states = States(model, settings)
     for module in model.modules():
         region = region_of(module)
@@ -91,12 +92,11 @@ def compile(
             set_region(module, None)
         elif region:
             states = region.states
-    states.in_layers = len(found) > 1
     for module in found:
         if is_sharded:
             note_states(module)
         if region_of(module) is None:
-            set_region(module, Region(module, states))
+            set_region(module, Region(module, states, shares=len(found) > 1))
     return model
 
 
@@ -149,17 +149,20 @@ def _is_replaced(model: nn.Module) -> bool:
     )
 
 
-def _without_graphs(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
-    """Switch CUDA graphs off for layers that FSDP shards, and warn where the user asks for them."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    source = asks_for_graphs(settings, device)
+def _of_layers(settings: dict[str, Any], is_sharded: bool) -> dict[str, Any]:
+    """Switch CUDA graphs off for layers, and warn where the user asks for them."""
+    source = asks_for_graphs(settings, current_device())
     if not source:
         return settings
     if not source.startswith("preset"):
-        warn_once(
-            f"inductor_q.compile: CUDA graphs ({GRAPHS}: {source}) stay off. FSDP gathers weights "
-            "at another address in each step, and a graph would be recorded anew for each"
+        why = (
+            "FSDP gathers weights at another address in each step, and a graph would be recorded "
+            "anew for each"
+            if is_sharded
+            else "A layer's graph may overwrite what the next layer reads: compile with "
+            'regions="model" to use them'
         )
+        warn_once(f"inductor_q.compile: CUDA graphs ({GRAPHS}: {source}) stay off. {why}")
     return without_graphs(settings)
 
 

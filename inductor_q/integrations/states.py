@@ -46,7 +46,6 @@ class States:
         self.is_sharded = is_sharded(model)
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.keeps_results = False  # of calls without gradients, where a CUDA graph overwrites them
-        self.in_layers = False  # each of which reads what the one before it has returned
         self.told_by: Any = None  # the callback that says what came of it
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
@@ -71,7 +70,7 @@ class States:
     ) -> Callable[..., Any]:
         if key not in self.functions:
             settings = {**self.settings, **limits}
-            if (self.keeps_results or self.in_layers) and not torch.is_grad_enabled():
+            if self.keeps_results and not torch.is_grad_enabled():
                 settings = without_graphs(settings)
             if settings.get("options"):  # torch takes what is Dynamo's out of it
                 settings["options"] = dict(settings["options"])
@@ -138,13 +137,14 @@ class Region:
 
     module: Any
     states: States
+    shares: bool = False  # with others like it, one after the other: the layers of a model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
             return self.module._call_impl(*args, **kwargs)
         if self.states.lengths_vary:
             mark_lengths(kwargs)
-        if args and self.states.in_layers and torch.is_grad_enabled():
+        if args and self.shares and torch.is_grad_enabled():
             args = (_like_the_others(args[0], self.module), *args[1:])
         call = self.states.function(self.module)
         needed: dict[str, bool] = {}
@@ -157,8 +157,9 @@ class Region:
 
 
 def asks_for_graphs(settings: Mapping[str, Any], device: torch.device) -> str:
-    """Return who asks for CUDA graphs by these settings; "" where nobody does."""
-    resolved = resolve(settings["mode"], settings["options"], device=device)
+    """Return who asks for CUDA graphs in training by these settings; "" where nobody does."""
+    with torch.enable_grad():
+        resolved = resolve(settings["mode"], settings["options"], device=device)
     if not wants_graphs(resolved.inductor):
         return ""
     return resolved.sources.get(GRAPHS, "torch's own configuration")

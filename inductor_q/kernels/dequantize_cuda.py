@@ -26,7 +26,7 @@ SOURCE = "kbit.cu"
 #: The storage types of csrc/numeric.cuh.
 TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 VECTOR_BYTES = 16
-#: The scales of csrc/kbit.cu.
+#: The scales of k-bit weights, by their types of csrc/numeric.cuh.
 SCALES: dict[str, Codec] = {"E4M4": KBIT_SCALES["e4m4"], "Float16": KBIT_SCALES["fp16"]}
 RUN = 8  # neighbouring elements of a lane
 
@@ -42,7 +42,7 @@ DEFAULT = Config()
 
 
 def scale_type(stored: Codec) -> str:
-    """Name the type of csrc/kbit.cu that decodes a scale as stored; empty where there is none."""
+    """Name the type of csrc/numeric.cuh that decodes a scale as stored; "" without one."""
     return next((name for name, codec in SCALES.items() if codec == stored), "")
 
 

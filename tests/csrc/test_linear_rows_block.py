@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,18 @@ def test_the_source_against_float64(kernel: Any, case: str, rows: int) -> None:
     )
     for mine, result in zip(kernel.run(call), exact, strict=True):
         assert error(mine, result) < 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_weight_without_rows_does_not_hide_another_codebook(
+    kernel: Any, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is between two others, and has the codebook of the second."""
+    monkeypatch.setattr(linear_rows_cuda, "_programs", lambda *_: 1)
+    fmt = FORMATS["kbit4_e4m4"]
+    call, exact = made(fmt, (16, 384), rows, torch.bfloat16, ranks=(0, 0, 0))
+    first, _, last = call.weights
+    empty = [o if name == "codebook" else o[:0] for name, o in zip(fmt.operands, last, strict=True)]
+    found = kernel.run(replace(call, weights=[first, empty, last], features=[16, 0, 16]))
+    assert not torch.equal(first[-1], last[-1]) and not found[1].numel()
+    assert max(error(found[i], exact[i]) for i in (0, 2)) < 5e-3

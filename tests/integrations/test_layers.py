@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import inductor_q
 from inductor_q import backend, testing
 from inductor_q.integrations import prepare_checkpointing
+from inductor_q.integrations.states import region_of
+from inductor_q.options import check_options
 from tests.support.compiling import SMALL, gradients, no_codegen
 
 for extra in ("bitsandbytes", "transformers"):
@@ -141,18 +143,21 @@ def test_gradients_by_torch_func() -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_layers_without_gradients_are_no_cuda_graphs() -> None:
-    """Each would overwrite what the one before it has returned, and it reads. With gradients torch
-    keeps that for backward."""
-    model = qwen3(2)
+def test_layers_are_no_cuda_graphs(told: list[str]) -> None:
+    """Each would overwrite what the one before it has returned, and it reads, without backward."""
+    model, graphs = qwen3(2), {"triton.cudagraphs": True}
     torch.compiler.reset()
-    inductor_q.compile(model, options={"triton.cudagraphs": True}, regions="layers")
+    inductor_q.compile(model, options=graphs, regions="layers")
     with no_codegen():
         step(model)
-        with torch.no_grad():
-            model(input_ids=IDS, attention_mask=MASK)
-    told = [report.options["triton.cudagraphs"]["value"] for report in backend.reports()]
-    assert told == ["True", "False"]
+    (report,) = backend.reports()
+    assert report.options["triton.cudagraphs"]["value"] == "False"
+    assert told[0].startswith(
+        "inductor_q.compile: CUDA graphs (triton.cudagraphs: user) stay off. A layer's graph"
+    )
+    before = [region_of(layer) for layer in model.modules() if region_of(layer)]
+    inductor_q.compile(model, options=graphs, regions="layers")
+    assert before == [region_of(layer) for layer in model.modules() if region_of(layer)]
 
 
 def test_what_is_for_dynamo_reaches_it() -> None:
@@ -164,7 +169,9 @@ def test_what_is_for_dynamo_reaches_it() -> None:
         seen.append(len(guards))
         return [True] * len(guards)
 
-    inductor_q.compile(model, options={**SMALL, "guard_filter_fn": all_of}, regions="layers")
+    options = {**SMALL, "guard_filter_fn": all_of}
+    check_options(options)
+    inductor_q.compile(model, options=options, regions="layers")
     with no_codegen():
         model(x)
     assert seen
