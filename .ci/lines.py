@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5725,
     "inductor_q/experts": 1135,
     "inductor_q/formats": 1730,
-    "inductor_q/integrations": 1540,
+    "inductor_q/integrations": 1545,
     "inductor_q/kbit": 935,
     "inductor_q/kernels": 6785,
     "inductor_q/loading": 1750,

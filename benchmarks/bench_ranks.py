@@ -164,19 +164,19 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
         if wrap == "experts":
             shard(model)
         call = _parallel(model, wrap, peer, arguments.regions, suite.device)
-        whole = _whole(model) if "packed" in wrap else []
+        small = _small(model) if "packed" in wrap else []
 
-        def step(model: Any = model, call: Any = call, whole: Any = whole) -> torch.Tensor:
+        def step(model: Any = model, call: Any = call, small: Any = small) -> torch.Tensor:
             loss: torch.Tensor = call(input_ids=ids, labels=ids).loss
             loss.backward()
-            _average([p.grad for p in whole if p.grad is not None])
+            _average([p.grad for p in small if p.grad is not None])
             model.zero_grad(set_to_none=True)
             return loss
 
         trace = _trace_file(arguments.traces, wrap, peer)
         steps = arguments.steps or 12
         timings[peer], extra[peer] = _time(step, model, steps, suite.device, before, trace)
-        del step, call, model, whole
+        del step, call, model, small
         _forget()
     suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
 
@@ -212,7 +212,7 @@ def _compile(model: Any, peer: str, regions: Literal["layers", "model"]) -> None
 def _shard(model: Any, wrap: str) -> None:
     """Shard each layer and then the model, as `wrap` says."""
     mesh = dist.device_mesh.init_device_mesh(_device_type(model), (dist.get_world_size(),))
-    left_out = set(_whole(model)) if "packed" in wrap else None
+    left_out = set(_small(model)) if "packed" in wrap else None
     for layer in _layers(model):
         kept = wrap.endswith("kept")
         fully_shard(layer, mesh=mesh, reshard_after_forward=not kept, ignored_params=left_out)
@@ -230,7 +230,7 @@ def _shard_ends(base: Any, mesh: dist.device_mesh.DeviceMesh) -> None:
     fully_shard([base.model.norm, base.lm_head], mesh=mesh, reshard_after_forward=False)
 
 
-def _whole(model: Any) -> list[nn.Parameter]:
+def _small(model: Any) -> list[nn.Parameter]:
     """Return what each rank keeps whole of the layers, where only packed weights are sharded."""
     packed = testing.bitsandbytes().nn.Params4bit
     return [p for part in _layers(model) for p in part.parameters() if not isinstance(p, packed)]

@@ -1,7 +1,7 @@
 """Models so small that the GPU waits for the host to launch their kernels, for `qfuse tune`.
 
     qfuse tune --model examples.small:qwen3_0_6b
-    qfuse tune --model examples.small:qwen3_0_6b_quarter --budget 8m
+    qfuse tune --model examples.small:qwen3_0_6b_quarter --budget 9m
     qfuse tune --model examples.small:toy
 
 They are QLoRA models with random weights: NF4, and LoRA of rank 16 on all projections, prepared as

@@ -65,17 +65,16 @@ def main(args: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
-    import torch
-
     from inductor_q.cache import source_digest
     from inductor_q.diagnostics.launch import checked_output
+    from inductor_q.options import current_device
     from inductor_q.presets import shipped, tuned
     from inductor_q.tuning.launch import BY_PRESET, Launcher, inherited
     from inductor_q.tuning.progress import Progress
     from inductor_q.tuning.runs import Runs
     from inductor_q.tuning.sweep import Sweep
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = current_device()
     preset, place = shipped(device), tuned.place_of(device)
     key = {
         **vars(place),

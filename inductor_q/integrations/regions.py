@@ -19,7 +19,6 @@ from torch import nn
 from inductor_q import capture
 from inductor_q.capture.live import module_path
 from inductor_q.exc import NoRegion
-from inductor_q.inductor_config import GRAPHS
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
@@ -30,9 +29,9 @@ from inductor_q.integrations.states import (
     asks_for_graphs,
     region_of,
     set_region,
+    tell_of_graphs,
     without_graphs,
 )
-from inductor_q.log import warn_once
 from inductor_q.options import current_device
 
 Regions = Literal["auto", "model", "layers"]
@@ -154,15 +153,11 @@ def _of_layers(settings: dict[str, Any], is_sharded: bool) -> dict[str, Any]:
     source = asks_for_graphs(settings, current_device())
     if not source:
         return settings
-    if not source.startswith("preset"):
-        why = (
-            "FSDP gathers weights at another address in each step, and a graph would be recorded "
-            "anew for each"
-            if is_sharded
-            else "A layer's graph may overwrite what the next layer reads: compile with "
-            'regions="model" to use them'
-        )
-        warn_once(f"inductor_q.compile: CUDA graphs ({GRAPHS}: {source}) stay off. {why}")
+    if is_sharded:
+        why = "FSDP gathers weights at another address in each step: each would be recorded anew"
+    else:
+        why = 'A layer\'s may overwrite what the next layer reads: use regions="model" with them'
+    tell_of_graphs("inductor_q.compile", source, why)
     return without_graphs(settings)
 
 

@@ -26,6 +26,7 @@ from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
+from inductor_q.log import warn_once
 from inductor_q.options import resolve
 
 #: Names of the adapters, the active ones, whether they are off, the merged ones, whether PEFT calls
@@ -163,6 +164,12 @@ def asks_for_graphs(settings: Mapping[str, Any], device: torch.device) -> str:
     if not wants_graphs(resolved.inductor):
         return ""
     return resolved.sources.get(GRAPHS, "torch's own configuration")
+
+
+def tell_of_graphs(caller: str, source: str, why: str) -> None:
+    """Warn once that CUDA graphs stay off, unless it is a preset that asks for them."""
+    if not source.startswith("preset"):
+        warn_once(f"{caller}: CUDA graphs ({GRAPHS}: {source}) stay off. {why}")
 
 
 def without_graphs(settings: dict[str, Any]) -> dict[str, Any]:

@@ -18,14 +18,18 @@ from torch import nn
 
 from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
 from inductor_q.experts.forward import is_sharded
-from inductor_q.inductor_config import GRAPHS
 from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import Regions, compile
-from inductor_q.integrations.states import asks_for_graphs, states_of, without_graphs
+from inductor_q.integrations.states import (
+    asks_for_graphs,
+    states_of,
+    tell_of_graphs,
+    without_graphs,
+)
 from inductor_q.log import log
 from inductor_q.options import check_options
 from inductor_q.process import report
@@ -185,14 +189,12 @@ def _graphs(
         return "off"
     if args.gradient_accumulation_steps == 1:
         return "on"
-    if tells and not source.startswith("preset"):
-        log.warning(
-            "QfuseCallback: CUDA graphs (%s: %s) stay off. With gradient_accumulation_steps=%d a "
-            "graph would overwrite the gradients of the batch before; it takes 1 to use them",
-            GRAPHS,
-            source,
-            args.gradient_accumulation_steps,
+    if tells:
+        why = (
+            f"With gradient_accumulation_steps={args.gradient_accumulation_steps} a graph would "
+            "overwrite the gradients of the batch before; it takes 1 to use them"
         )
+        tell_of_graphs("QfuseCallback", source, why)
     return "overwritten"
 
 

@@ -153,7 +153,7 @@ def _run(model: str, watch: Watch) -> dict[str, int]:
 def _by_inductor(*args: Any, **kwargs: Any) -> Any:
     """Compile with stock Inductor, without the options that only qfuse knows."""
     given = dict(kwargs.get("options") or {})
-    for_dynamo = {n: given.pop(n) for n in FOR_DYNAMO if n in given}
+    for_dynamo = {n: given[n] for n in FOR_DYNAMO if n in given}
     ours, options = split_options(given)
     if mode := kwargs.get("mode") or ours.get("qfuse.mode"):
         options = {**inductor_config.modes(bool(kwargs.get("dynamic")))[mode], **options}
