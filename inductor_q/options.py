@@ -93,7 +93,7 @@ def resolve(
     for name, value in patches.items():
         inductor[name] = value
         sources[name] = "user"
-    # The C++ wrapper makes no partitions, and torch takes that option for no CUDA graphs there.
+    # Under the C++ wrapper torch makes no partitions, and False would switch CUDA graphs on there.
     by_cpp = inductor.get("cpp_wrapper", inductor_config.current("cpp_wrapper"))
     if inductor_config.wants_graphs(inductor) and PARTITION not in inductor and not by_cpp:
         inductor[PARTITION] = False

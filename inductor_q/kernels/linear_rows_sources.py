@@ -119,10 +119,12 @@ class Planes(Source):
         return dequantize_cuda.KERNEL.unknown(fmt)
 
     def takes(self, fmt: QuantFormat, operand: str) -> tuple[torch.dtype, ...]:
-        assert fmt.table is not None
+        assert fmt.table is not None and fmt.blockwise is not None
         if operand == fmt.table.name:
             return (torch.float32,)
-        return torch.uint8, torch.float16, torch.int32
+        if operand in fmt.blockwise.operands:
+            return tuple(getattr(torch, name) for name in fmt.blockwise.codec.dtypes)
+        return (torch.int32,)
 
     def kernel(
         self, fmt: QuantFormat, dtype: torch.dtype, count: int, gated: bool, height: int
