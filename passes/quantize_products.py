@@ -10,7 +10,9 @@ input share its cast.
 An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
 adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
 exact, and which Inductor adds in the kernel that reads the sum. Its gradient reads x: backward
-computes a pointwise x again, as extend_k has it do.
+computes a pointwise x again, as extend_k has it do. Because the adapter has x written in 16 bits
+anyway, the cast reads what is written: Inductor would otherwise compute x three times, for the
+largest number of each row, for the cast, and for the adapter.
 
 A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
 
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,6 +51,7 @@ from inductor_q.passes.graph import (
     backward_nodes,
     emit,
     inline,
+    is_view,
     peel_transposes,
     replace,
     rows,
@@ -56,7 +59,7 @@ from inductor_q.passes.graph import (
     written_inputs,
 )
 from inductor_q.passes.products import Product, as_product, packed_weight
-from inductor_q.passes.recompute import recompute_in_backward, recomputed_from
+from inductor_q.passes.recompute import is_pointwise, recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 from inductor_q.passes.stack_products import stack_products
 
@@ -65,6 +68,7 @@ FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
 ROW_AMAX = torch.ops.qfuse.row_amax.default
 ROW_SCALE = torch.ops.qfuse.row_scale.default
 COMPARE = torch.ops.qfuse.compare.default
+MATERIALIZE = torch.ops.qfuse.materialize.default
 REQUANTIZE = torch.ops.qfuse.requantize.default
 VIEW = torch.ops.aten.view.default
 VIEW_AS = torch.ops.aten.view.dtype
@@ -80,6 +84,8 @@ class _Plan:
     products: list[Product]
     recomputed: fx.Node | None
     """The input, where backward may compute it again for the adapter's gradient."""
+    written: bool
+    """Whether something else needs the input in memory too, in 16 bits."""
 
 
 class QuantizeProducts:
@@ -115,7 +121,7 @@ class QuantizeProducts:
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
             for i, member in enumerate(members):
-                plan = None if i else _Plan(members, x if again else None)
+                plan = None if i else _Plan(members, x if again else None, _is_written(members))
                 plain = member.weight is None
                 yield Site(member.node, weight=_stored(member), plan=plan, plain=plain)
 
@@ -127,7 +133,9 @@ class QuantizeProducts:
         for product in site.plan.products:
             layer = context.module_path(_stored(product)) if comparison.active() else None
             with graph.inserting_before(product.node):
-                cast = _emit(graph, product, dtype, cast, compared_as=layer)
+                cast = _emit(
+                    graph, product, dtype, cast, written=site.plan.written, compared_as=layer
+                )
         if site.plan.recomputed is not None:
             recompute_in_backward(site.plan.recomputed)
 
@@ -137,6 +145,24 @@ def _packed_products(graph: fx.Graph) -> Iterator[Product]:
         product = as_product(node)
         if product is not None and product.weight is not None:
             yield product
+
+
+def _is_written(products: Sequence[Product]) -> bool:
+    """Whether the input that products share is computed element by element, and something beside
+    them reads it that cannot compute it: another product, or a kernel's call."""
+    below, nodes = products[0].lhs, {product.node for product in products}
+    while is_view(below) and not is_pointwise(below):
+        below = arg(below, 0)
+    others = _readers(below) - nodes
+    return is_pointwise(below) and not all(is_pointwise(reader) for reader in others)
+
+
+def _readers(x: fx.Node) -> set[fx.Node]:
+    """Find what reads a tensor, itself or through views."""
+    found: set[fx.Node] = set()
+    for user in x.users:
+        found |= _readers(user) if is_view(user) else {user}
+    return found
 
 
 def _stored(product: Product) -> fx.Node | None:
@@ -161,10 +187,11 @@ def _emit(
     dtype: torch.dtype,
     cast: list[fx.Node] | None,
     *,
+    written: bool,
     compared_as: str | None,
 ) -> list[fx.Node]:
     """Emit a product in eight bits in the place of `product`, or beside it as the comparison of a
-    layer; return the cast of its input."""
+    layer; return the cast of its input, which is `written` in 16 bits first or only computed."""
     like = product.node
     weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
     make = emit_in_eight_bits if product.weight is None else _emit_decoded
@@ -172,7 +199,10 @@ def _emit(
     columns = emit(graph, PERMUTE, (codes, [1, 0]), like)
     if cast is None:
         factor = None if by_rows else scale
-        cast = inline(graph, functools.partial(_cast, dtype), [product.lhs, factor], like)
+        x = product.lhs
+        if written:
+            x = emit(graph, MATERIALIZE, (x,), like)
+        cast = inline(graph, functools.partial(_cast, dtype), [x, factor], like)
     of_columns = emit(graph, UNSQUEEZE, (scale, 0), like) if by_rows else None
     factors = [cast[0], columns, cast[1], of_columns]
     (new,) = inline(

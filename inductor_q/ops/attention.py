@@ -77,7 +77,9 @@ def restore(x: Tensor, order: Tensor, inverse: Tensor, valid: Tensor) -> Tensor:
         x: [B, H, S, D], the result of attention.
         order, inverse, valid: [B, S] of `valid_first`.
     """
-    return torch.where(valid[:, None, :, None], reorder(x, inverse, order), 0.0)
+    # Laid out as attention's result is, where what reads it merges the heads without a copy.
+    rows = reorder(x, inverse, order).transpose(1, 2)
+    return torch.where(valid[:, :, None, None], rows, 0.0).transpose(1, 2)
 
 
 class _Reorder(torch.autograd.Function):

@@ -77,6 +77,15 @@ def test_rows_go_there_and_back_with_their_gradients() -> None:
     assert torch.equal(got, weight * (valid != 0)[:, None, :, None])
 
 
+def test_rows_that_come_back_are_computed_with_heads_side_by_side() -> None:
+    """Inductor lays a tensor out in the order of its sizes: in another one merging the heads would
+    be a copy."""
+    made = attention.valid_first(torch.ones(2, 5))
+    traced = make_fx(attention.restore)(rows(2, 3, 5, 4).detach(), *made)
+    (where,) = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+    assert where.meta["val"].shape == (2, 5, 3, 4)
+
+
 CPU = torch.device("cpu")
 
 

@@ -16,13 +16,14 @@ from inductor_q.graph_report import Report
 from inductor_q.ops import eight_bits
 from inductor_q.passes import quantize_products
 from inductor_q.passes.fold_lora import STRICT
-from inductor_q.passes.graph import tensor
+from inductor_q.passes.graph import CAST, MUL, VIEWS, tensor
 from tests.support.compiling import (
     Between,
     Compiled,
     compile_step,
     gradients,
     no_codegen,
+    op_name,
     partition,
     step,
 )
@@ -127,6 +128,34 @@ def test_products_of_one_input_share_its_cast() -> None:
     assert outcome.applied["quantize_products"] == 4
     assert outcome.ops["amax"] == 1 + 2  # of x, and of each gradient
     assert outcome.ops["qfuse.requantize"] == 4
+
+
+def casts_read(outcome: Compiled) -> list[str]:
+    """Name what each cast of an input to eight bits reads, below views and its own cast."""
+    (joint,) = outcome.joint
+    found = []
+    for largest in joint.find_nodes(op="call_function", target=torch.ops.aten.amax.default):
+        x = largest.args[0].args[0]  # below abs
+        while x.target in (MUL, CAST, *VIEWS):
+            x = x.args[0]
+        found.append(op_name(x))
+    return found
+
+
+def test_a_cast_reads_what_an_adapter_has_written() -> None:
+    """Else Inductor computes the input for the cast, and again for the adapter."""
+    assert casts_read(compiled(layer(), tokens())) == ["qfuse.materialize"] * 2
+    assert casts_read(compiled(Shared(), tokens())) == ["qfuse.materialize"] * 3
+
+
+def test_a_cast_that_reads_alone_is_computed_with_its_input() -> None:
+    """In 16 bits the input would be a tensor that nobody else needs."""
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(4), dtype=BF16)
+    alone = Between(testing.quantized_linear(weight))
+    outcome = compiled(alone, tokens())
+    assert outcome.applied["quantize_products"] == 2
+    assert outcome.ops["qfuse.materialize"] == 0
+    assert casts_read(outcome)[0] == "tanh"
 
 
 def test_no_decoded_weight_is_saved() -> None:
