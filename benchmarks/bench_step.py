@@ -139,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         candidates[peer] = full_step(optimizers[peer], step, data[0], recipe.accumulated)
         extra[peer]["peak_bytes"] = harness.peak_bytes(candidates[peer], device)
         extra[peer]["static_bytes"] = harness.held_bytes(device)
+        optimizers[peer].state.clear()  # or the next peer's peak would have it too
         model.zero_grad()
         saved = testing.count_saved_bytes(functools.partial(step, data[0]), model)
         extra[peer]["saved_bytes"] = saved.total

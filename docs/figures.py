@@ -78,6 +78,8 @@ def few_rows(name: str = "rows-h200") -> str:
             others = (row(name, peer, **case)["extra"]["graph_s"] for peer in peers[:3])
             shares += [number(1e6 * t) for t in (*others, graphed)]
             shares.append(percent(own["roof"] / graphed))
+            adapted = extra(name, "adapter", "graph_s", **case)
+            shares += [number(1e6 * adapted), f"{adapted / graphed:.2f}"]
         shown = (case["shape"].replace("x", " x "), str(case["rows"]))
         body.append((*shown, *(number(1e6 * t) for t in times), *ratios, *shares))
     header = (
@@ -91,7 +93,7 @@ def few_rows(name: str = "rows-h200") -> str:
     more = [f"qfuse / {other}" for other in ("bitsandbytes", "dequantize", "bf16")]
     more.append("qfuse, share of the roof")
     if len(body[0]) > len(header) + len(more):
-        labels = (*header[2:], "qfuse, share of the roof")
+        labels = (*header[2:], "qfuse, share of the roof", "qfuse with LoRA", "LoRA / without")
         more += [f"in a graph: {label}" for label in labels]
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 

@@ -16,9 +16,8 @@ REMARKS = {
         "A pass for inputs of two dimensions took part, which is gone since.",
     ),
     ("rows-h200", "d493df9"): "The kernel was written anew since.",
-    **dict.fromkeys(
-        (("rows-h100", "7b1a29d"), ("decode_8b_16-h100", "7b1a29d")),
-        "Since then the kernel reads x earlier where there are 9 rows or more.",
+    ("decode_8b_16-h100", "7b1a29d"): (
+        "Since then the kernel reads x earlier where there are 9 rows or more."
     ),
     **dict.fromkeys(
         (("step_small-h100", "ea880fc"), ("step_small_graphs-h100", "ea880fc")),
