@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 7740,
-    "csrc": 3900,
+    "csrc": 4125,
     "docs": 1670,
     "examples": 1165,
     "inductor_q": 6020,
@@ -29,14 +29,14 @@ BUDGET = {
     "inductor_q/formats": 1730,
     "inductor_q/integrations": 1545,
     "inductor_q/kbit": 935,
-    "inductor_q/kernels": 6785,
+    "inductor_q/kernels": 6925,
     "inductor_q/loading": 1750,
     "inductor_q/ops": 2680,
     "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,
     "lowerings": 760,
     "passes": 6400,
-    "tests": 41860,
+    "tests": 42225,
 }
 
 

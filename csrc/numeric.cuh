@@ -97,3 +97,34 @@ struct E4M4 {
     return static_cast<Raw>(code < 255u ? code : 255u);
   }
 };
+
+// Numbers of eight bits are packed two at a time, into the lower half of a word.
+
+// This is a float of 8 bits with a sign, 4 bits of exponent, whose bias is 7, and 3 of mantissa; it has no
+// infinity, and what is too large becomes the largest, 448.
+struct E4M3 {
+  static __device__ uint32 pack(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+    uint16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return encode(low) | encode(high) << 8;
+#endif
+  }
+
+  static __device__ uint32 encode(float value) {
+    const uint32 bits = __float_as_uint(value), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return 0x7fu;  // NaN
+    if (magnitude < 121u << 23) return sign | __float2int_rn(__uint_as_float(magnitude) * 0x1p9f);  // subnormal
+    const uint32 code = (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) >> 20) - (120u << 3);
+    return sign | (code < 0x7eu ? code : 0x7eu);
+  }
+};
+
+// This is a signed integer of 8 bits. What is no number of them has no defined code.
+struct Int8 {
+  static __device__ uint32 pack(float low, float high) {
+    return (__float2int_rn(low) & 0xff) | (__float2int_rn(high) & 0xff) << 8;
+  }
+};

@@ -13,7 +13,7 @@ import torch
 from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V, ops
 
-from inductor_q.formats import get_format
+from inductor_q.formats import QuantFormat, get_format
 from inductor_q.kernels import POINTWISE, PROVIDERS
 from inductor_q.kernels.provider import REFERENCE, on_device
 from inductor_q.lowerings.dequantize import loops_over, pointwise
@@ -77,7 +77,7 @@ def lower_requantize(
     dtype: torch.dtype,
     transposed: bool,
 ) -> ir.TensorBox:
-    provider = _provider(operands[0].get_device().type)
+    provider = _provider(operands[0].get_device().type, get_format(format))
     in_force().count_provider(OP, provider)
     if provider != POINTWISE:
         size = list(reversed(shape)) if transposed else list(shape)
@@ -95,12 +95,13 @@ def lower_requantize(
     return cast(ir.TensorBox, result)
 
 
-def _provider(device_type: str) -> str:
-    """Choose who writes the weight: a kernel, or loops where there is none."""
+def _provider(device_type: str, fmt: QuantFormat) -> str:
+    """Choose who writes the weight: a kernel that knows its format, or loops without one."""
     wanted = in_force().kernel(OP)
     if wanted == POINTWISE or V.graph.cpp_wrapper:
         return POINTWISE
-    usable = [p.name for p in on_device(PROVIDERS[OP], device_type) if not p.missing()]
+    listed = on_device(PROVIDERS[OP], device_type)
+    usable = [p.name for p in listed if not (p.missing() or p.unknown(fmt))]
     if wanted in usable:
         return wanted
     return next((name for name in usable if name != REFERENCE), POINTWISE)

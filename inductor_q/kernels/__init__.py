@@ -21,6 +21,7 @@ from inductor_q.kernels import (
     quantize_kbit_cuda,
     quantize_kbit_reference,
     quantize_kbit_triton,
+    requantize_cuda,
     requantize_reference,
     requantize_triton,
     scatter2scatter_cuda,
@@ -41,7 +42,7 @@ PROVIDERS: dict[str, Table] = {
     "dequantize": DEQUANTIZE,
     "requantize": {
         "cpu": (requantize_reference.KERNEL,),
-        "cuda": (requantize_triton.KERNEL, requantize_reference.KERNEL),
+        "cuda": (requantize_cuda.KERNEL, requantize_triton.KERNEL, requantize_reference.KERNEL),
     },
     "quantize_kbit": {
         "cpu": (quantize_kbit_reference.KERNEL,),

@@ -18,6 +18,7 @@ from inductor_q.csrc import nvrtc
 from inductor_q.csrc.nvrtc import Cubin
 from inductor_q.kernels import scatter2scatter_cuda
 from inductor_q.kernels.linear_rows_sources import TOKENS
+from inductor_q.kernels.requantize_cuda import DEFAULT as TILE
 from inductor_q.log import warn_once
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,17 @@ SOURCES = {
             for together, height in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1))
             for scale in SCALES
             for gated in ("false", "true")
+        ],
+    ),
+    "requantize.cu": Source(
+        ARCHS,
+        [
+            kernel
+            for types in itertools.product(("Plain", "Nested"), ("E4M3", "Int8"))
+            for kernel in (
+                f"requantize<{', '.join(types)}>",
+                f"requantize_transposed<{', '.join(types)}, {TILE.rows}, {TILE.columns}>",
+            )
         ],
     ),
     "scatter2scatter.cu": Source(

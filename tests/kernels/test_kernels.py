@@ -69,7 +69,7 @@ def test_provider_names() -> None:
     assert provider_names() == {
         "dequantize": ("inductor", "cpp", "reference", "cuda", "triton"),
         "scatter2scatter": ("reference", "grouped_mm", "dequantize", "cuda", "triton"),
-        "requantize": ("inductor", "reference", "triton"),
+        "requantize": ("inductor", "reference", "cuda", "triton"),
     }
     assert kernels_of("cpu") == ["cpp"]  # the reference is no provider of speed
     assert kernels_of("xpu") == []

@@ -50,6 +50,10 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("linear_rows", "cuda", "cuda"): {n for n in NIBBLES if "_b32" not in n} | PLANES,
     ("linear_rows", "cuda", "triton"): EVERY,
     ("linear_rows", "cuda", "reference"): EVERY,
+    ("requantize", "cpu", "reference"): EVERY,
+    ("requantize", "cuda", "cuda"): {n for n in NIBBLES if "_b32" not in n},
+    ("requantize", "cuda", "triton"): EVERY,
+    ("requantize", "cuda", "reference"): EVERY,
 }
 
 
@@ -57,7 +61,7 @@ def test_every_format_and_provider_is_pinned() -> None:
     assert set(FORMATS) == EVERY
     assert set(SERVED) == {
         (op, device, provider.name)
-        for op in ("dequantize", "scatter2scatter", "linear_rows")
+        for op in ("dequantize", "scatter2scatter", "linear_rows", "requantize")
         for device, listed in PROVIDERS[op].items()
         for provider in listed
     }

@@ -1,4 +1,4 @@
-// A program of 512 threads on the CPU, enough of one for csrc/linear_rows*.cu: fibers. A warp's are in step,
+// A program of up to 512 threads on the CPU, enough of one for csrc/linear_rows*.cu and requantize.cu: fibers. A warp's are in step,
 // and meet at every shuffle and product of tensor cores. Warps go on in any order between two barriers: at
 // random, one behind all others, or one after the other, so that what they do to each other's memory is found.
 
@@ -13,6 +13,7 @@ alignas(16) char shared[232448];
 namespace block {
 
 constexpr int kThreads = 512, kLanes = 32, kStack = 1 << 16;
+inline int count = kThreads;  // of the program
 inline ucontext_t scheduler, threads[kThreads];
 inline bool running[kThreads];
 inline std::function<void()> kernel;
@@ -43,7 +44,7 @@ inline bool step(int warp) {
 }
 
 inline void run_program(std::minstd_rand& random) {
-  std::vector<int> free(kThreads / kLanes), waiting;
+  std::vector<int> free(count / kLanes), waiting;
   for (int& warp : free) warp = static_cast<int>(&warp - free.data());
   bool ended = false;
   for (unsigned order = random() % 3; !free.empty() || !waiting.empty();) {
@@ -68,14 +69,14 @@ inline void run_program(std::minstd_rand& random) {
 }
 
 inline void run(unsigned columns, unsigned rows, std::function<void()> body) {
-  const std::unique_ptr<char[]> stacks(new char[kThreads * kStack]);
+  const std::unique_ptr<char[]> stacks(new char[count * kStack]);
   std::minstd_rand random;
   kernel = std::move(body);
-  gridDim = {columns, rows};
+  gridDim = {columns, rows}, blockDim.x = count;
   for (unsigned program = 0; program < columns * rows; ++program) {
     blockIdx = {program % columns, program / columns};
     std::memset(shared, 0x7f, sizeof shared);  // as fp32 3.4e38
-    for (int i = 0; i < kThreads; ++i) {
+    for (int i = 0; i < count; ++i) {
       running[i] = true;
       getcontext(&threads[i]);
       threads[i].uc_stack.ss_sp = stacks.get() + i * kStack;

@@ -1,4 +1,4 @@
-// CUDA's names on the CPU: what csrc/kbit.cu and csrc/linear_rows*.cu take from the compiler and its headers,
+// CUDA's names on the CPU: what kbit.cu, linear_rows*.cu and requantize.cu take from the compiler and its headers,
 // beside the threads themselves, which are in warp.h and block.h.
 #pragma once
 
