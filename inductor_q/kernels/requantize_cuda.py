@@ -29,7 +29,7 @@ class Config:
     """Threads of a program; or, where it transposes, rows and columns of its tile.
 
     Rows are a multiple of 128; columns are 64, or a multiple of 128. There is a thread for each 64
-    elements of a tile, and at most 1024.
+    elements of a tile, which has at most 48 K of them, a byte of shared memory each.
     """
 
     threads: int = 256
