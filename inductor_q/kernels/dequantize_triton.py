@@ -143,9 +143,6 @@ def codes_of_a_lane(qweight: Tensor, fmt: QuantFormat, out: Tensor, flat: bool, 
         codes = len(fmt.places)
     elif fmt.nibbles:
         codes = 8 if _fits_words(qweight, out, flat, stride, 4) else 2
-        # Where the scales bind, each is found once: those of nvfp4 lie as tensor cores read them.
-        if fmt.run(cols) == 16 and _fits_words(qweight, out, flat, stride, 8):
-            codes = 16
     elif fmt.in_bytes:
         codes = 8 if _fits_words(qweight, out, flat, stride, 8) else 1
     run = fmt.run(cols)
@@ -301,12 +298,7 @@ def _units(fmt: QuantFormat, codes: int, sizes: Sequence[str]) -> _Units:
         unpacked = [f"({half} >> {8 * (e % 4)}) & 255" for e, half in enumerate(halves)]
         return _Units("tl.int64", load, ("unit",), unpacked)
     if fmt.nibbles:
-        shifts = [8 * (e // 2) + fmt.nibbles[e % 2] for e in range(min(codes, 8))]
-        if codes == 16:
-            load = load.removesuffix(".to(tl.int32)")
-            halves = [f"(unit >> {32 * half}).to(tl.int32)" for half in range(2)]
-            unpacked = [f"({half} >> {s}) & 15" for half in halves for s in shifts]
-            return _Units("tl.int64", load, ("unit",), unpacked)
+        shifts = [8 * (e // 2) + fmt.nibbles[e % 2] for e in range(codes)]
         unit = "tl.int32" if codes == 8 else "tl.uint8"
         return _Units(unit, load, ("unit",), [f"(unit >> {s}) & 15" for s in shifts])
     if fmt.places:

@@ -210,7 +210,7 @@ def test_kernels_that_refuse_say_why() -> None:
     ("name", "shape", "codes"),
     [
         ("mxfp4", (4, 64), 8),
-        ("nvfp4", (4, 64), 16),
+        ("nvfp4", (4, 64), 8),
         ("int4_g128", (4, 64), 8),
         ("int4_g128", (4, 20), 2),  # eight neighbours may lie in two rows
         ("mxfp4", (4, 33), 1),  # and so may two
