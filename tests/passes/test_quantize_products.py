@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._inductor.utils import run_and_get_code
 
 from inductor_q import testing
 from inductor_q.context import Context
@@ -146,6 +149,29 @@ def test_a_cast_reads_what_an_adapter_has_written() -> None:
     """Else Inductor computes the input for the cast, and again for the adapter."""
     assert casts_read(compiled(layer(), tokens())) == ["qfuse.materialize"] * 2
     assert casts_read(compiled(Shared(), tokens())) == ["qfuse.materialize"] * 3
+
+
+class Scaled(nn.Module):
+    """A layer with dropout whose input is cast to 16 bits from what flows between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = testing.lora_linear(128, 64, adapter_dtype=BF16, dropout=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            result: Tensor = self.inner(x.relu() * (x + 1))
+            return torch.tanh(result)
+
+
+def test_an_input_is_written_once_for_the_cast_and_the_adapter() -> None:
+    every_row = {**EVERY_ROW, "fuse_dropout.min_rows": 1}
+    options = {"qfuse.thresholds": every_row}
+    run = functools.partial(compiled, Scaled(), tokens(dtype=FP32), "fp8", options, codegen=True)
+    outcome, codes = run_and_get_code(run)
+    assert outcome.applied["fuse_dropout"]
+    made = re.findall(r"= empty_strided_cpu\(\((.*?)\), .*torch.bfloat16\)", codes[0])
+    assert sum(shape in ("2, 32, 64", "64, 64") for shape in made) == 1, made
 
 
 def test_a_cast_that_reads_alone_is_computed_with_its_input() -> None:
