@@ -404,6 +404,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe": step_figures.recipe,
     "small": step_figures.small,
     "eight-bits": step_figures.eight_bits,
+    "eight-bits-linear": step_figures.eight_bits_linear,
     "eight-bits-quality": step_figures.eight_bits_quality,
     "eight-bits-products": step_figures.eight_bits_products,
     "eight-bits-outliers": step_figures.eight_bits_outliers,

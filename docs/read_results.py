@@ -23,6 +23,11 @@ REMARKS = {
         (("step_small-h100", "ea880fc"), ("step_small_graphs-h100", "ea880fc")),
         "Since then torch divides no graph for CUDA graphs.",
     ),
+    ("step_8b_fp8-h100", "f4a2f93"): "Since then a CUDA kernel writes weights in FP8.",
+    **dict.fromkeys(
+        (("step_trainer_fp8-h100", "80f9123"), ("step_trl_fp8-h100", "80f9123")),
+        "Since then the input of a product is written once for its cast and its adapter.",
+    ),
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }

@@ -46,8 +46,11 @@ MORE_RECIPES = {
 #: The option of the products in eight bits, and the steps that have it, shown once measured.
 FP8 = "qfuse[qfuse.compute=fp8]"
 EIGHT_BITS = {
-    "step_fp8-h200": "bare, 8 layers",
-    "step_trainer-h200": "a trainer's defaults, 4 layers",
+    "step_fp8-h200": "H200: bare, 8 layers",
+    "step_trainer-h200": "H200: a trainer's defaults, 4 layers",
+    "step_8b_fp8-h100": "H100: bare, all 36 layers",
+    "step_trainer_fp8-h100": "H100: a trainer's defaults, 4 layers",
+    "step_trl_fp8-h100": "H100: TRL's defaults with checkpointing, 4 layers",
 }
 #: Other projects' kernels, and the step of Surogate's published rates; shown once measured.
 RATES = {
@@ -111,18 +114,32 @@ def eight_bits() -> str:
     body = []
     for name in files:
         times = [seconds(name, peer) for peer in peers]
+        least = [row(name, peer)["timing"]["best"] for peer in peers]
         peaks = [extra(name, peer, "peak_bytes") for peer in peers]
         deviations = [extra(name, peer, "loss_deviation") for peer in peers]
-        ratio = [f"{values[2] / values[1]:.2f}" for values in (times, peaks)]
+        ratio = [f"{values[2] / values[1]:.2f}" for values in (times, least, peaks)]
         steps = result(name)["settings"]["loss_steps"]
         label = f"loss, largest deviation in {steps} steps"
         body += [
             (EIGHT_BITS[name], "step", *map(ms, times), ratio[0]),
-            ("", "peak memory", *map(gb, peaks), ratio[1]),
+            ("", "the shortest", *map(ms, least), ratio[1]),
+            ("", "peak memory", *map(gb, peaks), ratio[2]),
             ("", label, *(percent(d, 2) for d in deviations), ""),
         ]
     header = ("", "", "stock Inductor", "qfuse", "qfuse, fp8", "fp8 / bf16")
     return f"{table(header, body)}\n\n{source(*files)}"
+
+
+def eight_bits_linear(name: str = "linear_fp8-h100") -> str:
+    """Write one linear layer whose products are in eight bits beside the same in bfloat16."""
+    body = []
+    for case in cases(name):
+        times = [seconds(name, peer, **case) for peer in ("inductor", "qfuse", FP8)]
+        what = {"fwd": "forward", "fwd+bwd": "forward and backward"}[case["pass"]]
+        shown = (f"{case['N']} x {case['K']}", what, *(number(1e6 * t) for t in times))
+        body.append((*shown, f"{times[2] / times[1]:.2f}"))
+    header = ("N x K", "", "stock Inductor", "qfuse", "qfuse, fp8")
+    return f"{table((*header, 'fp8 / bf16'), body)}\n\n{source(name)}"
 
 
 QUALITY = (
