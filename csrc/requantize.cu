@@ -9,7 +9,8 @@
 // together. The first of a pair of codes lies in the high nibble.
 //
 // The results are those of the eager reference bit for bit, provided that the compiler does not contract
-// products and sums (--fmad=false).
+// products and sums (--fmad=false), and that a row's scale lets all its values fit: larger ones become the
+// largest here, and NaN there.
 
 #include "numeric.cuh"
 

@@ -23,7 +23,11 @@ REMARKS = {
         (("step_small-h100", "ea880fc"), ("step_small_graphs-h100", "ea880fc")),
         "Since then torch divides no graph for CUDA graphs.",
     ),
-    ("step_8b_fp8-h100", "f4a2f93"): "Since then a CUDA kernel writes weights in FP8.",
+    **dict.fromkeys(
+        (("step_8b_fp8-h100", "f4a2f93"), ("step_fp8-h200", "6ee44c9")),
+        "Since then a CUDA kernel writes weights in FP8, and the input of a product is written "
+        "once for its cast and its adapter.",
+    ),
     **dict.fromkeys(
         (("step_trainer_fp8-h100", "80f9123"), ("step_trl_fp8-h100", "80f9123")),
         "Since then the input of a product is written once for its cast and its adapter.",

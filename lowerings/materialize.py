@@ -19,7 +19,8 @@ def lower_materialize(x: Any) -> ir.TensorBox:
     """Return a buffer whose strides are exactly a contiguous tensor's: Inductor may not pad them,
     nor choose the stride of a dimension of size one. Whatever else needs `x` in memory, in this
     shape or in another, reads that buffer too."""
-    if isinstance(x.data, (ir.StorageBox, ir.View)):
+    is_whole = isinstance(x.data, (ir.StorageBox, ir.View)) and not isinstance(x.data, ir.SliceView)
+    if is_whole:
         x.realize()  # else it would be copied, and computed again for those
     strides = ir.FlexibleLayout.contiguous_strides(x.get_size())
     return cast(ir.TensorBox, ir.ExternKernel.require_exact_strides(x, strides))

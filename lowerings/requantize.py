@@ -15,7 +15,7 @@ from torch._inductor.virtualized import V, ops
 
 from inductor_q.formats import QuantFormat, get_format
 from inductor_q.kernels import POINTWISE, PROVIDERS
-from inductor_q.kernels.provider import REFERENCE, on_device
+from inductor_q.kernels.provider import REFERENCE, on_device, warn_passed_over
 from inductor_q.lowerings.dequantize import loops_over, pointwise
 from inductor_q.lowerings.in_force import in_force
 
@@ -101,10 +101,13 @@ def _provider(device_type: str, fmt: QuantFormat) -> str:
     if wanted == POINTWISE or V.graph.cpp_wrapper:
         return POINTWISE
     listed = on_device(PROVIDERS[OP], device_type)
-    usable = [p.name for p in listed if not (p.missing() or p.unknown(fmt))]
-    if wanted in usable:
+    unusable = {p.name: p.missing() or p.unknown(fmt) for p in listed}
+    if reason := unusable.get(wanted):
+        warn_passed_over(OP, wanted, reason)
+    elif wanted in unusable:
         return wanted
-    return next((name for name in usable if name != REFERENCE), POINTWISE)
+    usable = (name for name, reason in unusable.items() if not reason and name != REFERENCE)
+    return next(usable, POINTWISE)
 
 
 class RequantizeOut(ir.ExternKernelOut):

@@ -121,7 +121,8 @@ class QuantizeProducts:
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
             for i, member in enumerate(members):
-                plan = None if i else _Plan(members, x if again else None, _is_written(members))
+                shared = x if again else None
+                plan = None if i else _Plan(members, shared, _is_written(members, backward))
                 plain = member.weight is None
                 yield Site(member.node, weight=_stored(member), plan=plan, plain=plain)
 
@@ -147,13 +148,15 @@ def _packed_products(graph: fx.Graph) -> Iterator[Product]:
             yield product
 
 
-def _is_written(products: Sequence[Product]) -> bool:
+def _is_written(products: Sequence[Product], backward: set[fx.Node]) -> bool:
     """Whether the input that products share is computed element by element, and something beside
-    them reads it that cannot compute it: another product, or a kernel's call."""
+    them reads it in the same pass that does not compute element by element: as a rule another
+    product or a kernel's call, which need it in memory."""
     below, nodes = products[0].lhs, {product.node for product in products}
     while is_view(below) and not is_pointwise(below):
         below = arg(below, 0)
-    others = _readers(below) - nodes
+    is_late = products[0].node in backward
+    others = {reader for reader in _readers(below) - nodes if (reader in backward) is is_late}
     return is_pointwise(below) and not all(is_pointwise(reader) for reader in others)
 
 

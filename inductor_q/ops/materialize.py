@@ -12,7 +12,8 @@ def materialize(x: Tensor) -> Tensor:
     """Copy `x`, any shape and dtype, into a contiguous tensor.
 
     Inductor makes this tensor in place of `x`. Otherwise it would compute `x` again in each kernel
-    that reads it, or choose its strides.
+    that reads it, or choose its strides. So in a compiled graph both may be one tensor, and whoever
+    emits this op writes to neither.
     """
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -109,6 +109,21 @@ def test_compiled_code_names_a_kernel_that_knows_the_format(
     assert found == {NESTED: "cuda", "kbit4_e4m4": "triton"}
 
 
+def test_compiled_code_tells_why_a_kernel_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    for provider in PROVIDERS["requantize"]["cuda"]:
+        monkeypatch.setattr(provider, "missing", str)
+    wanted: Any = SimpleNamespace(kernel=lambda op: "cuda")
+    monkeypatch.setattr(requantize, "in_force", lambda: wanted)
+    graph: Any = SimpleNamespace(cpp_wrapper=False)
+    with V.set_graph_handler(graph):
+        assert requantize._provider("cuda", FORMATS["kbit4_e4m4"]) == "triton"
+        assert requantize._provider("cuda", FORMATS[NESTED]) == "cuda"
+    (warning,) = told
+    assert warning.startswith("requantize: provider 'cuda' is not used: ")
+
+
 # --- on a GPU -----------------------------------------------------------------------------------
 
 SHAPES = [(1, 64), (37, 320), (144, 192), (2048, 4096), (1000, 11008)]

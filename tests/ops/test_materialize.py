@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
 from inductor_q import lowerings
 from inductor_q.ops.registry import define_ops
@@ -75,3 +76,16 @@ def test_strides_under_inductor(strides: Any, shape: tuple[int, ...], transposed
     assert got.tolist() == contiguous.tolist()
     if shape == (2, 3000):
         assert padded.tolist() == [3008, 1]
+
+
+def test_of_a_slice_only_the_slice_is_made() -> None:
+    lowerings.register()
+
+    def read(x: Tensor) -> Tensor:
+        table: Tensor = torch.ops.qfuse.materialize(x.cos()[:1])
+        return table * 2
+
+    x = torch.randn(64, 128)
+    got, codes = run_and_get_code(torch.compile(read, dynamic=False), x)
+    torch.testing.assert_close(got, x.cos()[:1] * 2)
+    assert not [line for line in codes[0].splitlines() if " = empty_strided_cpu((64, 128)" in line]
