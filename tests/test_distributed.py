@@ -99,6 +99,7 @@ def _train(rank: int, port: int, folder: str, device_type: str) -> None:
     result = [a.cpu() for a in actual], error(actual), error(expected)
     torch.save(result, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
+    ranks.leave()
 
 
 def check_two_ranks(folder: Path, device_type: str) -> None:
