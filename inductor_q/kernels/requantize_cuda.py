@@ -105,9 +105,13 @@ def _refuses_tensors(call: Requantize) -> str:
         return "there is nothing to write"
     named = dict(zip(call.fmt.operands, call.operands, strict=True))
     packed = named.pop("qweight")  # bytes, in any dtype
+    assert call.fmt.blockwise is not None
+    absmax, *_ = call.fmt.blockwise.operands
+    coded = "" if call.fmt.blockwise.is_float else absmax  # of two levels, the first is codes
     for name, given in {**named, "scale": call.scale}.items():
-        if given.dtype not in (torch.float32, torch.uint8):
-            return f"{name} is {given.dtype}, not float32"
+        expected = torch.uint8 if name == coded else torch.float32
+        if given.dtype != expected:
+            return f"{name} is {given.dtype}, not {expected}"
     if not all(t.is_contiguous() for t in (*call.operands, call.scale, out)):
         return "a tensor is not contiguous"
     if (packed.data_ptr() | out.data_ptr()) % VECTOR_BYTES:

@@ -59,7 +59,12 @@ def test_what_the_kernel_refuses() -> None:
         "the output is torch.float32, not e4m3 or int8"
     )
     half = replace(call, scale=call.scale.half())
-    assert refuses(half) == "scale is torch.float16, not float32"
+    assert refuses(half) == "scale is torch.float16, not torch.float32"
+    coded = replace(call, scale=call.scale.to(torch.uint8))
+    assert refuses(coded) == "scale is torch.uint8, not torch.float32"
+    place = call.fmt.operands.index("absmax")
+    operands = [x.float() if i == place else x for i, x in enumerate(call.operands)]
+    assert refuses(replace(call, operands=operands)) == "absmax is torch.float32, not torch.uint8"
     strided = replace(call, scale=call.scale.repeat(2)[::2])
     assert refuses(strided) == "a tensor is not contiguous"
     beside = torch.empty(8 * 128 + 1, dtype=FP8)[1:].view(8, 128)
@@ -142,7 +147,7 @@ def bytes_of(call: Requantize, run: Any) -> Tensor:
 @pytest.mark.parametrize("name", [n for n, fmt in FORMATS.items() if not KERNEL.unknown(fmt)])
 def test_gpu_kernel_equals_the_reference(name: str, dtype: torch.dtype, transposed: bool) -> None:
     if dtype is FP8 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no FP8")
+        pytest.skip("sm_89 is the first with FP8")
     for shape in SHAPES:
         call = made(name, shape, dtype=dtype, transposed=transposed, device="cuda")
         assert not KERNEL.refuses(call)
