@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 7740,
     "csrc": 4125,
-    "docs": 1700,
+    "docs": 1705,
     "examples": 1165,
     "inductor_q": 6020,
     "inductor_q/capture": 2435,

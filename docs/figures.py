@@ -8,7 +8,7 @@ inside a sentence. So `make docs` follows when something is measured again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from docs import format_figures, moe_figures, step_figures, tune_figures
 from docs.read_results import (
@@ -31,17 +31,33 @@ from docs.read_results import (
 # --- one weight, one linear ---------------------------------------------------------------
 
 
-def linear(name: str) -> str:
-    peers = ("matmul", *step_figures.PEERS)
+LINEAR = {
+    "matmul": "bf16 product alone",
+    "eager": "eager",
+    "inductor": "stock Inductor",
+    "qfuse": "qfuse",
+}
+EIGHT_BITS = {"inductor": "stock Inductor", "qfuse": "qfuse", step_figures.FP8: "qfuse, fp8"}
+
+
+def linear(name: str, peers: Mapping[str, str] = LINEAR) -> str:
+    """Write the times of one linear layer, and the last peer's over those of the other layers."""
+    *_, ours = peers
     body = []
     for case in cases(name):
-        alone, eager, stock, ours = (seconds(name, p, **case) for p in peers)
-        times = [number(1e6 * value) for value in (alone, eager, stock, ours)]
-        ratios = [f"{ours / stock:.2f}", f"{ours / eager:.2f}"]
+        times = {peer: seconds(name, peer, **case) for peer in peers}
+        ratios = [f"{times[ours] / times[peer]:.2f}" for peer in _compared(peers)]
         what = {"fwd": "forward", "fwd+bwd": "forward and backward"}[case["pass"]]
-        body.append((f"{case['N']} x {case['K']}", str(case["M"]), what, *times, *ratios))
-    header = ("N x K", "rows", "", "bf16 product alone", "eager", "stock Inductor", "qfuse")
-    return f"{table((*header, 'qfuse / stock', 'qfuse / eager'), body)}\n\n{source(name)}"
+        shown = (f"{case['N']} x {case['K']}", str(case["M"]), what)
+        body.append((*shown, *(number(1e6 * t) for t in times.values()), *ratios))
+    labels = (f"{peers[ours]} / {peers[peer]}" for peer in _compared(peers))
+    return f"{table(('N x K', 'rows', '', *peers.values(), *labels), body)}\n\n{source(name)}"
+
+
+def _compared(peers: Mapping[str, str]) -> list[str]:
+    """List the peers that the last one is held against; a product alone is no layer."""
+    *others, _ = peers
+    return [peer for peer in others if peer != "matmul"]
 
 
 def dequantize(name: str) -> str:
@@ -404,7 +420,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe": step_figures.recipe,
     "small": step_figures.small,
     "eight-bits": step_figures.eight_bits,
-    "eight-bits-linear": step_figures.eight_bits_linear,
+    "eight-bits-linear": lambda: linear("linear_fp8-h100", EIGHT_BITS),
     "eight-bits-quality": step_figures.eight_bits_quality,
     "eight-bits-products": step_figures.eight_bits_products,
     "eight-bits-outliers": step_figures.eight_bits_outliers,

@@ -130,18 +130,6 @@ def eight_bits() -> str:
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
-def eight_bits_linear(name: str = "linear_fp8-h100") -> str:
-    """Write one linear layer whose products are in eight bits beside the same in bfloat16."""
-    body = []
-    for case in cases(name):
-        times = [seconds(name, peer, **case) for peer in ("inductor", "qfuse", FP8)]
-        what = {"fwd": "forward", "fwd+bwd": "forward and backward"}[case["pass"]]
-        shown = (f"{case['N']} x {case['K']}", what, *(number(1e6 * t) for t in times))
-        body.append((*shown, f"{times[2] / times[1]:.2f}"))
-    header = ("N x K", "", "stock Inductor", "qfuse", "qfuse, fp8")
-    return f"{table((*header, 'fp8 / bf16'), body)}\n\n{source(name)}"
-
-
 QUALITY = (
     "compute_quality_tiny-cpu",
     "compute_quality-cpu",
