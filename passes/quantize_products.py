@@ -120,11 +120,10 @@ class QuantizeProducts:
         for (x, *_), members in groups.items():
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
+            plan = _Plan(members, x if again else None, _is_written(members, backward))
             for i, member in enumerate(members):
-                shared = x if again else None
-                plan = None if i else _Plan(members, shared, _is_written(members, backward))
-                plain = member.weight is None
-                yield Site(member.node, weight=_stored(member), plan=plan, plain=plain)
+                stored, plain = _stored(member), member.weight is None
+                yield Site(member.node, weight=stored, plan=None if i else plan, plain=plain)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         if site.plan is None:
@@ -149,9 +148,9 @@ def _packed_products(graph: fx.Graph) -> Iterator[Product]:
 
 
 def _is_written(products: Sequence[Product], backward: set[fx.Node]) -> bool:
-    """Whether the input that products share is computed element by element, and something beside
-    them reads it in the same pass that does not compute element by element: as a rule another
-    product or a kernel's call, which need it in memory."""
+    """Whether the input that products share is element-wise, and something else reads it that is
+    not: as a rule another product or a kernel's call, which need it in memory. Of forward and
+    backward, only the one that the products are in is asked."""
     below, nodes = products[0].lhs, {product.node for product in products}
     while is_view(below) and not is_pointwise(below):
         below = arg(below, 0)
@@ -194,7 +193,7 @@ def _emit(
     compared_as: str | None,
 ) -> list[fx.Node]:
     """Emit a product in eight bits in the place of `product`, or beside it as the comparison of a
-    layer; return the cast of its input, which is `written` in 16 bits first or only computed."""
+    layer; return the cast of its input. Where `written`, the cast reads that input from memory."""
     like = product.node
     weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
     make = emit_in_eight_bits if product.weight is None else _emit_decoded

@@ -1,6 +1,7 @@
-// A program of up to 512 threads on the CPU, enough of one for csrc/linear_rows*.cu and requantize.cu: fibers. A warp's are in step,
-// and meet at every shuffle and product of tensor cores. Warps go on in any order between two barriers: at
-// random, one behind all others, or one after the other, so that what they do to each other's memory is found.
+// A program of up to 512 threads on the CPU, enough of one for linear_rows*.cu and requantize.cu: fibers. A
+// warp's are in step, and meet at every shuffle and product of tensor cores. Warps go on in any order between two
+// barriers: at random, one behind all others, or one after the other, so that what they do to each other's memory
+// is found.
 
 #include <algorithm>
 #include <numeric>

@@ -1,5 +1,5 @@
-// CUDA's names on the CPU: what kbit.cu, linear_rows*.cu and requantize.cu take from the compiler and its headers,
-// beside the threads themselves, which are in warp.h and block.h.
+// CUDA's names on the CPU: what kbit.cu, linear_rows*.cu and requantize.cu take from the compiler and its
+// headers, beside the threads themselves, which are in warp.h and block.h.
 #pragma once
 
 #include <ucontext.h>

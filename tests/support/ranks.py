@@ -59,8 +59,8 @@ def _rank(rank: int, work: Callable[..., None], folder: str, *arguments: object)
 
 
 def leave() -> NoReturn:
-    """End a rank that is done, without its destructors: of DDP's, one may hold the interpreter's
-    lock and wait for a thread of gloo that waits for the lock (torch 2.13)."""
+    """End a rank that is done, without its destructors. Ranks with DDP were seen to hang behind
+    their work (torch 2.13, gloo); which destructor waits, and for what, is not known."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
