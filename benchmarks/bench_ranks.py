@@ -11,6 +11,7 @@ and norms are whole on each rank, and one all-reduce behind backward averages th
 ``fsdp2-packed-kept`` is both.
 What is compiled is each layer, or under DDP with ``--regions model`` all of the model: by
 ``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
+``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``).
 Peers come one after the other, so that a peak is of one model alone. ``inductor`` is stock Inductor
 behind our capture of bitsandbytes' gathered weights, without which it breaks at each linear layer
 under FSDP2.
@@ -57,9 +58,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import inductor_q
-from benchmarks import harness
+from benchmarks import bench_step, harness
 from benchmarks.bench_moe_model import QWEN3_30B_A3B, moe_model
 from benchmarks.peers import peer_options
+from benchmarks.recipes import RECIPES
 from inductor_q import testing
 from inductor_q.experts import shard
 
@@ -98,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     wraps = ("ddp", *SHARDED, "experts", "experts-ddp")
     parser.add_argument("--wraps", nargs="+", choices=wraps, default=["ddp", "fsdp2"])
     parser.add_argument("--regions", choices=("layers", "model"), default="layers")
+    parser.add_argument("--recipe", choices=RECIPES, default="benchmark")
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU; --large: 80, 2")
     parser.add_argument("--vocab", type=int, help="default: that of the model")
     parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
@@ -114,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         warnings.filterwarnings("ignore", category=FutureWarning)
         suite = harness.start("bench_ranks", arguments)
         suite.settings |= {"ranks": dist.get_world_size(), "regions": arguments.regions}
+        suite.settings["recipe"] = arguments.recipe
         if suite.device.type == "cuda":
             suite.settings["link_gbps"] = _link_gbps(suite.device)
         # Stock Inductor's graph of experts that are shared out stays whole by the second, as ours.
@@ -145,29 +149,37 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
     else:
         make = testing.qwen3_8b_config if on_gpu else testing.tiny_qwen3_config
     config = make(num_hidden_layers=layers, **sizes)
+    recipe = RECIPES[arguments.recipe]
     ids = _ids(config.vocab_size, arguments.seq_len or (2048 if on_gpu else 32), suite.device)
     timings: dict[str, harness.Timing] = {}
     extra: dict[str, dict[str, Any]] = {}
     for peer in harness.available(arguments.backends):
         before = _allocated(suite.device)
         if is_moe:
-            model = moe_model(config, suite.device, packed=True, experts=True)
+            model = moe_model(config, suite.device, recipe, packed=True, experts=True)
         else:
             model = testing.qlora_model(
                 config,
                 quant_storage=torch.bfloat16,
-                adapter_dtype=torch.bfloat16,
+                adapter_dtype=None
+                if recipe.autocast and recipe.adapters == "fp32"
+                else torch.bfloat16,
+                dropout=recipe.dropout,
+                prepare=recipe.prepared,
                 randomize_adapters=True,
                 device=suite.device,
                 seed=arguments.seed,
             )
+            bench_step.checkpoint(model, recipe)
         if wrap == "experts":
             shard(model)
         call = _parallel(model, wrap, peer, arguments.regions, suite.device)
         small = _small(model) if "packed" in wrap else []
 
-        def step(model: Any = model, call: Any = call, small: Any = small) -> torch.Tensor:
-            loss: torch.Tensor = call(input_ids=ids, labels=ids).loss
+        forward = bench_step.loss_of(call, recipe)
+
+        def step(model: Any = model, forward: Any = forward, small: Any = small) -> torch.Tensor:
+            loss: torch.Tensor = forward(ids)
             loss.backward()
             _average([p.grad for p in small if p.grad is not None])
             model.zero_grad(set_to_none=True)
@@ -176,7 +188,7 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
         trace = _trace_file(arguments.traces, wrap, peer)
         steps = arguments.steps or 12
         timings[peer], extra[peer] = _time(step, model, steps, suite.device, before, trace)
-        del step, call, model, small
+        del step, call, forward, model, small
         _forget()
     suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
 

@@ -863,15 +863,16 @@ def test_exposed_communication_is_what_nothing_else_covers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options, fused",
+    "options, fused, tolerance",
     [
-        (["--wraps", "fsdp2", "fsdp2-parts", "fsdp2-packed-kept"], "7 of 7"),
-        (["--large"], "7 of 7"),
-        (["--wraps", "experts"], "6 of 6"),
+        (["--wraps", "fsdp2", "fsdp2-parts", "fsdp2-packed-kept"], "7 of 7", 0.02),
+        (["--wraps", "fsdp2", "--recipe", "trl"], "7 of 7", 0.1),  # other masks of dropout
+        (["--large"], "7 of 7", 0.02),
+        (["--wraps", "experts"], "6 of 6", 0.02),
     ],
-    ids=["fsdp2", "large", "experts"],
+    ids=["fsdp2", "trl", "large", "experts"],
 )
-def test_bench_ranks(options: list[str], fused: str, tmp_path: Path) -> None:
+def test_bench_ranks(options: list[str], fused: str, tolerance: float, tmp_path: Path) -> None:
     out = tmp_path / "ranks.json"
     sizes = ["--device", "cpu", "--quick", "--layers", "1", "--steps", "2", "--threads", "1"]
     peers = ["--backends", "eager", "qfuse", "--out", str(out)]
@@ -881,7 +882,7 @@ def test_bench_ranks(options: list[str], fused: str, tmp_path: Path) -> None:
     rows = [row["extra"] for row in json.loads(out.read_text())["rows"]]
     for eager, qfuse in zip(rows[::2], rows[1::2], strict=True):
         assert (qfuse["breaks"], qfuse["graphs"], qfuse["fused"]) == (0, 1, fused)
-        assert qfuse["loss"] == pytest.approx(eager["loss"], abs=0.02)
+        assert qfuse["loss"] == pytest.approx(eager["loss"], abs=tolerance)
 
 
 @pytest.mark.slow
