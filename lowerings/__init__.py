@@ -12,6 +12,7 @@ def register() -> None:
     Only our namespace is touched: `backend="inductor"` lowers everything else as before.
     """
     from inductor_q.lowerings import (
+        add_product,
         copies,
         dequantize,
         direct_call,
@@ -22,6 +23,7 @@ def register() -> None:
     from inductor_q.ops.registry import define_ops
 
     define_ops()
+    add_product.register()
     copies.register()
     dequantize.register()
     direct_call.register()

@@ -14,6 +14,7 @@ from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
+from inductor_q.ops.add_product import add_product_
 from inductor_q.ops.linear import compute
 
 
@@ -36,6 +37,11 @@ def qfuse_requantize(
     """Write a weight in eight bits into `out`."""
     call = Requantize(operands, FORMATS[format], scale, out, transposed)
     serve("requantize", call, provider)
+
+
+def qfuse_add_product(base: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `base`."""
+    add_product_(base, a, b)
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ BY_THE_OP = "C++ wrapper code calls the op, which takes no provider"
 #: Op -> the function of `inductor_q.lowerings.calls` that serves it.
 FUNCTIONS: dict[Any, Any] = {
     SCATTER2SCATTER: calls.qfuse_scatter2scatter,
+    torch.ops.qfuse.add_product_.default: calls.qfuse_add_product,
     torch.ops.qfuse.grouped_gram.default: calls.qfuse_grouped_gram,
     torch.ops.qfuse.tile_map.default: calls.qfuse_tile_map,
     torch.ops.qfuse.linear.default: calls.qfuse_linear,

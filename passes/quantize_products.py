@@ -9,7 +9,8 @@ input share its cast.
 
 An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
 adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
-exact, and which Inductor adds in the kernel that reads the sum. Its gradient reads x: backward
+exact. In FP8 it is added in place (`add_adapters`); in int8, where a product has its scales in the
+kernel that reads it, that kernel adds. The adapter's gradient reads x: backward
 computes a pointwise x again, as extend_k has it do. Because the adapter has x written in 16 bits
 anyway, the cast reads what is written: Inductor would otherwise compute x three times, for the
 largest number of each row, for the cast, and for the adapter.
@@ -39,6 +40,7 @@ from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
+from inductor_q.passes.add_adapters import add_adapter
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
 from inductor_q.passes.graph import (
@@ -215,6 +217,8 @@ def _emit(
     if compared_as is None:
         replace(like, new)
         graph.erase_node(like)
+        if dtype is torch.float8_e4m3fn and like.target is MM:
+            add_adapter(graph, new)
     else:
         with graph.inserting_after(new):
             exact = emit(graph, COMPARE, (like, new, compared_as, by_rows), like)

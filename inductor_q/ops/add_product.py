@@ -1,0 +1,41 @@
+"""`qfuse::add_product`: a product that is added to another one, where that one lies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inductor_q.ops.library import define
+
+
+def add_product(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return `base + a @ b` in the dtype of all three, rounded once.
+
+    In a compiled graph it takes the memory of a product `base` that nothing else reads.
+
+    Args:
+        base: [M, N].
+        a: [M, K].
+        b: [K, N].
+    """
+    return torch.addmm(base, a, b)
+
+
+def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `base` in place. (cuBLAS reads and writes it; out of place, `torch.addmm`
+    copies it first.)"""
+    torch.addmm(base, a, b, out=base)
+
+
+def _fake(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    torch._check(
+        a.shape[0] == base.shape[0] and b.shape[1] == base.shape[1] and a.shape[1] == b.shape[0],
+        lambda: f"{tuple(a.shape)} @ {tuple(b.shape)} is not of the shape {tuple(base.shape)}",
+    )
+    return base.new_empty(base.shape)
+
+
+def define_add_product() -> None:
+    define("add_product(Tensor base, Tensor a, Tensor b) -> Tensor", add_product, _fake)
+    in_place = "add_product_(Tensor(a!) base, Tensor a, Tensor b) -> ()"
+    define(in_place, add_product_, lambda base, a, b: None)

@@ -1,0 +1,60 @@
+"""Add an adapter's product where the product of the weight lies that it is added to.
+
+`y = x W' + (x A') B'` in eight bits is two products. Written apart, both are as large as y, and
+what reads the sum reads both. cuBLAS adds the second to the first in place, for as many bytes as
+that costs. So nothing of the size of y is held beside it, and a backward pass keeps the sum, where
+it would keep the first product and compute the second again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from inductor_q.passes.graph import ADD, VIEWS, emit, is_tensor, peel_rows, replace, tensor
+from inductor_q.passes.products import as_product, is_rank
+
+ADD_PRODUCT = torch.ops.qfuse.add_product.default
+
+
+def add_adapter(graph: fx.Graph, product: fx.Node) -> None:
+    """Add to `product` [M, N] what is added to it, if that is an adapter's product `p B'` or a view
+    of one, and nothing else reads either."""
+    shown = product
+    while (reader := _only_reader(shown)) is not None and _regroups(reader):
+        shown = reader
+    if reader is None or reader.target is not ADD or reader.kwargs:
+        return
+    other = reader.args[1 if reader.args[0] is shown else 0]
+    added = as_product(peel_rows(other)) if is_tensor(other) and other is not shown else None
+    if added is None or added.weight is not None or not is_rank(added.inner, added.cols):
+        return
+    value = tensor(product)
+    if tensor(added.node).shape != value.shape or tensor(added.node).dtype is not value.dtype:
+        return
+    above = added.node
+    while above is not other:
+        next_above = _only_reader(above)
+        if next_above is None:
+            return
+        above = next_above
+    if _only_reader(above) is not reader:
+        return
+    with graph.inserting_before(reader):
+        total = emit(graph, ADD_PRODUCT, (product, added.lhs, added.rhs), product)
+    if shown is product:
+        shown = total
+    else:
+        first = next(node for node in product.users if node is not total)
+        first.replace_input_with(product, total)
+    replace(reader, shown)
+    graph.erase_node(reader)
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _regroups(node: fx.Node) -> bool:
+    """Whether a node is a view that keeps the last dimension."""
+    return node.target in VIEWS and peel_rows(node) is not node

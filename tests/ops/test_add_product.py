@@ -1,0 +1,102 @@
+"""`qfuse::add_product`, by itself and in compiled graphs: where it may take the base's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch.library import opcheck
+
+from inductor_q import lowerings
+from inductor_q.lowerings.calls import qfuse_add_product
+from inductor_q.ops.registry import define_ops
+
+define_ops()
+ADD_PRODUCT = torch.ops.qfuse.add_product
+IN_PLACE = "add_product_"
+
+
+def operands(rows: int = 8, inner: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """A weight's two factors, and an adapter's."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((rows, 16), (16, 24), (rows, inner), (inner, 24))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_ops(rows: int, dtype: torch.dtype) -> None:
+    x, w, a, b = operands(rows, dtype=dtype)
+    base = x @ w
+    for args in ((base, a, b), (base, a, b.t().contiguous().t())):
+        opcheck(ADD_PRODUCT.default, args)
+        expected = torch.addmm(*args)
+        assert torch.equal(ADD_PRODUCT(*args), expected)
+        into = base.clone()
+        qfuse_add_product(into, *args[1:])
+        assert torch.equal(into, expected)
+    opcheck(torch.ops.qfuse.add_product_.default, (base.clone(), a, b))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    _, _, a, b = operands()
+    meta = [torch.empty(8, 23, device="meta"), a.to("meta"), b.to("meta")]
+    with pytest.raises(RuntimeError, match=r"\(8, 4\) @ \(4, 24\) is not of the shape \(8, 23\)"):
+        ADD_PRODUCT(*meta)
+
+
+def alone(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return ADD_PRODUCT(x @ w, a, b).relu()
+
+
+def read_beside(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    base = x @ w
+    return ADD_PRODUCT(base, a, b), base.relu()
+
+
+def returned(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    base = x @ w
+    return ADD_PRODUCT(base, a, b), base
+
+
+def of_an_input(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return ADD_PRODUCT(w, w[:, :4], b)
+
+
+def twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Two sums that begin with the same product."""
+    return ADD_PRODUCT(x @ w, a, b) * ADD_PRODUCT(x @ w, a * 2, b)
+
+
+@pytest.mark.parametrize("fn, in_place", [
+    (alone, True),
+    (read_beside, False),
+    (returned, False),
+    (of_an_input, False),
+    (twice, True),
+])  # fmt: skip
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
+def test_compiled(fn: Any, in_place: bool, dynamic: bool) -> None:
+    lowerings.register()
+    args = operands()
+    before, expected = [arg.clone() for arg in args], fn(*args)
+    with config.patch(fx_graph_cache=False):
+        compiled = torch.compile(fn, dynamic=dynamic, fullgraph=True)
+        actual, (code,) = run_and_get_code(compiled, *args)
+    torch.testing.assert_close(actual, expected)
+    assert (IN_PLACE in code) is in_place
+    for arg, was in zip(args, before, strict=True):
+        assert torch.equal(arg, was)
+
+
+def test_cpp_wrapper_code_adds_out_of_place() -> None:
+    lowerings.register()
+    args = operands()
+    options = {"cpp_wrapper": True, "fx_graph_cache": False}
+    actual, (code,) = run_and_get_code(torch.compile(alone, options=options), *args)
+    torch.testing.assert_close(actual, alone(*args))
+    assert IN_PLACE not in code

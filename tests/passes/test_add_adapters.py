@@ -1,0 +1,138 @@
+"""Adapters' products that are added where a product in FP8 lies, and summands that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.virtualized import V
+
+from inductor_q.ops.registry import define_ops
+from inductor_q.passes.add_adapters import ADD_PRODUCT, add_adapter
+from inductor_q.passes.graph import ADD, MM, VIEWS
+from tests.passes.test_quantize_products import BF16, compiled, error, layer, tokens
+from tests.support.compiling import step
+
+define_ops()
+aten = torch.ops.aten
+
+
+def traced(fn: Any, *args: Tensor) -> fx.Graph:
+    made = torch.fx.experimental.proxy_tensor.make_fx(fn, tracing_mode="fake")(*args)
+    return made.graph
+
+
+def operands(rank: int = 8) -> list[Tensor]:
+    """x, the weight, and an adapter's projection and B'."""
+    shapes = ((2, 16, 64), (64, 48), (2, 16, rank), (rank, 48))
+    return [torch.randn(shape) for shape in shapes]
+
+
+def layer_of(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    base = (x.view(-1, 64) @ w).view(2, 16, 48)
+    return base + (p.view(-1, p.shape[-1]) @ b).view(2, 16, 48)
+
+
+def other_way_round(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    adapter = (p.view(-1, p.shape[-1]) @ b).view(2, 16, 48)
+    return adapter + (x.view(-1, 64) @ w).view(2, 16, 48)
+
+
+def matrices(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    return x.view(-1, 64) @ w + p.view(-1, p.shape[-1]) @ b
+
+
+def base_read(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    base = (x.view(-1, 64) @ w).view(2, 16, 48)
+    return (base + (p.view(-1, p.shape[-1]) @ b).view(2, 16, 48)) * base.sum()
+
+
+def adapter_read(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    adapter = (p.view(-1, p.shape[-1]) @ b).view(2, 16, 48)
+    return ((x.view(-1, 64) @ w).view(2, 16, 48) + adapter) * adapter.sum()
+
+
+def scaled(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    base = x.view(-1, 64) @ w
+    return torch.add(base, p.view(-1, p.shape[-1]) @ b, alpha=2)
+
+
+def otherwise_shaped(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    return x.view(-1, 64) @ w + (p.view(-1, p.shape[-1]) @ b).sum(0, keepdim=True)
+
+
+def wide(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    """A sum of two products with weights: neither is an adapter's."""
+    return x.view(-1, 64) @ w + x.view(-1, 64) @ (w * 2)
+
+
+@pytest.mark.parametrize("fn, taken", [
+    (layer_of, True),
+    (other_way_round, True),
+    (matrices, True),
+    (base_read, False),
+    (adapter_read, False),
+    (scaled, False),
+    (otherwise_shaped, False),
+    (wide, False),
+])  # fmt: skip
+def test_what_is_added_in_place(fn: Any, taken: bool) -> None:
+    args = operands()
+    graph = traced(fn, *args)
+    products = graph.find_nodes(op="call_function", target=MM)
+    base = next(n for n in products if n.meta["val"].shape[1] == 48 and inner(n) == 64)
+    with V.set_fake_mode(base.meta["val"].fake_mode):
+        add_adapter(graph, base)
+    stable_topological_sort(graph)
+    graph.eliminate_dead_code()
+    assert bool(graph.find_nodes(op="call_function", target=ADD_PRODUCT)) is taken
+    module = fx.GraphModule(nn.Module(), graph)
+    torch.testing.assert_close(module(*args), fn(*args))
+
+
+def inner(product: fx.Node) -> int:
+    size: int = product.args[0].meta["val"].shape[1]
+    return size
+
+
+def test_a_layer_forward_and_backward() -> None:
+    """Of both products of a layer in FP8 the sum alone is read."""
+    block, x = layer(), tokens()
+    expected, grads = step(block, x, module=block)
+    outcome = compiled(block, x, codegen=True)
+    (joint,) = outcome.joint
+    sums = joint.find_nodes(op="call_function", target=ADD_PRODUCT)
+    assert len(sums) == 2
+    for total in sums:
+        base = total.args[0]
+        assert list(base.users) == [total]
+    assert not [n for n in joint.find_nodes(op="call_function", target=ADD) if reads(n, MM)]
+    assert error(outcome.output, expected) < 0.04
+    for name, grad in grads.items():
+        assert error(outcome.gradients[name], grad) < 0.05, name
+
+
+def reads(node: fx.Node, target: Any) -> bool:
+    below = node.all_input_nodes
+    while below and below[0].target in VIEWS:
+        below = below[0].all_input_nodes
+    return any(n.target is target for n in below)
+
+
+def test_in_int8_the_kernel_that_reads_the_sum_adds() -> None:
+    outcome = compiled(layer(), tokens(), "int8")
+    (joint,) = outcome.joint
+    assert not joint.find_nodes(op="call_function", target=ADD_PRODUCT)
+
+
+def test_a_bias_stays_between() -> None:
+    """The bias is added in the kernel that reads the sum; an adapter's product would make it a
+    kernel of its own."""
+    outcome = compiled(layer(bias=True), tokens())
+    (joint,) = outcome.joint
+    sums = joint.find_nodes(op="call_function", target=ADD_PRODUCT)
+    assert [n.meta["val"].dtype for n in sums] == [BF16] * len(sums)
+    assert len(sums) == 1  # the gradient of x
