@@ -189,30 +189,23 @@ def decode_whole() -> str:
 
 
 def sharded() -> str:
-    """Show a step on two GPUs, of which each peer ran by itself."""
+    """Show steps on two and four GPUs, of which each peer ran by itself."""
     peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
-    kinds = {
-        ("ranks-h100", "fsdp2"): "FSDP2, 4 layers",
-        ("ranks_8-h100", "fsdp2"): "FSDP2, 8 layers",
-        ("ranks_8-h100", "ddp"): "DDP, 8 layers",
-    }
-    what: dict[str, tuple[str, Callable[[float], str]]] = {
-        "host_s": ("until the host has issued it", ms),
-        "nccl_s": ("NCCL", ms),
-        "exposed_s": ("NCCL alone", ms),
-        "peak_bytes": ("peak memory of a rank", gb),
-        "breaks": ("breaks", str),
-    }
+    wraps = {"ddp": "DDP", "fsdp2": "FSDP2", "fsdp2-packed-kept": "FSDP2, packed, kept"}
+    names = ["ranks-h100", *(f"ranks_{of}-h100" for of in ("2", "4", "trl_2", "trl_4"))]
     body = []
-    for (name, wrap), label in kinds.items():
-        there = [peer if rows(name, peer, wrap=wrap) else None for peer in peers]
-        times = [ms(seconds(name, p, wrap=wrap)) if p else "" for p in there]
-        body.append((label, "step", *times))
-        for key, (told, shown) in what.items():
-            values = [shown(extra(name, p, key, wrap=wrap)) if p else "" for p in there]
-            body.append(("", told, *values))
-    files = dict.fromkeys(name for name, _ in kinds)
-    return f"{table(('', '', *peers.values()), body)}\n\n{source(*files)}"
+    for name, case in ((each, case) for each in names for case in cases(each)):
+        settings, wrap = result(name)["settings"], case["wrap"]
+        times = [seconds(name, peer, **case) for peer in peers]
+        parts = [ms(extra(name, "qfuse", key, **case)) for key in ("host_s", "exposed_s")]
+        peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
+        step = f"{'TRL' if settings.get('recipe') == 'trl' else 'bare'}, {case['layers']} layers"
+        shown = (step, str(settings["ranks"]), wraps[wrap], *map(ms, times))
+        body.append((*shown, f"{times[2] / times[1]:.2f}", *parts, *peaks[1:]))
+    header = ("step", "GPUs", "", *peers.values(), "qfuse / stock Inductor")
+    more = ("qfuse: until the host has issued it", "qfuse: NCCL alone")
+    peak = (f"peak of a rank, {peers[peer]}" for peer in ("inductor", "qfuse"))
+    return f"{table((*header, *more, *peak), body)}\n\n{source(*names)}"
 
 
 def ways() -> str:

@@ -32,6 +32,8 @@ REMARKS = {
         (("step_trainer_fp8-h100", "80f9123"), ("step_trl_fp8-h100", "80f9123")),
         "Since then the input of a product is written once for its cast and its adapter.",
     ),
+    ("ranks_2-h100", "bcb2ad1"): "Another program compiled on the same machine of four GPUs.",
+    ("ranks_trl_2-h100", "bcb2ad1"): "Another program used the machine's other two GPUs.",
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }

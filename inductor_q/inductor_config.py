@@ -68,6 +68,22 @@ def wants_graphs(options: Mapping[str, Any]) -> bool:
     return bool(options.get(GRAPHS, current(GRAPHS)))
 
 
+def for_cpp_wrapper() -> dict[str, Any]:
+    """Return the keys that backward under the C++ wrapper needs on a GPU, where torch does not set
+    them itself.
+
+    torch 2.11 sets them around forward, and around backward, which is compiled later, only where
+    `cpp_wrapper` is no option of a compile (docs/upstream.md). 2.13 does it in `compile_fx_inner`.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    if "get_cpp_wrapper_config" in compile_fx_inner.__code__.co_names:
+        return {}
+    given = current("triton.autotune_at_compile_time")
+    autotune = True if given is None else given  # as torch does for forward
+    return {"triton.store_cubin": True, "triton.autotune_at_compile_time": autotune}
+
+
 def modes(dynamic: bool) -> Mapping[str, Mapping[str, Any]]:
     """Return the modes of `torch.compile` and the keys that each sets."""
     import torch._inductor

@@ -98,6 +98,10 @@ def resolve(
     if inductor_config.wants_graphs(inductor) and PARTITION not in inductor and not by_cpp:
         inductor[PARTITION] = False
         sources[PARTITION] = "qfuse"
+    if by_cpp and device.type == "cuda":
+        added = inductor_config.for_cpp_wrapper()
+        sources |= dict.fromkeys(added.keys() - inductor.keys(), "qfuse")
+        inductor = added | inductor
 
     numerics = chosen("qfuse.numerics", "default")
     resolved = Resolved(

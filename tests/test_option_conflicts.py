@@ -82,6 +82,56 @@ def test_no_partitions_beside_cudagraphs(gpu: Callable[..., None], told: list[st
     assert message.startswith("graph_partition (user) with triton.cudagraphs (user) gives wrong")
 
 
+BY_CPP = {"triton.store_cubin": True, "triton.autotune_at_compile_time": True}
+
+
+@pytest.fixture
+def forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch set what the C++ wrapper needs for forward alone, as torch 2.11 does."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, inputs: gm)
+
+
+def _of_triton(given: dict[str, Any] | None, device: torch.device = CUDA) -> dict[str, Any]:
+    """Return the keys of Triton that are set, and see that qfuse is named for those of its own."""
+    resolved = resolve(None, given, device=device)
+    found = {name: value for name, value in resolved.inductor.items() if name in BY_CPP}
+    for name in found:
+        assert resolved.sources[name] == ("user" if name in (given or {}) else "qfuse")
+    return found
+
+
+@pytest.mark.usefixtures("forward_alone")
+def test_backward_under_the_cpp_wrapper(gpu: Callable[..., None]) -> None:
+    gpu((9, 0))
+    assert _of_triton({"cpp_wrapper": True}) == BY_CPP
+    with torch._inductor.config.patch({"cpp_wrapper": True}):
+        assert _of_triton(None) == BY_CPP
+    for given in (None, {"cpp_wrapper": False}):
+        assert _of_triton(given) == {}
+    assert _of_triton({"cpp_wrapper": True}, CPU) == {}
+
+
+@pytest.mark.usefixtures("forward_alone")
+def test_what_the_user_sets_beside_the_cpp_wrapper(gpu: Callable[..., None]) -> None:
+    gpu((9, 0))
+    by_hand = {"triton.autotune_at_compile_time": False}
+    assert _of_triton({"cpp_wrapper": True, **by_hand}) == {**BY_CPP, **by_hand}
+    with torch._inductor.config.patch(by_hand):
+        assert _of_triton({"cpp_wrapper": True}) == {**BY_CPP, **by_hand}
+
+
+def test_a_torch_that_sets_up_each_graph(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu((9, 0))
+
+    def compiled(gm: Any, inputs: Any) -> Any:
+        return get_cpp_wrapper_config(log_cudagraph_skip=False)  # type: ignore[name-defined]  # noqa: F821
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", compiled)
+    assert _of_triton({"cpp_wrapper": True}) == {}
+
+
 def test_conflict_with_a_global_setting(gpu: Callable[..., None], told: list[str]) -> None:
     gpu((9, 0))
     with torch._inductor.config.patch({"triton.cudagraphs": True}):
