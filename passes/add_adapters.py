@@ -11,22 +11,38 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from inductor_q.passes.graph import ADD, VIEWS, emit, is_tensor, peel_rows, replace, tensor
+from inductor_q.passes.graph import (
+    ADD,
+    VIEWS,
+    arg,
+    emit,
+    is_tensor,
+    peel_rows,
+    replace,
+    tensor,
+    widens,
+)
 from inductor_q.passes.products import as_product, is_rank
 
 ADD_PRODUCT = torch.ops.qfuse.add_product.default
 
 
 def add_adapter(graph: fx.Graph, product: fx.Node) -> None:
-    """Add to `product` [M, N] what is added to it, if that is an adapter's product `p B'` or a view
-    of one, and nothing else reads either."""
+    """Add to `product` [M, N] what is added to it, if that is an adapter's product `p B'`, and
+    nothing else reads either. Both may be shown as other rows, or in float32, where the sum is
+    rounded once to 16 bits before."""
     shown = product
-    while (reader := _only_reader(shown)) is not None and _regroups(reader):
+    while (reader := _only_reader(shown)) is not None and _shows(reader):
         shown = reader
     if reader is None or reader.target is not ADD or reader.kwargs:
         return
     other = reader.args[1 if reader.args[0] is shown else 0]
-    added = as_product(peel_rows(other)) if is_tensor(other) and other is not shown else None
+    if not is_tensor(other) or other is shown:
+        return
+    below = other
+    while _shows(below):
+        below = arg(below, 0)
+    added = as_product(below)
     if added is None or added.weight is not None or not is_rank(added.inner, added.cols):
         return
     value = tensor(product)
@@ -55,6 +71,6 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _regroups(node: fx.Node) -> bool:
-    """Whether a node is a view that keeps the last dimension."""
-    return node.target in VIEWS and peel_rows(node) is not node
+def _shows(node: fx.Node) -> bool:
+    """Whether a node is a view that keeps the last dimension, or a cast that keeps the values."""
+    return widens(node) or (node.target in VIEWS and peel_rows(node) is not node)

@@ -16,7 +16,7 @@ from inductor_q.lowerings.calls import qfuse_add_product
 from inductor_q.ops.registry import define_ops
 
 define_ops()
-ADD_PRODUCT = torch.ops.qfuse.add_product
+ADD_PRODUCT: Any = torch.ops.qfuse.add_product
 IN_PLACE = "add_product_"
 
 
@@ -49,7 +49,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ADD_PRODUCT(*meta)
 
 
-def alone(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def alone(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return ADD_PRODUCT(x @ w, a, b).relu()
 
 
@@ -63,11 +63,11 @@ def returned(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor
     return ADD_PRODUCT(base, a, b), base
 
 
-def of_an_input(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def of_an_input(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return ADD_PRODUCT(w, w[:, :4], b)
 
 
-def twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     """Two sums that begin with the same product."""
     return ADD_PRODUCT(x @ w, a, b) * ADD_PRODUCT(x @ w, a * 2, b)
 
@@ -96,7 +96,7 @@ def test_compiled(fn: Any, in_place: bool, dynamic: bool) -> None:
 def test_cpp_wrapper_code_adds_out_of_place() -> None:
     lowerings.register()
     args = operands()
-    options = {"cpp_wrapper": True, "fx_graph_cache": False}
+    options: Any = {"cpp_wrapper": True, "fx_graph_cache": False}
     actual, (code,) = run_and_get_code(torch.compile(alone, options=options), *args)
     torch.testing.assert_close(actual, alone(*args))
     assert IN_PLACE not in code
