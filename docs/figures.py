@@ -474,7 +474,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "decode.ours": lambda: ms(seconds("decode_8b_1_guards-h100", "compile_decoding")),
     "decode.stock": lambda: ms(seconds("decode_8b_1-h100", "inductor")),
     "decode.bf16": lambda: ms(seconds("decode_8b_1-h100", "bf16")),
-    "fp8.ours": lambda: ms(seconds("step_trl_fp8-h100", step_figures.FP8)),
+    "fp8.ours": lambda: ms(seconds("step_trl_fp8-h100", step_figures.FP8_NOW)),
     "fp8.bf16": lambda: ms(seconds("step_trl_fp8-h100", "qfuse")),
     "fp8.stock": lambda: ms(seconds("step_trl_fp8-h100", "inductor")),
     "small.graphs": lambda: ms(seconds("step_small-h100", step_figures.GRAPHS)),

@@ -23,14 +23,18 @@ REMARKS = {
         (("step_small-h100", "ea880fc"), ("step_small_graphs-h100", "ea880fc")),
         "Since then torch divides no graph for CUDA graphs.",
     ),
-    **dict.fromkeys(
-        (("step_8b_fp8-h100", "f4a2f93"), ("step_fp8-h200", "6ee44c9")),
-        "Since then a CUDA kernel writes weights in FP8, and the input of a product is written "
-        "once for its cast and its adapter.",
+    ("step_fp8-h200", "6ee44c9"): (
+        "Since then a CUDA kernel writes weights in FP8, the input of a product is written once "
+        "for its cast and its adapter, and an adapter's product is added in place."
     ),
+    ("step_8b_fp8-h100", "f68da63"): "Since then an adapter's product is added in place.",
     **dict.fromkeys(
-        (("step_trainer_fp8-h100", "80f9123"), ("step_trl_fp8-h100", "80f9123")),
-        "Since then the input of a product is written once for its cast and its adapter.",
+        (
+            ("step_fp8-h100", "a13d5fb"),
+            ("step_trainer_fp8-h100", "a13d5fb"),
+            ("step_trl_fp8-h100", "a13d5fb"),
+        ),
+        "FP8 was given `allow_buffer_reuse=False` by hand, which it brings by itself since.",
     ),
     ("ranks_2-h100", "bcb2ad1"): "Another program compiled on the same machine of four GPUs.",
     ("ranks_trl_2-h100", "bcb2ad1"): "Another program used the machine's other two GPUs.",

@@ -45,9 +45,12 @@ MORE_RECIPES = {
 }
 #: The option of the products in eight bits, and the steps that have it, shown once measured.
 FP8 = "qfuse[qfuse.compute=fp8]"
+#: The same with an option that FP8 brings by itself since; where a result has both, this is shown.
+FP8_NOW = "qfuse[qfuse.compute=fp8;allow_buffer_reuse=False]"
 EIGHT_BITS = {
     "step_fp8-h200": "H200: bare, 8 layers",
     "step_trainer-h200": "H200: a trainer's defaults, 4 layers",
+    "step_fp8-h100": "H100: bare, 8 layers",
     "step_8b_fp8-h100": "H100: bare, all 36 layers",
     "step_trainer_fp8-h100": "H100: a trainer's defaults, 4 layers",
     "step_trl_fp8-h100": "H100: TRL's defaults with checkpointing, 4 layers",
@@ -107,12 +110,17 @@ def rates() -> str:
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
+def fp8_of(name: str) -> str:
+    """Name the peer of a result that is what FP8 is now."""
+    return FP8_NOW if any(row["peer"] == FP8_NOW for row in result(name)["rows"]) else FP8
+
+
 def eight_bits() -> str:
     """Write steps whose products are in eight bits beside the same steps in bfloat16."""
-    peers = ("inductor", "qfuse", FP8)
     files = [name for name in EIGHT_BITS if any(r["peer"] == FP8 for r in result(name)["rows"])]
     body = []
     for name in files:
+        peers = ("inductor", "qfuse", fp8_of(name))
         times = [seconds(name, peer) for peer in peers]
         least = [row(name, peer)["timing"]["best"] for peer in peers]
         peaks = [extra(name, peer, "peak_bytes") for peer in peers]

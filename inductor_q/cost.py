@@ -9,6 +9,7 @@ from torch import fx
 
 from inductor_q.capture.example import example, hint
 from inductor_q.liveness import Kinds, storages
+from inductor_q.passes.add_adapters import ADD_PRODUCT
 from inductor_q.passes.extend_k import EXTEND_DROPPED, WIDE
 from inductor_q.passes.fuse_dropout import PROJECT
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
@@ -25,6 +26,7 @@ _PRODUCTS: Mapping[object, int] = {
     aten._grouped_mm.default: 0,
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
+    ADD_PRODUCT: 1,
 }
 
 #: How many operations of a product take as long as one byte of memory traffic, within a factor of

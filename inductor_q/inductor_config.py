@@ -25,6 +25,7 @@ GRAPHS = "triton.cudagraphs"
 #: Whether torch cuts a graph around what no CUDA graph can hold. Where a cut is between parts that
 #: are concatenated, those in front of it are lost (torch 2.11 and 2.13, docs/upstream.md).
 PARTITION = "graph_partition"
+REUSE = "allow_buffer_reuse"
 
 _PREFIX = "torch._inductor.config."
 

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.context import Context
 from inductor_q.cost import cost_of, node_bytes
+from inductor_q.inductor_config import REUSE
 from inductor_q.liveness import COPY_START, Liveness, simulate, storages, tensor_bytes
 from inductor_q.offload import COPY_END, Offload, Saved
 from inductor_q.passes.graph import ADD, VIEWS, backward_nodes, is_tangent, written_inputs
@@ -64,7 +65,7 @@ _FREED = {
 #: where it ends, as simulated. Inductor's own estimate of the peak counts twice what is written
 #: into a concatenation. By it, Inductor decodes the weights of all layers before the first one, and
 #: keeps buffers that have ended for later ones of their size.
-PATCHES = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
+PATCHES = {REUSE: False, "reorder_for_peak_memory": False}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from inductor_q.exc import (
     UnknownMode,
     UnknownOption,
 )
-from inductor_q.inductor_config import GRAPHS, PARTITION
+from inductor_q.inductor_config import GRAPHS, PARTITION, REUSE
 from inductor_q.log import warn_once
 from inductor_q.ops.eight_bits import unable
 from inductor_q.own_options import (
@@ -103,6 +103,13 @@ def resolve(
         sources |= dict.fromkeys(added.keys() - inductor.keys(), "qfuse")
         inductor = added | inductor
 
+    compute = chosen("qfuse.compute", "bf16")
+    # At the peak of a step in FP8 Inductor would hold buffers that have ended for others of their
+    # size, and save no time by that.
+    if compute == "fp8" and device.type == "cuda" and REUSE not in inductor:
+        inductor[REUSE] = False
+        sources[REUSE] = "qfuse"
+
     numerics = chosen("qfuse.numerics", "default")
     resolved = Resolved(
         inductor=FrozenMap(inductor),
@@ -110,7 +117,7 @@ def resolve(
         passes=_passes(layers["qfuse.passes"], sources),
         numerics=numerics,
         loss=chosen("qfuse.loss", "auto"),
-        compute=chosen("qfuse.compute", "bf16"),
+        compute=compute,
         exclude=chosen("qfuse.compute.exclude", ()),
         memory=_memory(chosen("qfuse.memory", None), device, _variable(sources, "qfuse.memory")),
         offload=chosen("qfuse.offload", False),

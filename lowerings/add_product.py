@@ -10,10 +10,12 @@ from torch._inductor.virtualized import V
 
 from inductor_q.lowerings.direct_call import DirectCall
 
+aten = torch.ops.aten
+
 ADD_PRODUCT = torch.ops.qfuse.add_product.default
 IN_PLACE = torch.ops.qfuse.add_product_.default
 #: Whose results are in memory of their own.
-PRODUCTS = frozenset({torch.ops.aten._scaled_mm.default, torch.ops.aten.mm.default})
+PRODUCTS = frozenset({aten._scaled_mm.default, aten.mm.default})
 
 
 def register() -> None:
@@ -23,7 +25,7 @@ def register() -> None:
 def lower_add_product(base: Any, a: Any, b: Any) -> ir.TensorBox:
     """Return the base's buffer, to which the product is added, or the sum in another one."""
     if not _is_ours_alone(V.graph.current_node.args[0]):
-        return cast(ir.TensorBox, lowering.lowerings[torch.ops.aten.addmm.default](base, a, b))
+        return cast(ir.TensorBox, lowering.lowerings[aten.addmm.default](base, a, b))
     base.realize()
     DirectCall.create(IN_PLACE, base, a, b)
     return cast(ir.TensorBox, base)

@@ -82,6 +82,17 @@ def test_no_partitions_beside_cudagraphs(gpu: Callable[..., None], told: list[st
     assert message.startswith("graph_partition (user) with triton.cudagraphs (user) gives wrong")
 
 
+def test_in_fp8_no_buffer_waits_for_another_use(gpu: Callable[..., None]) -> None:
+    gpu((9, 0))
+    reuse, fp8 = "allow_buffer_reuse", {"qfuse.compute": "fp8"}
+    resolved = resolve(None, fp8, device=CUDA)
+    assert (resolved.inductor[reuse], resolved.sources[reuse]) == (False, "qfuse")
+    resolved = resolve(None, {**fp8, reuse: True}, device=CUDA)
+    assert (resolved.inductor[reuse], resolved.sources[reuse]) == (True, "user")
+    for given, device in (({"qfuse.compute": "int8"}, CUDA), (None, CUDA), (fp8, CPU)):
+        assert reuse not in resolve(None, given, device=device).inductor
+
+
 BY_CPP = {"triton.store_cubin": True, "triton.autotune_at_compile_time": True}
 
 
