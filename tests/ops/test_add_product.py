@@ -45,7 +45,7 @@ def test_ops(rows: int, dtype: torch.dtype) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     _, _, a, b = operands()
     meta = [torch.empty(8, 23, device="meta"), a.to("meta"), b.to("meta")]
-    with pytest.raises(RuntimeError, match="shape|size"):
+    with pytest.raises(RuntimeError, match=r"shape|size"):
         ADD_PRODUCT(*meta)
 
 
