@@ -8,8 +8,8 @@ names, so three rules stand for what it fuses:
   its readers read its inputs.
 - What only a concatenation reads, or an operand that is widened, is written in its place there; so
   is a decoded weight in each of several (`decode_again`).
-- An element-wise result takes the place of an operand that ends with it, where that is the graph's
-  to write to: not a gradient that autograd hands over, nor a result of forward, which its caller
+- An element-wise result, or a product with what is added to it, takes the place of an operand that
+  ends with it, where that is the graph's to write to: not a gradient that autograd hands over, nor a result of forward, which its caller
   may hold.
 
 A copy between device and host (`inductor_q.offload`) has its memory from its start on, and what is
@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_q.capture.example import hint
 from inductor_q.ops.linear_cross_entropy import rows_of_chunk, slice_of
+from inductor_q.passes.add_adapters import ADD_PRODUCT
 from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
 from inductor_q.passes.graph import CAT, VIEWS, is_tangent
 from inductor_q.passes.products import DEQUANTIZE
@@ -116,7 +117,8 @@ def simulate(graph: fx.Graph, owned: Collection[str], lent: Collection[int] = ()
         new = written.get(node, {}) if node.op != "placeholder" else {}
         freed = sum(sizes[s] for s in dying[i])
         live += sum(new.values())
-        reused = kinds.is_elementwise(node) and any(
+        in_place = kinds.is_elementwise(node) or node.target is ADD_PRODUCT
+        reused = in_place and any(
             sizes[s] == size
             for s in dying[i]
             if s not in new and s not in readable

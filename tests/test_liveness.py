@@ -62,6 +62,19 @@ def test_elementwise_operations_are_fused() -> None:
     assert lived(fused, owned=["0"]).peak == 2 * SIZE
 
 
+def test_a_product_is_added_where_its_base_ends() -> None:
+    def added(x: Tensor) -> Tensor:
+        total: Tensor = torch.ops.qfuse.add_product(x @ x, x, x)
+        return total
+
+    def held(x: Tensor) -> tuple[Tensor, Tensor]:
+        base = x @ x
+        return torch.ops.qfuse.add_product(base, x, x), base
+
+    assert lived(added, owned=["0"]).peak == SIZE
+    assert lived(held, owned=["0"]).peak == 2 * SIZE
+
+
 def test_what_others_may_read_is_not_written_to() -> None:
     """A gradient that autograd hands over, and what forward returned to its caller as well."""
 
