@@ -8,9 +8,9 @@ names, so three rules stand for what it fuses:
   its readers read its inputs.
 - What only a concatenation reads, or an operand that is widened, is written in its place there; so
   is a decoded weight in each of several (`decode_again`).
-- An element-wise result, or a product with what is added to it, takes the place of an operand that
-  ends with it, where that is the graph's to write to: not a gradient that autograd hands over, nor a result of forward, which its caller
-  may hold.
+- An element-wise result takes the place of an operand that ends with it, as does the sum of
+  `qfuse::add_product`, where that is the graph's to write to: not a gradient that autograd hands
+  over, nor a result of forward, which its caller may hold.
 
 A copy between device and host (`inductor_q.offload`) has its memory from its start on, and what is
 copied has its own until the end.
