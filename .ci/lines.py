@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 7740,
     "csrc": 4125,
-    "docs": 1715,
+    "docs": 1725,
     "examples": 1165,
     "inductor_q": 6055,
     "inductor_q/capture": 2435,
@@ -31,12 +31,12 @@ BUDGET = {
     "inductor_q/kbit": 935,
     "inductor_q/kernels": 6925,
     "inductor_q/loading": 1750,
-    "inductor_q/ops": 2680,
+    "inductor_q/ops": 2700,
     "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,
     "lowerings": 800,
     "passes": 6500,
-    "tests": 42670,
+    "tests": 42750,
 }
 
 

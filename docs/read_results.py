@@ -25,9 +25,12 @@ REMARKS = {
     ),
     ("step_fp8-h200", "6ee44c9"): (
         "Since then a CUDA kernel writes weights in FP8, the input of a product is written once "
-        "for its cast and its adapter, and an adapter's product is added in place."
+        "for its cast and its adapter, an adapter's product is added in place, and "
+        "`allow_buffer_reuse` is off."
     ),
-    ("step_8b_fp8-h100", "f68da63"): "Since then an adapter's product is added in place.",
+    ("step_8b_fp8-h100", "f68da63"): (
+        "Since then an adapter's product is added in place, and `allow_buffer_reuse` is off."
+    ),
     **dict.fromkeys(
         (
             ("step_fp8-h100", "a13d5fb"),
@@ -36,8 +39,18 @@ REMARKS = {
         ),
         "FP8 was given `allow_buffer_reuse=False` by hand, which it brings by itself since.",
     ),
-    ("ranks_2-h100", "bcb2ad1"): "Another program compiled on the same machine of four GPUs.",
-    ("ranks_trl_2-h100", "bcb2ad1"): "Another program used the machine's other two GPUs.",
+    ("ranks_2-h100", "bcb2ad1"): (
+        "Another program compiled on the same machine of four GPUs. Since then gradients are "
+        "cleared without a walk through the modules."
+    ),
+    ("ranks_trl_2-h100", "bcb2ad1"): (
+        "Another program used the machine's other two GPUs. Since then gradients are cleared "
+        "without a walk through the modules."
+    ),
+    **dict.fromkeys(
+        (("ranks_4-h100", "bcb2ad1"), ("ranks_trl_4-h100", "bcb2ad1")),
+        "Since then gradients are cleared without a walk through the modules.",
+    ),
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }

@@ -8,9 +8,9 @@ names, so three rules stand for what it fuses:
   its readers read its inputs.
 - What only a concatenation reads, or an operand that is widened, is written in its place there; so
   is a decoded weight in each of several (`decode_again`).
-- An element-wise result takes the place of an operand that ends with it, as does the sum of
-  `qfuse::add_product`, where that is the graph's to write to: not a gradient that autograd hands
-  over, nor a result of forward, which its caller may hold.
+- An element-wise result takes the place of an operand that ends with it, where that is the graph's
+  to write to: not a gradient that autograd hands over, nor a result of forward, which its caller
+  may hold. The sum of `qfuse::add_product` takes the place of its base, as its lowering has it.
 
 A copy between device and host (`inductor_q.offload`) has its memory from its start on, and what is
 copied has its own until the end.
@@ -35,6 +35,7 @@ from torch._inductor.fx_utils import get_storage
 from torch.utils._pytree import tree_leaves
 
 from inductor_q.capture.example import hint
+from inductor_q.ops.add_product import takes_base
 from inductor_q.ops.linear_cross_entropy import rows_of_chunk, slice_of
 from inductor_q.passes.add_adapters import ADD_PRODUCT
 from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
@@ -117,7 +118,7 @@ def simulate(graph: fx.Graph, owned: Collection[str], lent: Collection[int] = ()
         new = written.get(node, {}) if node.op != "placeholder" else {}
         freed = sum(sizes[s] for s in dying[i])
         live += sum(new.values())
-        in_place = kinds.is_elementwise(node) or node.target is ADD_PRODUCT
+        in_place = kinds.is_elementwise(node) or (node.target is ADD_PRODUCT and takes_base(node))
         reused = in_place and any(
             sizes[s] == size
             for s in dying[i]

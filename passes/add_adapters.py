@@ -8,6 +8,8 @@ it would keep the first product and compute the second again.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -19,6 +21,7 @@ from inductor_q.passes.graph import (
     is_tensor,
     peel_rows,
     replace,
+    same_shape,
     tensor,
     widens,
 )
@@ -27,26 +30,27 @@ from inductor_q.passes.products import as_product, is_rank
 ADD_PRODUCT = torch.ops.qfuse.add_product.default
 
 
-def add_adapter(graph: fx.Graph, product: fx.Node) -> None:
-    """Add to `product` [M, N] what is added to it, if that is an adapter's product `p B'`, and
-    nothing else reads either. Both may be shown as other rows, or in float32, where the sum is
-    rounded once to 16 bits before."""
+def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) -> None:
+    """Add to `product` [M, N] what is added to it, if that is an adapter's product `p B'`, none of
+    `others`, and nothing else reads either. Both may be shown as other rows, or in float32, where
+    the sum is rounded once to 16 bits before."""
     shown = product
     while (reader := _only_reader(shown)) is not None and _shows(reader):
         shown = reader
     if reader is None or reader.target is not ADD or reader.kwargs:
         return
     other = reader.args[1 if reader.args[0] is shown else 0]
-    if not is_tensor(other) or other is shown:
+    if not is_tensor(other) or other is shown or tensor(shown).dtype is not tensor(reader).dtype:
+        return
+    if not (same_shape(shown, other) and same_shape(shown, reader)):  # else one is broadcast
         return
     below = other
     while _shows(below):
         below = arg(below, 0)
     added = as_product(below)
-    if added is None or added.weight is not None or not is_rank(added.inner, added.cols):
+    if added is None or added.node in others or not is_rank(added.inner, added.cols):
         return
-    value = tensor(product)
-    if tensor(added.node).shape != value.shape or tensor(added.node).dtype is not value.dtype:
+    if not same_shape(added.node, product) or tensor(below).dtype is not tensor(product).dtype:
         return
     above = added.node
     while above is not other:

@@ -88,6 +88,8 @@ class _Plan:
     """The input, where backward may compute it again for the adapter's gradient."""
     written: bool
     """Whether something else needs the input in memory too, in 16 bits."""
+    others: frozenset[fx.Node]
+    """All products with frozen weights, of which none is an adapter's."""
 
 
 class QuantizeProducts:
@@ -105,7 +107,9 @@ class QuantizeProducts:
         backward = backward_nodes(graph)
         written = written_inputs(graph) if backward else set()
         groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
-        for product in (*_packed_products(graph), *frozen_products(graph, context)):
+        products = [*_packed_products(graph), *frozen_products(graph, context)]
+        others = frozenset(product.node for product in products)
+        for product in products:
             node, weight = product.node, _stored(product)
             plain = product.weight is None
             reason = _refused(product, context) or _excluded(weight, context)
@@ -122,7 +126,7 @@ class QuantizeProducts:
         for (x, *_), members in groups.items():
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
-            plan = _Plan(members, x if again else None, _is_written(members, backward))
+            plan = _Plan(members, x if again else None, _is_written(members, backward), others)
             for i, member in enumerate(members):
                 stored, plain = _stored(member), member.weight is None
                 yield Site(member.node, weight=stored, plan=None if i else plan, plain=plain)
@@ -135,9 +139,11 @@ class QuantizeProducts:
         for product in site.plan.products:
             layer = context.module_path(_stored(product)) if comparison.active() else None
             with graph.inserting_before(product.node):
-                cast = _emit(
+                new, cast = _emit(
                     graph, product, dtype, cast, written=site.plan.written, compared_as=layer
                 )
+            if dtype is torch.float8_e4m3fn and layer is None and product.node.target is MM:
+                add_adapter(graph, new, site.plan.others)
         if site.plan.recomputed is not None:
             recompute_in_backward(site.plan.recomputed)
 
@@ -193,9 +199,9 @@ def _emit(
     *,
     written: bool,
     compared_as: str | None,
-) -> list[fx.Node]:
+) -> tuple[fx.Node, list[fx.Node]]:
     """Emit a product in eight bits in the place of `product`, or beside it as the comparison of a
-    layer; return the cast of its input. Where `written`, the cast reads that input from memory."""
+    layer; return it and the cast of its input, which is read from memory where `written`."""
     like = product.node
     weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
     make = emit_in_eight_bits if product.weight is None else _emit_decoded
@@ -217,14 +223,12 @@ def _emit(
     if compared_as is None:
         replace(like, new)
         graph.erase_node(like)
-        if dtype is torch.float8_e4m3fn and like.target is MM:
-            add_adapter(graph, new)
     else:
         with graph.inserting_after(new):
             exact = emit(graph, COMPARE, (like, new, compared_as, by_rows), like)
         replace(like, exact)
         exact.update_arg(0, like)
-    return cast
+    return new, cast
 
 
 def _emit_decoded(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from inductor_q.ops.library import define
+
+aten = torch.ops.aten
+
+#: Whose results are in memory of their own.
+_PRODUCTS = frozenset({aten._scaled_mm.default, aten.mm.default})
 
 
 def add_product(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -25,6 +30,15 @@ def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to `base` in place. (cuBLAS reads and writes it; out of place, `torch.addmm`
     copies it first.)"""
     torch.addmm(base, a, b, out=base)
+
+
+def takes_base(node: fx.Node) -> bool:
+    """Whether a node of `qfuse::add_product` may write to its base: a product that nothing else
+    reads, nor this node in another place."""
+    base = node.args[0]
+    if not isinstance(base, fx.Node) or base.target not in _PRODUCTS:
+        return False
+    return len(base.users) == 1 and node.args.count(base) == 1
 
 
 def define_add_product() -> None:

@@ -67,6 +67,12 @@ def of_an_input(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return ADD_PRODUCT(w, w[:, :4], b)
 
 
+def read_twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    """The base is a factor of what is added to it."""
+    base = x @ w
+    return ADD_PRODUCT(base, base, w.t() @ w)
+
+
 def twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     """Two sums that begin with the same product."""
     return ADD_PRODUCT(x @ w, a, b) * ADD_PRODUCT(x @ w, a * 2, b)
@@ -77,6 +83,7 @@ def twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     (read_beside, False),
     (returned, False),
     (of_an_input, False),
+    (read_twice, False),
     (twice, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
