@@ -171,7 +171,6 @@ def moe_model(
         base = from_config(config, dtype=torch.bfloat16)
     base.set_experts_implementation("grouped_mm")
     by_peft = experts and not packed
-    dtype = torch.float32 if recipe.autocast and recipe.adapters == "fp32" else torch.bfloat16
     if not by_peft:
         for module in list(base.modules()):
             for name in EXPERTS:
@@ -183,7 +182,7 @@ def moe_model(
         device=device,
         r=RANK,
         alpha=ALPHA,
-        adapter_dtype=dtype,
+        adapter_dtype=recipe.adapter_dtype,
         dropout=recipe.dropout,
         prepare=recipe.prepared,
         targets=ATTENTION,
@@ -192,7 +191,7 @@ def moe_model(
     if packed:
         our_experts.quantize(model)
         if experts:
-            our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=dtype)
+            our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=recipe.adapter_dtype)
     bench_step.checkpoint(model, recipe)
     if recipe != BENCHMARK:
         prepare_checkpointing(model)  # as trainers' callback: packed experts are in the graph

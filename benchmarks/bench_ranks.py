@@ -161,9 +161,7 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
             model = testing.qlora_model(
                 config,
                 quant_storage=torch.bfloat16,
-                adapter_dtype=None
-                if recipe.autocast and recipe.adapters == "fp32"
-                else torch.bfloat16,
+                adapter_dtype=recipe.adapter_dtype,
                 dropout=recipe.dropout,
                 prepare=recipe.prepared,
                 randomize_adapters=True,

@@ -35,6 +35,10 @@ class Recipe:
     prepared: bool = False  # embeddings, norms and head in float32
     accumulated: int = 1  # batches to a step of the optimizer
 
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        return torch.float32 if self.autocast and self.adapters == "fp32" else torch.bfloat16
+
     def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The keyword arguments of one batch."""
         given = {"input_ids": ids, "labels": ids}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import compile_fx
 
 from inductor_q.options import resolve
 from tests.support.resolving import CPU, on_cpu
@@ -137,7 +138,7 @@ def test_a_torch_that_sets_up_each_graph(
     gpu((9, 0))
 
     def compiled(gm: Any, inputs: Any) -> Any:
-        return get_cpp_wrapper_config(log_cudagraph_skip=False)  # type: ignore[name-defined]  # noqa: F821
+        return compile_fx.get_cpp_wrapper_config()
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", compiled)
     assert _of_triton({"cpp_wrapper": True}) == {}
