@@ -1,9 +1,9 @@
-"""Add an adapter's product where the product of the weight lies that it is added to.
+"""Add an adapter's product in place to the product of its layer's weight.
 
-`y = x W' + (x A') B'` in eight bits is two products. Written apart, both are as large as y, and
-what reads the sum reads both. cuBLAS adds the second to the first in place, for as many bytes as
-that costs. So nothing of the size of y is held beside it, and a backward pass keeps the sum, where
-it would keep the first product and compute the second again.
+`y = x W' + (x A') B'` in eight bits is two products. Each is as large as y, and if both are
+written, whatever reads the sum reads both. cuBLAS can add the second to the first in place, which
+moves as many bytes. Then nothing of the size of y is held beside y, and what is kept for backward
+is the sum: otherwise it is the first product, and backward computes the second again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ ADD_PRODUCT = torch.ops.qfuse.add_product.default
 
 
 def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) -> None:
-    """Add to `product` [M, N] what is added to it, if that is an adapter's product `p B'`, none of
-    `others`, and nothing else reads either. Both may be shown as other rows, or in float32, where
-    the sum is rounded once to 16 bits before."""
+    """Find what is added to `product` [M, N], and add it in place if it is an adapter's `p B'`.
+
+    Nothing else may read either of the two, and the second may be none of `others`. Both may be
+    viewed as other rows or cast to float32; the sum is then rounded to 16 bits before that.
+    """
     shown = product
     while (reader := _only_reader(shown)) is not None and _shows(reader):
         shown = reader
@@ -45,20 +47,12 @@ def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) 
     if not (same_shape(shown, other) and same_shape(shown, reader)):  # else one is broadcast
         return
     below = other
-    while _shows(below):
+    while len(below.users) == 1 and _shows(below):
         below = arg(below, 0)
-    added = as_product(below)
+    added = as_product(below) if len(below.users) == 1 else None
     if added is None or added.node in others or not is_rank(added.inner, added.cols):
         return
     if not same_shape(added.node, product) or tensor(below).dtype is not tensor(product).dtype:
-        return
-    above = added.node
-    while above is not other:
-        next_above = _only_reader(above)
-        if next_above is None:
-            return
-        above = next_above
-    if _only_reader(above) is not reader:
         return
     with graph.inserting_before(reader):
         total = emit(graph, ADD_PRODUCT, (product, added.lhs, added.rhs), product)

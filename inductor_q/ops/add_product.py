@@ -1,4 +1,4 @@
-"""`qfuse::add_product`: a product that is added to another one, where that one lies."""
+"""`qfuse::add_product`: a product that is added to another one, in place where that is safe."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def takes_base(node: fx.Node) -> bool:
-    """Whether a node of `qfuse::add_product` may write to its base: a product that nothing else
-    reads, nor this node in another place."""
+    """Whether a node of `qfuse::add_product` may write to its base.
+
+    It may if the base is a product, no other node reads it, and it is none of the two factors.
+    """
     base = node.args[0]
     if not isinstance(base, fx.Node) or base.target not in _PRODUCTS:
         return False
