@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from inductor_q.capture import expert_blocks, holds_experts, packed_weight
+from inductor_q.capture.caching import caching_hooks
 from inductor_q.capture.library import Stored
 from inductor_q.exc import NoExperts, UnknownProjection, UnreadExperts
 from inductor_q.experts.packing import expert_shape, operand_names
@@ -122,6 +123,10 @@ def as_stack(layer: Any, name: str) -> ExpertStack:
         del layer._parameters[beside]
     if name not in layer._parameters:
         parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
+        if not parametrize.is_parametrized(layer):
+            for hooks, key in caching_hooks(layer):  # nothing is left that they could keep
+                del hooks[key]
+                layer._forward_hooks_always_called.pop(key, None)
     named = dict(zip(operand_names(format), operands, strict=True))
     return put_stack(layer, name, named, format, shape)
 

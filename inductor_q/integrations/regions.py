@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from inductor_q import capture
 from inductor_q.capture.live import module_path
@@ -32,6 +33,7 @@ from inductor_q.integrations.states import (
     tell_of_graphs,
     without_graphs,
 )
+from inductor_q.log import warn_once
 from inductor_q.options import current_device
 
 Regions = Literal["auto", "model", "layers"]
@@ -84,6 +86,7 @@ def compile(
     }
     if is_sharded or len(found) > 1:
         settings = _of_layers(settings, is_sharded)
+        _tell_of_parametrized(found)
     states = States(model, settings)
     for module in model.modules():
         region = region_of(module)
@@ -159,6 +162,19 @@ def _of_layers(settings: dict[str, Any], is_sharded: bool) -> dict[str, Any]:
         why = 'A layer\'s may overwrite what the next layer reads: use regions="model" with them'
     tell_of_graphs("inductor_q.compile", source, why)
     return without_graphs(settings)
+
+
+def _tell_of_parametrized(layers: list[nn.Module]) -> None:
+    """Warn of layers that cannot share a graph: each parametrized module in them has a class of its
+    own, which Dynamo guards on."""
+    held = [layer for layer in layers if any(map(is_parametrized, layer.modules()))]
+    if len(held) > 1:
+        warn_once(
+            f"inductor_q.compile: {len(held)} layers share no graph, and torch compiles few of one "
+            "function: torch.nn.utils.parametrize gives each module a class of its own. "
+            "inductor_q.experts.quantize(model) takes packed experts over as they are, without it; "
+            'or compile with regions="model"'
+        )
 
 
 def _is_sharded(model: nn.Module) -> bool:

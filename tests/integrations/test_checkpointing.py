@@ -13,9 +13,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import inductor_q
 from inductor_q import testing
 from inductor_q.diagnostics import observe
+from inductor_q.experts import quantize
 from inductor_q.integrations import prepare_checkpointing
+from inductor_q.log import warn_once
 from tests.support.compiling import gradients
 
 for extra in ("bitsandbytes", "transformers"):
@@ -164,14 +167,15 @@ def test_only_the_hook_is_removed() -> None:
     assert list(embedding._forward_hooks.values()) == [another]
 
 
-def with_packed_experts() -> Any:
-    config = testing.tiny_qwen3_moe_config(num_hidden_layers=1)
+def with_packed_experts(layers: int = 1) -> Any:
+    config = testing.tiny_qwen3_moe_config(num_hidden_layers=layers)
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
     base = auto.from_config(config, dtype=torch.bfloat16)
     base.set_experts_implementation("grouped_mm")
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-    for name in ("gate_up_proj", "down_proj"):
-        parametrize.replace_parameter_4bit(base.model.layers[0].mlp.experts, name)
+    for layer in base.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            parametrize.replace_parameter_4bit(layer.mlp.experts, name)
     return testing.qlora_model(
         config, base=base, targets=testing.ATTENTION, randomize_adapters=True
     )
@@ -229,3 +233,34 @@ def test_packed_experts_are_decoded_once_in_eager_mode() -> None:
     moe_step(model, model)
     assert len(calls) == 1
     assert torch.nn.utils.parametrize._cache == {}
+
+
+def test_layers_share_a_graph_once_their_packed_experts_are_stacks() -> None:
+    """torch numbers hooks through all modules and gives each parametrized one a class of its own,
+    and Dynamo guards on both."""
+    model = with_packed_experts(layers=3)
+    eager = moe_step(model, model)
+    model.zero_grad()
+    quantize(model)
+    held = model.get_base_model().model.layers[1].mlp.experts
+    assert not held._forward_hooks and not held._forward_pre_hooks
+    assert not held._forward_hooks_always_called
+    inductor_q.compile(model, regions="layers")
+    torch._dynamo.reset()
+    with testing.CompileTrace() as trace:
+        compiled = moe_step(model, model)
+    assert (trace.graphs, trace.breaks) == (1, [])
+    assert testing.relative_error(compiled, eager) < 0.05
+
+
+def test_layers_that_share_no_graph_are_told_of_stacks(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    inductor_q.compile(with_packed_experts(layers=2), regions="layers")
+    assert "2 layers share no graph" in caplog.text and "experts.quantize" in caplog.text
+    caplog.clear()
+    warn_once.cache_clear()
+    stacked = with_packed_experts(layers=2)
+    quantize(stacked)
+    inductor_q.compile(stacked, regions="layers")
+    inductor_q.compile(with_packed_experts(layers=1), regions="layers")
+    assert "share no graph" not in caplog.text
