@@ -8,7 +8,7 @@ torchtitan does: layers then compute while the head is gathered. ``fsdp2-ahead``
 layer's weights before the layer in front of it is called. ``fsdp2-kept`` keeps gathered weights
 from forward to backward. ``fsdp2-packed`` shards of a layer the packed weights alone: its adapters
 and norms are whole on each rank, and one all-reduce behind backward averages their gradients.
-``fsdp2-packed-kept`` is both.
+``fsdp2-packed-kept`` is both, and ``fsdp2-packed-kept-parts`` that and ``fsdp2-parts``.
 What is compiled is each layer, or under DDP with ``--regions model`` all of the model: by
 ``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
 ``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``).
@@ -89,7 +89,15 @@ SHOWN = (
 )
 
 #: How the weights of a model are sharded.
-SHARDED = ("fsdp2", "fsdp2-parts", "fsdp2-ahead", "fsdp2-kept", "fsdp2-packed", "fsdp2-packed-kept")
+SHARDED = (
+    "fsdp2",
+    "fsdp2-parts",
+    "fsdp2-ahead",
+    "fsdp2-kept",
+    "fsdp2-packed",
+    "fsdp2-packed-kept",
+    "fsdp2-packed-kept-parts",
+)
 
 #: What a model on meta gets: weights of adapters and of embeddings are small, norms are one.
 SCALE = 0.02
@@ -226,9 +234,9 @@ def _shard(model: Any, wrap: str) -> None:
     mesh = dist.device_mesh.init_device_mesh(_device_type(model), (dist.get_world_size(),))
     left_out = set(_small(model)) if "packed" in wrap else None
     for layer in _layers(model):
-        kept = wrap.endswith("kept")
+        kept = "kept" in wrap
         fully_shard(layer, mesh=mesh, reshard_after_forward=not kept, ignored_params=left_out)
-    if wrap in ("fsdp2-parts", "fsdp2-ahead"):
+    if wrap.endswith(("parts", "ahead")):
         _shard_ends(model.get_base_model(), mesh)
     fully_shard(model, mesh=mesh, ignored_params=left_out)
     if wrap == "fsdp2-ahead":

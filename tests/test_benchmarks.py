@@ -865,7 +865,7 @@ def test_exposed_communication_is_what_nothing_else_covers() -> None:
 @pytest.mark.parametrize(
     "options, fused, tolerance",
     [
-        (["--wraps", "fsdp2", "fsdp2-parts", "fsdp2-packed-kept"], "7 of 7", 0.02),
+        (["--wraps", "fsdp2", "fsdp2-parts", "fsdp2-packed-kept-parts"], "7 of 7", 0.02),
         (["--wraps", "fsdp2", "--recipe", "trl"], "7 of 7", 0.1),  # other masks of dropout
         (["--large"], "7 of 7", 0.02),
         (["--wraps", "experts"], "6 of 6", 0.02),
