@@ -37,7 +37,12 @@ LINEAR = {
     "inductor": "stock Inductor",
     "qfuse": "qfuse",
 }
-EIGHT_BITS = {"inductor": "stock Inductor", "qfuse": "qfuse", step_figures.FP8: "qfuse, fp8"}
+EIGHT_BITS = {
+    "inductor": "stock Inductor",
+    step_figures.INT8: "qfuse, int8",
+    "qfuse": "qfuse",
+    step_figures.FP8: "qfuse, fp8",
+}
 
 
 def linear(name: str, peers: Mapping[str, str] = LINEAR) -> str:
@@ -211,12 +216,19 @@ def sharded() -> str:
 def ways() -> str:
     """Show ways to shard a model of four layers on two GPUs, and experts over ranks."""
     graphs = "qfuse[qfuse.mode=reduce-overhead]"
-    peers = {"inductor": "stock Inductor", "qfuse": "qfuse", graphs: "qfuse, CUDA graphs"}
+    by_cpp = "qfuse[cpp_wrapper=True]"
+    peers = {"inductor": "stock Inductor", "qfuse": "qfuse", by_cpp: "qfuse, C++ wrapper"}
+    peers[graphs] = "qfuse, CUDA graphs"
     kinds = {
         ("ranks_ways-h100", "fsdp2"): "FSDP2",
         ("ranks_ways_more-h100", "fsdp2-kept"): "weights gathered once a step",
         ("ranks_ways_more-h100", "fsdp2-packed"): "packed weights alone are sharded",
         ("ranks_ways-h100", "fsdp2-packed-kept"): "packed weights alone, gathered once",
+        ("ranks_cpp-h100", "fsdp2"): "FSDP2, on another machine",
+        ("ranks_cpp-h100", "fsdp2-packed-kept"): "packed weights alone, gathered once, there",
+        ("ranks_parts-h200", "fsdp2-packed-kept-parts"): (
+            "the same on H200s, and embeddings and head sharded by themselves"
+        ),
         ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
     }
     body = []
@@ -236,6 +248,30 @@ def ways() -> str:
     )
     files = dict.fromkeys(name for name, _ in kinds)
     return f"{table((*header, 'graphs recorded in 12 steps'), body)}\n\n{source(*files)}"
+
+
+def experts_over_ranks() -> str:
+    """Show all layers of Qwen3-30B-A3B on two GPUs, a process for each peer."""
+    names = {
+        "eager": "ranks_30b_eager-h100",
+        "inductor": "ranks_30b_inductor-h200",
+        "qfuse": "ranks_30b_qfuse-h100",
+    }
+    labels = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
+    body = [
+        (
+            labels[peer],
+            result(name)["machine"]["name"].split()[1],
+            ms(seconds(name, peer)),
+            *(ms(extra(name, peer, key)) for key in ("host_s", "exposed_s")),
+            f"{extra(name, peer, 'first_s'):.1f} s",
+            str(extra(name, peer, "graphs")),
+            gb(extra(name, peer, "peak_bytes")),
+        )
+        for peer, name in names.items()
+    ]
+    header = ("", "GPUs", "a step", "until the host has issued it", "NCCL alone", "first step")
+    return f"{table((*header, 'graphs', 'peak of a rank'), body)}\n\n{source(*names.values())}"
 
 
 def large() -> str:
@@ -411,9 +447,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes": step_figures.recipes,
     "rates": step_figures.rates,
     "recipe": step_figures.recipe,
+    "recipe-graphs": step_figures.recipe_graphs,
     "small": step_figures.small,
     "eight-bits": step_figures.eight_bits,
-    "eight-bits-linear": lambda: linear("linear_fp8-h100", EIGHT_BITS),
+    "eight-bits-int8": step_figures.int8,
+    "eight-bits-linear": lambda: linear("linear_eight_bits-h100", EIGHT_BITS),
     "eight-bits-quality": step_figures.eight_bits_quality,
     "eight-bits-products": step_figures.eight_bits_products,
     "eight-bits-outliers": step_figures.eight_bits_outliers,
@@ -434,6 +472,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode-whole": decode_whole,
     "sharded": sharded,
     "sharded-ways": ways,
+    "sharded-experts": experts_over_ranks,
     "large": large,
     "kbit": kbit,
     "attention": attention,

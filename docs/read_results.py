@@ -28,9 +28,6 @@ REMARKS = {
         "for its cast and its adapter, an adapter's product is added in place, and "
         "`allow_buffer_reuse` is off."
     ),
-    ("step_8b_fp8-h100", "f68da63"): (
-        "Since then an adapter's product is added in place, and `allow_buffer_reuse` is off."
-    ),
     **dict.fromkeys(
         (
             ("step_fp8-h100", "a13d5fb"),

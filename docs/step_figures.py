@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from docs.read_results import (
     Row,
@@ -45,7 +45,8 @@ MORE_RECIPES = {
 }
 #: The option of the products in eight bits, and the steps that have it, shown once measured.
 FP8 = "qfuse[qfuse.compute=fp8]"
-#: The same with an option that FP8 brings by itself since; where a result has both, this is shown.
+INT8 = "qfuse[qfuse.compute=int8]"
+#: FP8 with an option that it brings by itself since; where a result has both, this is shown.
 FP8_NOW = "qfuse[qfuse.compute=fp8;allow_buffer_reuse=False]"
 EIGHT_BITS = {
     "step_fp8-h200": "H200: bare, 8 layers",
@@ -116,11 +117,21 @@ def fp8_of(name: str) -> str:
 
 
 def eight_bits() -> str:
-    """Write steps whose products are in eight bits beside the same steps in bfloat16."""
+    """Write steps whose products are in FP8 beside the same steps in bfloat16."""
     files = [name for name in EIGHT_BITS if any(r["peer"] == FP8 for r in result(name)["rows"])]
+    return _eight_bits({name: (EIGHT_BITS[name], fp8_of(name)) for name in files}, "fp8")
+
+
+def int8() -> str:
+    """Write a step whose products are in int8 beside the same step in bfloat16."""
+    label = "H100: TRL's defaults with checkpointing, 4 layers"
+    return _eight_bits({"step_trl_int8-h100": (label, INT8)}, "int8")
+
+
+def _eight_bits(files: Mapping[str, tuple[str, str]], compute: str) -> str:
     body = []
-    for name in files:
-        peers = ("inductor", "qfuse", fp8_of(name))
+    for name, (step, peer) in files.items():
+        peers = ("inductor", "qfuse", peer)
         times = [seconds(name, peer) for peer in peers]
         least = [row(name, peer)["timing"]["best"] for peer in peers]
         peaks = [extra(name, peer, "peak_bytes") for peer in peers]
@@ -129,12 +140,12 @@ def eight_bits() -> str:
         steps = result(name)["settings"]["loss_steps"]
         label = f"loss, largest deviation in {steps} steps"
         body += [
-            (EIGHT_BITS[name], "step", *map(ms, times), ratio[0]),
+            (step, "step", *map(ms, times), ratio[0]),
             ("", "the shortest", *map(ms, least), ratio[1]),
             ("", "peak memory", *map(gb, peaks), ratio[2]),
             ("", label, *(percent(d, 2) for d in deviations), ""),
         ]
-    header = ("", "", "stock Inductor", "qfuse", "qfuse, fp8", "fp8 / bf16")
+    header = ("", "", "stock Inductor", "qfuse", f"qfuse, {compute}", f"{compute} / bf16")
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
@@ -291,6 +302,25 @@ def recipe() -> str:
     body.append(("share of the roof", *shares, "", ""))
     header = ("steps per second, in the order", "stock Inductor", "qfuse", "`broken`")
     return f"{table((*header, 'qfuse / stock', 'qfuse / `broken`'), body)}\n\n{source(name)}"
+
+
+def recipe_graphs() -> str:
+    """Show a quarter of the same model in one graph, with and without CUDA graphs."""
+    name = "recipe_graphs-h100"
+    peers = {"inductor": "stock Inductor", "qfuse": "qfuse", GRAPHS: "qfuse, CUDA graphs"}
+    body = [
+        (
+            label,
+            ms(seconds(name, peer)),
+            f"{seconds(name, peer) / seconds(name, 'inductor'):.2f}",
+            f"{extra(name, peer, 'compile_s'):.1f} s",
+            percent(row(name, peer)["roof_fraction"]),
+            percent(extra(name, peer, "loss_deviation"), 2),
+        )
+        for peer, label in peers.items()
+    ]
+    header = ("", "a step", "of stock Inductor's", "first step", "share of the roof")
+    return f"{table((*header, 'loss, deviation from stock'), body)}\n\n{source(name)}"
 
 
 #: The peer in CUDA graphs.
