@@ -16,11 +16,11 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7750,
+    "benchmarks": 7740,
     "csrc": 4125,
     "docs": 1800,
-    "examples": 1165,
-    "inductor_q": 6055,
+    "examples": 1175,
+    "inductor_q": 6090,
     "inductor_q/capture": 2460,
     "inductor_q/commands": 1105,
     "inductor_q/decode": 720,

@@ -55,26 +55,6 @@ from inductor_q import testing
 
 TEXT = harness.ROOT / "examples" / "data" / "harbour.txt"
 MODELING = "transformers.models.qwen3_5.modeling_qwen3_5"
-SHAPES = {
-    "vocab_size": 248_320,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262_144,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000_000,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
-    },
-}
-
 #: Stock Inductor, adapted linears outside of the graph.
 BROKEN = "broken"
 
@@ -154,12 +134,11 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 
 def _config(layers: int, *, on_gpu: bool) -> Any:
-    # Every fourth layer is attention, and of fewer than four the last.
-    kinds = ["linear_attention"] * layers
-    for index in [*range(3, layers, 4)] or [layers - 1]:
-        kinds[index] = "full_attention"
-    shapes = SHAPES if on_gpu else {}
-    return testing.tiny_qwen3_5_config(**shapes, num_hidden_layers=layers, layer_types=kinds)
+    if on_gpu:
+        return testing.qwen3_5_0_8b_config(layers)
+    return testing.tiny_qwen3_5_config(
+        num_hidden_layers=layers, layer_types=testing.qwen3_5_layer_types(layers)
+    )
 
 
 def _model(arguments: argparse.Namespace, config: Any, device: torch.device) -> Any:

@@ -305,7 +305,7 @@ def recipe() -> str:
 
 
 def recipe_graphs() -> str:
-    """Show a quarter of the same model in one graph, with and without CUDA graphs."""
+    """Show a sixth of the same model in one graph, with and without CUDA graphs."""
     name = "recipe_graphs-h100"
     peers = {"inductor": "stock Inductor", "qfuse": "qfuse", GRAPHS: "qfuse, CUDA graphs"}
     body = [

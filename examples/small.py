@@ -2,6 +2,7 @@
 
     qfuse tune --model examples.small:qwen3_0_6b
     qfuse tune --model examples.small:qwen3_0_6b_quarter --budget 9m
+    qfuse tune --model examples.small:qwen3_5_0_8b_sixth --budget 20m
     qfuse tune --model examples.small:toy
 
 They are QLoRA models with random weights: NF4, and LoRA of rank 16 on all projections, prepared as
@@ -25,6 +26,17 @@ def qwen3_0_6b(layers: int = 28) -> Any:
 def qwen3_0_6b_quarter() -> Any:
     """Return a model of a quarter of Qwen3-0.6B's layers, which compiles sooner."""
     return qwen3_0_6b(7)
+
+
+def qwen3_5_0_8b(layers: int = 24) -> Any:
+    """Return a model of the shapes of Qwen3.5-0.8B's text model, most of whose layers are gated
+    delta nets: as torch computes them their graphs are large, and compiling all takes minutes."""
+    return _qlora(testing.qwen3_5_0_8b_config(layers))
+
+
+def qwen3_5_0_8b_sixth() -> Any:
+    """Return a model of a sixth of Qwen3.5-0.8B's layers: three delta nets and one of attention."""
+    return qwen3_5_0_8b(4)
 
 
 def toy() -> Any:

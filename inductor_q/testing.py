@@ -143,6 +143,43 @@ def qwen3_0_6b_config(num_hidden_layers: int = 28, **overrides: Any) -> Any:
     return qwen3_8b_config(num_hidden_layers, **shapes)
 
 
+def qwen3_5_0_8b_config(num_hidden_layers: int = 24, **overrides: Any) -> Any:
+    """Make a configuration with the shapes of Qwen3.5-0.8B's text model."""
+    shapes: dict[str, Any] = {
+        "vocab_size": 248_320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": num_hidden_layers,
+        "layer_types": qwen3_5_layer_types(num_hidden_layers),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    }
+    return tiny_qwen3_5_config(**shapes, **overrides)
+
+
+def qwen3_5_layer_types(layers: int) -> list[str]:
+    """Name the kinds of a Qwen3.5's layers: every fourth is attention, of fewer than four the last.
+
+    The others are gated delta nets.
+    """
+    kinds = ["linear_attention"] * layers
+    for index in [*range(3, layers, 4)] or [layers - 1]:
+        kinds[index] = "full_attention"
+    return kinds
+
+
 def bitsandbytes() -> Any:
     """Return bitsandbytes as Any.
 

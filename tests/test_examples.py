@@ -64,6 +64,9 @@ def test_models_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = 2 * 16 * 128 + 2 * 8 * 128 + 3 * config.intermediate_size
     weights = config.hidden_size * (config.num_hidden_layers * linears + config.vocab_size)
     assert config.head_dim == 128 and round(weights / 1e9, 2) == 0.6
+    config = small.qwen3_5_0_8b_sixth()
+    assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    assert small.qwen3_5_0_8b().layer_types.count("full_attention") == 6
 
 
 @pytest.mark.slow
