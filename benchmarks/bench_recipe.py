@@ -55,6 +55,7 @@ from inductor_q import testing
 
 TEXT = harness.ROOT / "examples" / "data" / "harbour.txt"
 MODELING = "transformers.models.qwen3_5.modeling_qwen3_5"
+
 #: Stock Inductor, adapted linears outside of the graph.
 BROKEN = "broken"
 

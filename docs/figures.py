@@ -60,9 +60,10 @@ def linear(name: str, peers: Mapping[str, str] = LINEAR) -> str:
 
 
 def _compared(peers: Mapping[str, str]) -> list[str]:
-    """List the peers that the last one is held against; a product alone is no layer."""
+    """List the peers that the last one is held against; a product alone is no layer, and int8 is
+    for other GPUs."""
     *others, _ = peers
-    return [peer for peer in others if peer != "matmul"]
+    return [peer for peer in others if peer not in ("matmul", step_figures.INT8)]
 
 
 def dequantize(name: str) -> str:

@@ -5,8 +5,9 @@
     qfuse tune --model examples.small:qwen3_5_0_8b_sixth --budget 20m
     qfuse tune --model examples.small:toy
 
-They are QLoRA models with random weights: NF4, and LoRA of rank 16 on all projections, prepared as
-PEFT does it. `qfuse tune` trains them on 2 x 512 tokens a step (2 x 64 on a CPU).
+They are QLoRA models with random weights: NF4, and LoRA of rank 16 on the projections of attention
+and MLP, prepared as PEFT does it. `qfuse tune` trains them on 2 x 512 tokens a step (2 x 64 on a
+CPU).
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def qwen3_5_0_8b_config(num_hidden_layers: int = 24, **overrides: Any) -> Any:
             "mrope_section": [11, 11, 10],
         },
     }
-    return tiny_qwen3_5_config(**shapes, **overrides)
+    return tiny_qwen3_5_config(**{**shapes, **overrides})
 
 
 def qwen3_5_layer_types(layers: int) -> list[str]:

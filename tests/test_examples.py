@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import inductor_q
+from inductor_q import testing
 from tests.support.compiling import no_codegen
 
 for extra in ("accelerate", "bitsandbytes", "datasets", "peft", "transformers", "trl"):
@@ -64,6 +65,7 @@ def test_models_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = 2 * 16 * 128 + 2 * 8 * 128 + 3 * config.intermediate_size
     weights = config.hidden_size * (config.num_hidden_layers * linears + config.vocab_size)
     assert config.head_dim == 128 and round(weights / 1e9, 2) == 0.6
+    assert testing.qwen3_5_0_8b_config(4, vocab_size=1000).vocab_size == 1000
     config = small.qwen3_5_0_8b_sixth()
     assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
     assert small.qwen3_5_0_8b().layer_types.count("full_attention") == 6

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
+from inductor_q.capture.caching import caching_hooks
 from inductor_q.integrations.methods import is_replaced, replace_method
 from inductor_q.log import log
 
 # Local functions of transformers, and of PEFT for models that are not transformers'.
 _HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
-
-# Those around the forward of a module with packed parameters, which torch's parametrize decodes.
-_CACHING = frozenset({"_enable_parametrization_cache", "_disable_parametrization_cache"})
 
 # The methods of transformers' PreTrainedModel through which every way of enabling comes.
 _ENABLING = ("enable_input_require_grads", "_set_gradient_checkpointing")
@@ -96,10 +94,9 @@ def _prepare(model: nn.Module) -> None:
         del module._forward_hooks[key]
         log.info("prepare_checkpointing: removed the input hook of %s", path)
     for module in model.modules():
-        for hooks in cast(list[dict[int, Any]], [module._forward_pre_hooks, module._forward_hooks]):
-            for key, hook in hooks.items():
-                if getattr(hook, "__name__", "") in _CACHING and not hasattr(hook, "__wrapped__"):
-                    hooks[key] = _in_eager_mode(hook)
+        for hooks, key in caching_hooks(module):
+            if not hasattr(hooks[key], "__wrapped__"):
+                hooks[key] = _in_eager_mode(hooks[key])
     reentrant = [m for m in model.modules() if hasattr(m, _FUNCTION) and _is_reentrant(m)]
     for layer in reentrant:
         function: Any = getattr(layer, _FUNCTION)

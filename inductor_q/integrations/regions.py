@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch.nn.utils.parametrize import is_parametrized
 
 from inductor_q import capture
@@ -86,7 +87,7 @@ def compile(
     }
     if is_sharded or len(found) > 1:
         settings = _of_layers(settings, is_sharded)
-        _tell_of_parametrized(found)
+        _tell_of_parametrized(found, is_sharded)
     states = States(model, settings)
     for module in model.modules():
         region = region_of(module)
@@ -164,17 +165,22 @@ def _of_layers(settings: dict[str, Any], is_sharded: bool) -> dict[str, Any]:
     return without_graphs(settings)
 
 
-def _tell_of_parametrized(layers: list[nn.Module]) -> None:
-    """Warn of layers that cannot share a graph: each parametrized module in them has a class of its
-    own, which Dynamo guards on."""
-    held = [layer for layer in layers if any(map(is_parametrized, layer.modules()))]
-    if len(held) > 1:
-        warn_once(
-            f"inductor_q.compile: {len(held)} layers share no graph, and torch compiles few of one "
-            "function: torch.nn.utils.parametrize gives each module a class of its own. "
-            "inductor_q.experts.quantize(model) takes packed experts over as they are, without it; "
-            'or compile with regions="model"'
-        )
+def _tell_of_parametrized(layers: list[nn.Module], is_sharded: bool) -> None:
+    """Warn of layers that cannot share a graph, since parametrized modules in them are each of a
+    class of its own, which Dynamo guards on."""
+    held = [[m for m in layer.modules() if is_parametrized(m)] for layer in layers]
+    kinds = {tuple(map(type, modules)) for modules in held if modules}
+    if len(kinds) < 2:
+        return
+    ways = [] if is_sharded else ['compile with regions="model"']
+    if any(capture.holds_experts(module) for modules in held for module in modules):
+        ways.append("inductor_q.experts.quantize(model) takes packed experts over as they are")
+    warn_once(
+        f"inductor_q.compile: {len(kinds)} kinds of layers share no graph, since "
+        "torch.nn.utils.parametrize gives modules in them classes of their own. torch compiles "
+        f"{dynamo_config.recompile_limit} graphs of one function (recompile_limit), and layers "
+        f"beyond run in eager mode: {' or '.join(ways) or 'remove the parametrizations'}"
+    )
 
 
 def _is_sharded(model: nn.Module) -> bool:
