@@ -20,17 +20,19 @@ ADD_PRODUCT: Any = torch.ops.qfuse.add_product
 IN_PLACE = "add_product_"
 
 
-def operands(rows: int = 8, inner: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def operands(
+    rows: int = 8, inner: int = 4, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> list[Tensor]:
     """A weight's two factors, and an adapter's."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((rows, 16), (16, 24), (rows, inner), (inner, 24))
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_ops(rows: int, dtype: torch.dtype) -> None:
-    x, w, a, b = operands(rows, dtype=dtype)
+def test_ops(rows: int, dtype: torch.dtype, device: str) -> None:
+    x, w, a, b = operands(rows, dtype=dtype, device=device)
     base = x @ w
     for args in ((base, a, b), (base, a, b.t().contiguous().t())):
         opcheck(ADD_PRODUCT.default, args)
@@ -87,9 +89,9 @@ def twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     (twice, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
-def test_compiled(fn: Any, in_place: bool, dynamic: bool) -> None:
+def test_compiled(fn: Any, in_place: bool, dynamic: bool, device: str) -> None:
     lowerings.register()
-    args = operands()
+    args = operands(device=device)
     before, expected = [arg.clone() for arg in args], fn(*args)
     with config.patch(fx_graph_cache=False):
         compiled = torch.compile(fn, dynamic=dynamic, fullgraph=True)

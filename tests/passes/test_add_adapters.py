@@ -198,7 +198,7 @@ def test_a_bias_stays_between() -> None:
     assert len(sums) == 1  # the gradient of x
 
 
-def test_in_place_in_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_place_in_forward_and_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the product that a GPU has, both graphs of a layer add in place."""
 
     def scaled_product(a: Tensor, b: Tensor, *scales: Any, dtype: torch.dtype) -> Tensor:
@@ -208,8 +208,9 @@ def test_in_place_in_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> No
             scale_b = torch.ones((1, b.shape[1]), dtype=torch.float32)
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
 
-    monkeypatch.setattr(eight_bits, "scaled_product", scaled_product)
-    block, x = layer(), tokens()
+    if device == "cpu":
+        monkeypatch.setattr(eight_bits, "scaled_product", scaled_product)
+    block, x = layer().to(device), tokens().detach().to(device).requires_grad_()
     expected, grads = step(block, x, module=block)
     with config.patch(fx_graph_cache=False):
         outcome, codes = run_and_get_code(compiled, block, x, codegen=True)
