@@ -233,6 +233,16 @@ class NothingToQuantize(QfuseError, ValueError):
     message = "nothing to quantize in {model}: {found}"
 
 
+class NotAModel(QfuseError, TypeError):
+    """What is to be quantized is neither a module nor says which one to make."""
+
+    found: str
+    message = (
+        "cannot quantize a {found}: expected a torch.nn.Module, or transformers' configuration of "
+        "a causal language model beside checkpoint=..."
+    )
+
+
 class WrongScheme(QfuseError, ValueError):
     """What is asked of `inductor_q.quantize` is no format, or none that can be written."""
 

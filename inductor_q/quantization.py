@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from inductor_q import capture
 from inductor_q.capture.packed import packed_tensors
-from inductor_q.exc import MissingExtra, NoQuantizer, UnknownFormat, WrongScheme
+from inductor_q.exc import (
+    MissingExtra,
+    NoQuantizer,
+    NotAModel,
+    NoValues,
+    UnknownFormat,
+    WrongScheme,
+)
 from inductor_q.formats import FORMATS
 from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, INT8, bnb_format_name
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name
@@ -55,7 +62,7 @@ Make = Callable[[nn.Linear, str], nn.Module]
 
 
 def quantize(
-    model: nn.Module,
+    model: nn.Module | Any,
     to: Any,
     *,
     skip: Collection[str] | None = None,
@@ -71,6 +78,9 @@ def quantize(
     `from_pretrained` loads what its `save_pretrained` writes.
 
     Args:
+        model: a model, a linear layer, or a causal language model's configuration of transformers'
+            beside `checkpoint`: its model is made without memory, in the configuration's dtype
+            (bfloat16 if it has none) and, as by `from_pretrained`, for evaluation.
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
             "fp8_row", "fp8_tensor", "int4_g128", "nvfp4", "kbit4". Or a mapping with one key:
             `{"bnb": {"quant_type": "nf4", "blocksize": 64, "nested": True}}`, `{"torchao":
@@ -90,9 +100,11 @@ def quantize(
 
     Raises:
         NotNames: `skip` is a text.
+        NotAModel: `model` is neither a module nor such a configuration.
         WrongScheme, UnknownFormat, NoQuantizer, MissingExtra: what is asked for, or a layer whose
             shape the library does not take.
-        NoValues: a weight is on the meta device and there is no checkpoint.
+        NoValues: a weight is on the meta device, or a configuration was given, and there is no
+            checkpoint.
         NotFinite, ScaleOutOfRange: a weight, by name, that has no K-bit codes.
         UnknownLayer, NothingToQuantize: there is no such layer, or none that is left.
         AlreadyQuantized, WrongCheckpoint: the checkpoint.
@@ -107,6 +119,8 @@ def quantize(
     make = _maker(to, found)
     if checkpoint is not None:
         check_not_quantized(checkpoint)
+    if not isinstance(model, nn.Module):
+        model = _empty(model, checkpoint)
     left = _left_alone(to, model)
     patterns = left if skip is None and left is not None else skip_patterns(model, skip)
     layers = linear_layers(model, patterns)
@@ -137,6 +151,23 @@ def quantize(
     model = source.finish()
     _tell_transformers(model)
     return model
+
+
+def _empty(config: Any, checkpoint: str | Path | None) -> nn.Module:
+    """Make the causal language model of a configuration, with its parameters on meta."""
+    from inductor_q.loading.files import meta_parameters
+
+    name = type(config).__name__
+    if not hasattr(config, "model_type"):
+        raise NotAModel(found=name)
+    if checkpoint is None:
+        raise NoValues(what=f"the model that a {name} describes")
+    from transformers import AutoModelForCausalLM
+
+    with meta_parameters():
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
 
 
 def _tell_transformers(model: nn.Module) -> None:

@@ -220,6 +220,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.NotAModel(found="dict"),
+        "cannot quantize a dict: expected a torch.nn.Module, or transformers' configuration of a "
+        "causal language model beside checkpoint=...",
+        TypeError,
+    ),
+    (
         exc.WrongScheme(asked={"gguf": {}}, problem="'gguf' is none of bnb, kbit"),
         "cannot quantize to {'gguf': {}}: 'gguf' is none of bnb, kbit",
         ValueError,

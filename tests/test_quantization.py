@@ -314,6 +314,29 @@ def test_from_a_checkpoint(asked: str, tmp_path: Path) -> None:
         assert torch.equal(net(x), expected)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_a_configuration_and_its_checkpoint(tied: bool, tmp_path: Path) -> None:
+    """It is what quantizing the loaded model gives, with LoRA on it after."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=2, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    source.save_pretrained(tmp_path)
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = inductor_q.quantize(read, "nf4", checkpoint=tmp_path, progress=False)
+    assert not model.training and {p.dtype for p in model.parameters()} == {BF16, torch.uint8}
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        expected = inductor_q.quantize(source, "nf4", progress=False)(ids).logits
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(exc.NotAModel, match="a dict"):
+        inductor_q.quantize({"nf4": 1}, "nf4", progress=False)
+    with pytest.raises(exc.NoValues, match=r"a Qwen3Config describes.*checkpoint="):
+        inductor_q.quantize(testing.tiny_qwen3_config(), "nf4", progress=False)
+
+
 @pytest.mark.parametrize(
     "method", ["mxfp4", "awq", "gptq", "bitsandbytes", "quark", "compressed-tensors"]
 )
