@@ -101,3 +101,49 @@ def test_decoding_is_that_of_eager(cache: str, device: str) -> None:
     assert {s.module.rpartition(".")[2] for s in sites} == set(testing.PROJECTIONS)
     # On a GPU, bitsandbytes' kernel is preferred for a few rows.
     assert all(not s.rejected or (device == "cuda" and s.by_choice) for s in sites)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("way", ["compile_config", "forward"])
+def test_ways_of_others_to_compile_a_static_cache(way: str, device: str) -> None:
+    """transformers' own, and a compiled forward in CUDA graphs: two texts, of two adapters."""
+    model = testing.qlora_model(
+        testing.tiny_llama_config(num_hidden_layers=1),
+        compute_dtype=DTYPE[device],
+        adapter_dtype=DTYPE[device],
+        randomize_adapters=True,
+        device=device,
+    ).eval()
+    ids = prompt(device)
+    settings: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    settings |= {
+        "min_new_tokens": NEW,
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "use_cache": True,
+    }
+    settings |= {"cache_implementation": "static", "pad_token_id": testing.ByteTokenizer.pad_id}
+    eager = model.generate(**settings, disable_compile=True)
+    with model.disable_adapter():
+        without = model.generate(**settings, disable_compile=True)
+    torch.compiler.reset()
+    if way == "compile_config":
+        compile_config = pytest.importorskip("transformers.generation").CompileConfig
+        settings["compile_config"] = config = compile_config(backend="qfuse")
+        config._compile_all_devices = True  # by itself it compiles on a GPU alone
+    else:
+        inner = model.get_base_model()
+        inner.forward = torch.compile(inner.forward, backend="qfuse", mode="reduce-overhead")
+        settings["disable_compile"] = True
+    with testing.CompileTrace() as trace:
+        for _ in range(2):
+            tokens = model.generate(**settings)
+            with model.disable_adapter():
+                others = model.generate(**settings)
+            if device == "cpu":
+                assert torch.equal(tokens, eager) and torch.equal(others, without)
+    assert trace.breaks == []
+    # One token with the adapter and one without; a compiled forward serves the prompts too.
+    assert trace.graphs == {"compile_config": 2, "forward": 4}[way]
+    report = inductor_q.last_report()
+    assert report is not None and report.applied()["canonicalize"] == len(testing.PROJECTIONS)

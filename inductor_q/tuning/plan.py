@@ -39,6 +39,7 @@ class Knob:
 KNOBS = (
     Knob("triton.cudagraphs", needs=("triton.cudagraph_skip_dynamic_graphs",)),
     Knob("max_autotune_gemm", devices=("cuda", "cpu")),
+    Knob("max_autotune_pointwise"),
     Knob("coordinate_descent_tuning"),
     Knob("coordinate_descent_check_all_directions", needs=("coordinate_descent_tuning",)),
     Knob("assume_aligned_inputs"),
