@@ -189,7 +189,8 @@ def _compile(adapted: Any, variant: str) -> tuple[Step, Callable[[], list[int] |
         return loss_of(adapted), lambda: None
     torch.compiler.reset()
     # Batches are small here, and the question is not what pays.
-    options = {**options, "qfuse.thresholds": {"quantize_products.min_rows": 1}}
+    every = dict.fromkeys(("quantize_products.min_rows", "quantize_products.min_elements"), 1)
+    options = {**options, "qfuse.thresholds": every}
     compiled = torch.compile(
         adapted, backend=testing.qfuse_backend(), options=options, dynamic=False
     )

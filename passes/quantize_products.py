@@ -274,6 +274,12 @@ def _refused(product: Product, context: Context) -> str:
         return f"the product is in {value.dtype}; qfuse.compute={compute!r} is for {names}"
     if product.inner % MULTIPLE or product.cols % MULTIPLE:
         return f"the weight's sizes are no multiples of {MULTIPLE}, as eight-bit products need"
+    least, count = context.threshold("quantize_products.min_elements"), product.inner * product.cols
+    if count < least:
+        return (
+            f"a weight of {count} elements, fewer than quantize_products.min_elements={least} of "
+            "the preset"
+        )
     least, count = context.threshold("quantize_products.min_rows"), rows(product.node)
     if count < least:
         return f"{count} rows, fewer than quantize_products.min_rows={least} of the preset"

@@ -87,6 +87,11 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: with fewer rows the decode of the "
             "weight and the cast of the input take a larger share of the layer's time",
         ),
+        "quantize_products.min_elements": Entry(
+            value=1 << 20,
+            evidence="a start value, not a measured crossover: of a small weight's time the casts "
+            "take most; the least in a model that was measured has 1024 x 4096 elements",
+        ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
         "linear_rows.max_rows": Entry(
             value=16,

@@ -47,7 +47,10 @@ def tokens() -> Tensor:
 
 def observed(module: nn.Module, numerics: str, **options: Any) -> tuple[Explanation, Any]:
     torch._dynamo.reset()
-    given = {"qfuse.thresholds": {"quantize_products.min_rows": 1}, **options}
+    given = {
+        "qfuse.thresholds": {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1},
+        **options,
+    }
     with observe(numerics=numerics) as observation, no_codegen():
         call: Any = torch.compile(module, backend=testing.qfuse_backend(), options=given)
         outcome = step(call, tokens(), module=module)

@@ -232,7 +232,9 @@ def test_products_in_eight_bits() -> None:
             parameter.data = parameter.data.to(BF16)
     prepare_fp8(model)
     plainly, _ = train(model, model)
-    few = {"qfuse.thresholds": {"quantize_products.min_rows": 1}}
+    few = {
+        "qfuse.thresholds": {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1}
+    }
     with no_codegen():
         inductor_q.compile(model, options={**few, "qfuse.compute": "fp8"})
         loss, _ = train(model, model)

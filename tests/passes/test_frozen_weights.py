@@ -18,7 +18,7 @@ from tests.support.compiling import Compiled, compile_step, no_codegen, partitio
 BF16 = torch.bfloat16
 FP8: dict[str, Any] = {
     "qfuse.compute": "fp8",
-    "qfuse.thresholds": {"quantize_products.min_rows": 1},
+    "qfuse.thresholds": {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1},
 }
 
 

@@ -36,7 +36,11 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EVERY_ROW = {"quantize_products.min_rows": 1, "extend_k.min_rows": 1}
+EVERY_ROW = {
+    "quantize_products.min_rows": 1,
+    "quantize_products.min_elements": 1,
+    "extend_k.min_rows": 1,
+}
 
 
 def compiled(
@@ -250,12 +254,20 @@ def test_under_a_checkpoint() -> None:
 
 
 def test_few_rows() -> None:
-    options: dict[str, Any] = {"qfuse.thresholds": {"extend_k.min_rows": 1}}
-    outcome = compiled(layer(), tokens(), options=options)
+    thresholds = {"extend_k.min_rows": 1, "quantize_products.min_elements": 1}
+    outcome = compiled(layer(), tokens(), options={"qfuse.thresholds": thresholds})
     reason = "64 rows, fewer than quantize_products.min_rows=1024 of the preset"
     assert refusals(outcome) == {reason: 2}
     assert outcome.report.in_eight_bits() == (0, 2)
     assert outcome.applied["extend_k"] == 2  # as in bf16
+
+
+def test_a_small_weight() -> None:
+    options = {"qfuse.thresholds": {"quantize_products.min_rows": 1}}
+    outcome = compiled(layer(), tokens(), options=options)
+    (reason,) = refusals(outcome)
+    assert reason.startswith("a weight of 8192 elements, fewer than quantize_products.min_elements")
+    assert outcome.report.in_eight_bits() == (0, 2)
 
 
 def test_strict_numerics() -> None:

@@ -49,7 +49,10 @@ def compiled(layer: Layer, **options: Any) -> Compiled:
     x = torch.randn(32, HIDDEN, generator=generator).to(BF16).requires_grad_()
     gates = torch.rand(32, 2, generator=generator).to(BF16).requires_grad_()
     ids = torch.rand(32, EXPERTS, generator=generator).argsort(-1)[:, :2]
-    given = {"qfuse.compute": "fp8", "qfuse.thresholds": {"quantize_products.min_rows": 1}}
+    given = {
+        "qfuse.compute": "fp8",
+        "qfuse.thresholds": {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1},
+    }
     return compile_step(
         layer, x, ids, gates, module=layer, options={**given, **options}, context=no_codegen()
     )
@@ -117,7 +120,10 @@ class Stack(nn.Module):
 def refusals(product: Callable[[Tensor, Tensor], Tensor], kind: str) -> dict[str, int]:
     layer = Stack(product, kind)
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(BF16).requires_grad_()
-    options = {"qfuse.compute": "int8", "qfuse.thresholds": {"quantize_products.min_rows": 1}}
+    options = {
+        "qfuse.compute": "int8",
+        "qfuse.thresholds": {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1},
+    }
     outcome = compile_step(layer, x, module=layer, options=options, context=no_codegen())
     found = outcome.reasons.get("quantize_products", {})
     assert outcome.report.in_eight_bits() == (0, sum(found.values()))

@@ -19,7 +19,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 N, K = 128, 256
 OPTIONS: dict[str, Any] = {
     "qfuse.compute": "fp8",
-    "qfuse.thresholds": {"quantize_products.min_rows": 1},
+    "qfuse.thresholds": {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1},
 }
 
 
