@@ -102,6 +102,10 @@ class UnknownMode(_UnknownName):
     message = "unknown mode {name!r}{where}{hint} Known: {known!j}"
 
 
+class UnknownRegions(_UnknownName):
+    message = "unknown regions {name!r}{hint} Known: {known!j}"
+
+
 class UnknownPreset(_UnknownName):
     message = "unknown preset {name!r}{where}{hint} Known: auto, none, {known!j}"
 

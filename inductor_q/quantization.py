@@ -27,23 +27,10 @@ from inductor_q.exc import (
     WrongScheme,
 )
 from inductor_q.formats import FORMATS
+from inductor_q.formats.aliases import ALIASES
 from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, INT8, bnb_format_name
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name
 from inductor_q.log import warn_once
-
-#: Short names, each for what its library takes by default.
-ALIASES = {
-    "nf4": "nf4_b64_nested",
-    "fp4": "fp4_b64_nested",
-    "int8": "int8_row",
-    "llm_int8": INT8.name,
-    "fp8": "fp8_e4m3_row",
-    "fp8_row": "fp8_e4m3_row",
-    "fp8_tensor": "fp8_e4m3_tensor",
-    "nvfp4": "nvfp4_tiles",
-    **{f"int4_g{group}": f"int4_tiles_g{group}" for group in (32, 64, 128, 256)},
-    **{f"kbit{k}": kbit_format_name(k, "e4m4") for k in KBITS},
-}
 
 #: What a mapping may ask, and with which fields.
 FIELDS = {
@@ -150,7 +137,25 @@ def quantize(
             source.put(name, made(name, layers[name].bias))
     model = source.finish()
     _tell_transformers(model)
+    _tell_of_experts(model, to)
     return model
+
+
+def _tell_of_experts(model: nn.Module, to: Any) -> None:
+    """Warn of fused experts, which are no `nn.Linear`."""
+    left = [
+        name
+        for name, module in model.named_modules()
+        if capture.holds_experts(module)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3 and parameter.is_floating_point() and parameter.itemsize > 1
+    ]
+    if left:
+        asked = repr(to) if isinstance(to, str) else "a format's name"
+        warn_once(
+            f"inductor_q.quantize: the fused experts of {len({*left})} layers stay in 16 bits; "
+            f"inductor_q.experts.quantize(model, {asked}) packs them"
+        )
 
 
 def _empty(config: Any, checkpoint: str | Path | None) -> nn.Module:
@@ -171,13 +176,19 @@ def _empty(config: Any, checkpoint: str | Path | None) -> nn.Module:
 
 
 def _tell_transformers(model: nn.Module) -> None:
-    """Write into the configuration of a model with layers of bitsandbytes how they are packed.
+    """Mark a model with layers of bitsandbytes as transformers does, and write into its
+    configuration how they are packed.
 
-    Without it, `from_pretrained` of what `save_pretrained` writes would take codes for values.
+    Without that, `from_pretrained` of what `save_pretrained` writes would take codes for values.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     ours = [m for m in layers if type(m).__name__ in ("Linear4bit", "Linear8bitLt")]
-    if not ours or not hasattr(model, "save_pretrained"):
+    if not ours or isinstance(model, nn.Linear):
+        return
+    is_4bit = type(ours[0]).__name__ == "Linear4bit"
+    # PEFT chooses the class of its layers by it, and TRL the dtype of adapters.
+    setattr(model, "is_loaded_in_4bit" if is_4bit else "is_loaded_in_8bit", True)
+    if not hasattr(model, "save_pretrained"):
         return
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -185,7 +196,7 @@ def _tell_transformers(model: nn.Module) -> None:
         return  # a PEFT model, which saves its adapters alone
     layer: Any = ours[0]
     how: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
-    if type(layer).__name__ == "Linear4bit":
+    if is_4bit:
         how = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": layer.weight.quant_type,
@@ -408,6 +419,8 @@ def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
         quantize_(holder, config)
     except torch.OutOfMemoryError:
         raise
+    except ImportError as error:
+        raise WrongScheme(asked=to, problem=f"torchao lacks what packs it: {error}") from error
     except (AssertionError, RuntimeError, ValueError) as error:
         problem = f"torchao does not take the {what} ({error}). {LEAVE_OUT}"
         raise WrongScheme(asked=to, problem=problem) from error
@@ -418,6 +431,8 @@ def _torchao_config(name: str) -> Any:
     """Return torchao's configuration that writes a format, or None."""
     family, _, of = name.rpartition("_")
     if family not in ("int8", "fp8_e4m3", "fp8_e5m2", "int4_tiles", "int4_plain", "nvfp4"):
+        return None
+    if family != "nvfp4" and not re.fullmatch(r"row|tensor|g\d+", of):
         return None
     try:
         from torchao import quantization as ao

@@ -220,6 +220,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.UnknownRegions(name="layer", known=("auto", "model", "layers")),
+        "unknown regions 'layer'; did you mean 'layers'? Known: auto, model, layers",
+        ValueError,
+    ),
+    (
         exc.NotAModel(found="dict"),
         "cannot quantize a dict: expected a torch.nn.Module, or transformers' configuration of a "
         "causal language model beside checkpoint=...",

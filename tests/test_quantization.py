@@ -14,6 +14,8 @@ from torch._inductor import config as inductor_config
 
 import inductor_q
 from inductor_q import capture, exc, kbit, ops, quantization, testing
+from inductor_q.experts import ExpertStack
+from inductor_q.experts import quantize as quantize_experts
 from inductor_q.formats import FORMATS
 from inductor_q.log import warn_once
 from inductor_q.quantization import resolve
@@ -328,6 +330,49 @@ def test_a_configuration_and_its_checkpoint(tied: bool, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = inductor_q.quantize(source, "nf4", progress=False)(ids).logits
         assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("asked", ["nf4", "fp4", "llm_int8"])
+def test_an_adapter_merges(asked: str, dora: bool) -> None:
+    """PEFT takes its layers of bitsandbytes, which decode the weight, add, and pack it again."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    inductor_q.quantize(base, asked, progress=False)
+    settings = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(**settings, use_dora=dora)).eval()
+    kind = "Linear8bitLt" if asked == "llm_int8" else "Linear4bit"
+    adapted_layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    assert type(adapted_layer).__module__ == "peft.tuners.lora.bnb"
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        expected = adapted(ids).logits
+        merged = adapted.merge_and_unload()
+        assert type(merged.model.layers[0].self_attn.q_proj).__name__ == kind
+        assert testing.relative_error(merged(ids).logits, expected) < 0.3  # packed once more
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_written_or_refused(name: str) -> None:
+    """None ends in an error of a library."""
+    try:
+        net = inductor_q.quantize(Net(), name, progress=False)
+    except exc.QfuseError as error:
+        assert name in str(error)
+    else:
+        assert packed(net)
+
+
+def test_fused_experts_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(testing.tiny_qwen3_moe_config())
+    warn_once.cache_clear()
+    inductor_q.quantize(model, "nf4", progress=False)
+    assert "experts.quantize(model, 'nf4') packs them" in caplog.text
+    quantize_experts(model, "nf4")
+    stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
+    assert {stack.format for stack in stacks} == {"nf4_b64_nested"}
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:

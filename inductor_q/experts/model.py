@@ -27,6 +27,7 @@ from inductor_q.experts.modules import (
 )
 from inductor_q.experts.packing import check_written, operand_names, pack
 from inductor_q.experts.stack import ExpertStack
+from inductor_q.formats.aliases import ALIASES
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.sources import FromCheckpoint
@@ -50,7 +51,8 @@ def quantize(
 
     Args:
         model: a model of transformers (v5), or a PEFT model around one.
-        format: a name in `inductor_q.FORMATS`: "nf4_b64", "nf4_b64_nested", "kbit4_e4m4", ...
+        format: a name in `inductor_q.FORMATS`, such as "nf4_b64", "nf4_b64_nested", "kbit4_e4m4",
+            or a short one of `inductor_q.quantize`: "nf4", "kbit4".
         targets: some of "gate_up_proj", "up_proj", "down_proj".
         weights: a function (name, parameter) -> its values, for a model with parameters on the
             meta device (`inductor_q.kbit.meta_parameters`). It is called for one projection at a
@@ -73,6 +75,7 @@ def quantize(
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
     """
+    format = ALIASES.get(format, format)
     operand_names(format)  # an unknown one changes nothing
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from inductor_q import capture
 from inductor_q.capture.live import module_path
-from inductor_q.exc import NoRegion
+from inductor_q.exc import NoRegion, UnknownRegions
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
@@ -72,6 +72,7 @@ def compile(
 
     Raises:
         NoRegion: there are no layers to compile.
+        UnknownRegions: `regions` is none of the three.
         CorruptQuantState: the state of a 4-bit weight lacks a part.
     """
     found, is_sharded = compiled_regions(model, regions), _is_sharded(model)
@@ -105,6 +106,7 @@ def compile(
 
 def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Module]:
     """Return the modules of `model` that `compile` gives to torch.compile."""
+    check_regions(regions)
     base = base_model(model)
     if regions == "layers" or (regions == "auto" and _is_sharded(model)):
         names = set(getattr(base, "_no_split_modules", None) or ())
@@ -113,6 +115,12 @@ def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Mod
             raise NoRegion(model=type(base).__name__)
         return layers
     return [base.base_model if _is_replaced(base) else model]
+
+
+def check_regions(regions: str) -> None:
+    """Raise UnknownRegions where it is none of them."""
+    if regions not in get_args(Regions):
+        raise UnknownRegions(name=regions, known=get_args(Regions))
 
 
 def local_device_map() -> dict[str, int | str] | None:

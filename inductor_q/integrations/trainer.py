@@ -23,7 +23,7 @@ from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.lengths import lengths_vary
 from inductor_q.integrations.profile import StepProfile
-from inductor_q.integrations.regions import Regions, compile
+from inductor_q.integrations.regions import Regions, check_regions, compile
 from inductor_q.integrations.states import (
     asks_for_graphs,
     states_of,
@@ -71,6 +71,7 @@ class QfuseCallback(TrainerCallback):
 
     Raises:
         OptionsWithoutCompile: there are options, and `enabled` is False.
+        UnknownRegions: `regions` is none of the three.
         NoProfileSteps: there is a folder for a profile, and no step to record.
         ReplicatedModel: when the trainer is made, where it would use nn.DataParallel.
         NormOfOneRank: at the start of training, where `experts.shard` has left experts to other
@@ -95,6 +96,7 @@ class QfuseCallback(TrainerCallback):
             enabled = torch.cuda.is_available()
             if not enabled:
                 log.warning("QfuseCallback: there is no GPU, so nothing is compiled")
+        check_regions(regions)
         if options:
             check_options(dict(options))
         self.enabled = enabled
