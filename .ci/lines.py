@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 4125,
     "docs": 1800,
     "examples": 1175,
-    "inductor_q": 6175,
+    "inductor_q": 6215,
     "inductor_q/capture": 2460,
     "inductor_q/commands": 1105,
     "inductor_q/decode": 720,

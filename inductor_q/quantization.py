@@ -34,11 +34,14 @@ from inductor_q.log import warn_once
 
 #: What a mapping may ask, and with which fields.
 FIELDS = {
-    "bnb": ("quant_type", "blocksize", "nested"),
+    "bnb": ("quant_type", "blocksize", "nested", "quant_storage", "compute_dtype"),
     "torchao": ("format", "config"),
     "kbit": ("k", "absmax"),
     "fp8": ("of",),
 }
+
+#: The dtypes in which bitsandbytes may keep codes; FSDP2 shards those of 16-bit numbers.
+STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 #: Spellings of transformers' first configurations.
 DEPRECATED = {"load_in_4bit": "nf4", "load_in_8bit": "llm_int8"}
@@ -70,7 +73,8 @@ def quantize(
             (bfloat16 if it has none) and, as by `from_pretrained`, for evaluation.
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
             "fp8_row", "fp8_tensor", "int4_g128", "nvfp4", "kbit4". Or a mapping with one key:
-            `{"bnb": {"quant_type": "nf4", "blocksize": 64, "nested": True}}`, `{"torchao":
+            `{"bnb": {"quant_type": "nf4", "blocksize": 64, "nested": True}}`, where `quant_storage`
+            (torch.bfloat16 for FSDP2) and `compute_dtype` may be said too, `{"torchao":
             {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`. Or a configuration
             of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
             modules to leave alone count as `skip`, by transformers' rules. Inductor's
@@ -202,6 +206,7 @@ def _tell_transformers(model: nn.Module) -> None:
             "bnb_4bit_quant_type": layer.weight.quant_type,
             "bnb_4bit_use_double_quant": layer.weight.compress_statistics,
             "bnb_4bit_compute_dtype": layer.compute_dtype,
+            "bnb_4bit_quant_storage": layer.weight.quant_storage,
         }
     plain = [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
     model.config.quantization_config = BitsAndBytesConfig(**how, llm_int8_skip_modules=plain)
@@ -235,6 +240,9 @@ def resolve(to: Any) -> Any:
         raise WrongScheme(asked=to, problem=BY_LAYER)
     if kind.__module__.partition(".")[0] == "torchao":
         return to
+    if kind.__module__.startswith("transformers."):
+        problem = "it says how a checkpoint is packed: load that by inductor_q.load_checkpoint"
+        raise WrongScheme(asked=to, problem=problem)
     raise WrongScheme(asked=to, problem="expected a name, a mapping or a library's configuration")
 
 
@@ -345,9 +353,14 @@ def _maker(to: Any, found: Any) -> Make:
         return functools.partial(_torchao, to, found)
     fmt = FORMATS[found]
     if found == INT8.name:
+        if threshold := getattr(to, "llm_int8_threshold", 0.0):
+            warn_once(
+                f"llm_int8_threshold={threshold} becomes 0.0: how many outliers a batch has "
+                "depends on the data, and breaks graphs"
+            )
         return functools.partial(_bnb_8bit, _bitsandbytes(found))
     if fmt.codec in BNB_QUANT_TYPES.values() and fmt.blockwise is not None:
-        return functools.partial(_bnb_4bit, _bitsandbytes(found), found)
+        return functools.partial(_bnb_4bit, _bitsandbytes(found), found, _dtypes(to))
     if found.startswith("kbit"):
         return functools.partial(_kbit, int(found[4]), found.partition("_")[2])
     config = _torchao_config(found)
@@ -364,14 +377,37 @@ def _bitsandbytes(name: str) -> Any:
     return bitsandbytes.nn
 
 
-def _bnb_4bit(library: Any, name: str, linear: nn.Linear, what: str) -> nn.Module:
+def _dtypes(to: Any) -> dict[str, torch.dtype]:
+    """Return the dtypes of storage and of products that are asked for, where they are."""
+    asked: dict[str, Any] = {}
+    if isinstance(to, Mapping) and isinstance(given := to.get("bnb"), Mapping):
+        asked = {name: given[name] for name in ("quant_storage", "compute_dtype") if name in given}
+    elif type(to).__name__ == "BitsAndBytesConfig":
+        asked = {"quant_storage": to.bnb_4bit_quant_storage}
+        if to.bnb_4bit_compute_dtype != torch.float32:  # its default, which means the input's
+            asked["compute_dtype"] = to.bnb_4bit_compute_dtype
+    found: dict[str, Any] = {
+        n: getattr(torch, v, v) if isinstance(v, str) else v for n, v in asked.items()
+    }
+    for name, value in found.items():
+        known = STORAGE if name == "quant_storage" else STORAGE[1:]
+        if value not in known:
+            raise WrongScheme(asked=to, problem=f"{name} is one of {known}, not {value!r}")
+    return found
+
+
+def _bnb_4bit(
+    library: Any, name: str, dtypes: Mapping[str, torch.dtype], linear: nn.Linear, what: str
+) -> nn.Module:
     scale, weight = FORMATS[name].blockwise, linear.weight
     assert scale is not None, f"{name=}"
     nested, kind = scale.outer > 0, name.partition("_")[0]
-    how = {"compress_statistics": nested, "quant_type": kind}
+    how: dict[str, Any] = {"compress_statistics": nested, "quant_type": kind}
+    how["quant_storage"] = dtypes.get("quant_storage", torch.uint8)
+    compute_dtype = dtypes.get("compute_dtype", weight.dtype)
     with torch.device("meta"):
         sizes = (linear.in_features, linear.out_features)
-        new = library.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, **how)
+        new = library.Linear4bit(*sizes, bias=False, compute_dtype=compute_dtype, **how)
     packed = library.Params4bit(
         weight.detach(), requires_grad=False, blocksize=scale.block, module=new, **how
     )

@@ -332,6 +332,40 @@ def test_a_configuration_and_its_checkpoint(tied: bool, tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("way", ["mapping", "config"])
+def test_dtypes_of_storage_and_products(way: str, tmp_path: Path) -> None:
+    asked: Any = {"bnb": {"quant_storage": BF16, "compute_dtype": "float16"}}
+    if way == "config":
+        asked = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_quant_storage=BF16,
+            bnb_4bit_compute_dtype=torch.float16,
+        )
+    net: Any = inductor_q.quantize(Net(), asked, progress=False)
+    assert (net.up.weight.dtype, net.up.compute_dtype) == (BF16, torch.float16)
+    plain: Any = inductor_q.quantize(
+        Net(), "nf4" if way == "mapping" else "nf4_b64", progress=False
+    )
+    assert torch.equal(net.up.weight.view(torch.uint8).flatten(), plain.up.weight.flatten())
+    with pytest.raises(exc.WrongScheme, match=r"quant_storage is one of .* not torch.int8"):
+        inductor_q.quantize(Net(), {"bnb": {"quant_storage": torch.int8}}, progress=False)
+
+
+@pytest.mark.parametrize("name", ["Mxfp4Config", "FineGrainedFP8Config"])
+def test_configurations_of_packed_checkpoints(name: str) -> None:
+    with pytest.raises(exc.WrongScheme, match="load_checkpoint"):
+        inductor_q.quantize(Net(), getattr(transformers, name)(), progress=False)
+
+
+def test_a_threshold_of_outliers_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    net: Any = inductor_q.quantize(Net(), config, progress=False)
+    assert net.up.state.threshold == 0
+    assert "llm_int8_threshold=6.0 becomes 0.0" in caplog.text
+
+
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("asked", ["nf4", "fp4", "llm_int8"])
 def test_an_adapter_merges(asked: str, dora: bool) -> None:
