@@ -65,17 +65,21 @@ def decode(model: Any, cache: str, forced: Tensor | None = None) -> tuple[Tensor
     return result.sequences, torch.stack(result.logits, 1)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
-def test_decoding_is_that_of_eager(cache: str, device: str) -> None:
-    """In float32 the same tokens; of those, logits as near to float64's without a cache."""
-    model = testing.qlora_model(
+def adapted(device: str) -> Any:
+    return testing.qlora_model(
         testing.tiny_llama_config(num_hidden_layers=1),
         compute_dtype=DTYPE[device],
         adapter_dtype=DTYPE[device],
         randomize_adapters=True,
         device=device,
     ).eval()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
+def test_decoding_is_that_of_eager(cache: str, device: str) -> None:
+    """In float32 the same tokens; of those, logits as near to float64's without a cache."""
+    model = adapted(device)
     tokens, theirs = decode(model, cache)
     with model.disable_adapter():
         assert not torch.equal(decode(model, cache)[0], tokens)
@@ -107,13 +111,7 @@ def test_decoding_is_that_of_eager(cache: str, device: str) -> None:
 @pytest.mark.parametrize("way", ["compile_config", "forward"])
 def test_ways_of_others_to_compile_a_static_cache(way: str, device: str) -> None:
     """transformers' own, and a compiled forward in CUDA graphs: two texts, of two adapters."""
-    model = testing.qlora_model(
-        testing.tiny_llama_config(num_hidden_layers=1),
-        compute_dtype=DTYPE[device],
-        adapter_dtype=DTYPE[device],
-        randomize_adapters=True,
-        device=device,
-    ).eval()
+    model = adapted(device)
     ids = prompt(device)
     settings: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     settings |= {

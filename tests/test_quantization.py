@@ -318,7 +318,7 @@ def test_from_a_checkpoint(asked: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_a_configuration_and_its_checkpoint(tied: bool, tmp_path: Path) -> None:
-    """It is what quantizing the loaded model gives, with LoRA on it after."""
+    """It is bitwise what quantizing the loaded model gives."""
     config = testing.tiny_qwen3_config(num_hidden_layers=2, tie_word_embeddings=tied)
     torch.manual_seed(0)
     source = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
@@ -333,7 +333,7 @@ def test_a_configuration_and_its_checkpoint(tied: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["mapping", "config"])
-def test_dtypes_of_storage_and_products(way: str, tmp_path: Path) -> None:
+def test_dtypes_of_storage_and_products(way: str) -> None:
     asked: Any = {"bnb": {"quant_storage": BF16, "compute_dtype": "float16"}}
     if way == "config":
         asked = transformers.BitsAndBytesConfig(
@@ -409,7 +409,7 @@ def test_fused_experts_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     assert {stack.format for stack in stacks} == {"nf4_b64_nested"}
 
 
-def test_what_is_no_model(tmp_path: Path) -> None:
+def test_what_is_no_model() -> None:
     with pytest.raises(exc.NotAModel, match="a dict"):
         inductor_q.quantize({"nf4": 1}, "nf4", progress=False)
     with pytest.raises(exc.NoValues, match=r"a Qwen3Config describes.*checkpoint="):
