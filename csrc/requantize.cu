@@ -19,13 +19,14 @@ constexpr int kRun = 16;    // neighbouring codes of a lane
 constexpr int kQuad = 4;    // lanes that have a chunk together
 
 // The number of columns is a multiple of 64, and a block has 2^shift chunks: blocks run on from row to row, and
-// none begins inside of a chunk. `qweight` and `out` are aligned to 16 bytes.
+// none begins inside of a chunk. `qweight` and `out` are aligned to 16 bytes. A row of a transposed `out` begins
+// `pitch` elements after the one before: other weights may lie beside this one.
 struct Arguments {
   const uint8* qweight;
   const void* absmax;
   const float *nested_codebook, *nested_absmax, *nested_offset, *row_scale;
   uint8* out;
-  int64 rows, columns, shift;
+  int64 rows, columns, shift, pitch;
   float codebook[16];  // here, so that no tensor has to live as long as what is launched again
 };
 
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kRows* kColumns / kChunk) requantize_transpose
   }
   __syncthreads();
 
-  if (a.rows % 16 == 0) {
+  if ((a.rows | a.pitch) % 16 == 0) {
     // A thread's vectors are below each other in out.
     constexpr uint32 kVectors = kRows / 16, kStep = kThreads / kVectors;
     const uint32 part = threadIdx.x % kVectors, first = threadIdx.x / kVectors;
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kRows* kColumns / kChunk) requantize_transpose
     for (uint32 column = first, i = 0; i < kColumns / kStep; column += kStep, ++i) {
       const int64 k = tile_column + column;
       const uint32 vector = column * kVectors + place_of(4 * part, column / kRun) / 4;
-      if (k < a.columns && n < a.rows) *reinterpret_cast<uint4*>(a.out + k * a.rows + n) = tile[vector];
+      if (k < a.columns && n < a.rows) *reinterpret_cast<uint4*>(a.out + k * a.pitch + n) = tile[vector];
     }
   } else {  // rows of out are not aligned
 #pragma unroll 1
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kRows* kColumns / kChunk) requantize_transpose
       const uint32 column = i / kRows, of_tile = i % kRows, byte = of_tile % 4;
       const int64 k = tile_column + column, n = tile_row + of_tile;
       if (k < a.columns && n < a.rows)
-        a.out[k * a.rows + n] = words[column * kGroups + place_of(of_tile / 4, column / kRun)] >> 8 * byte;
+        a.out[k * a.pitch + n] = words[column * kGroups + place_of(of_tile / 4, column / kRun)] >> 8 * byte;
     }
   }
 }

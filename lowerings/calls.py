@@ -30,13 +30,15 @@ def qfuse_requantize(
     scale: Tensor,
     format: str,
     transposed: bool,
+    parts: Sequence[int],
     provider: str,
     *,
     out: Tensor,
 ) -> None:
-    """Write a weight in eight bits into `out`."""
-    call = Requantize(operands, FORMATS[format], scale, out, transposed)
-    serve("requantize", call, provider)
+    """Write weights in eight bits into `out`."""
+    whole = Requantize(operands, FORMATS[format], scale, out, transposed)
+    for call in whole.parts(parts):
+        serve("requantize", call, provider)
 
 
 def qfuse_add_product(base: Tensor, a: Tensor, b: Tensor) -> None:

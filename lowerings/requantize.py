@@ -76,23 +76,37 @@ def lower_requantize(
     shape: Sequence[int],
     dtype: torch.dtype,
     transposed: bool,
+    parts: Sequence[int] = (),
 ) -> ir.TensorBox:
     provider = _provider(operands[0].get_device().type, get_format(format))
     in_force().count_provider(OP, provider)
     if provider != POINTWISE:
         size = list(reversed(shape)) if transposed else list(shape)
         layout = ir.FixedLayout(device=operands[0].get_device(), dtype=dtype, size=size)
-        return _call([*operands, scale], layout, (format, transposed, provider))
+        return _call([*operands, scale], layout, (format, transposed, list(parts), provider))
+    fmt, each = get_format(format), len(get_format(format).operands)
+    split = lowering.lowerings[aten.split_with_sizes.default](scale, list(parts or shape[:1]))
+    codes = [
+        _decoded(operands[i * each : (i + 1) * each], of_rows, fmt, (rows, shape[1]), dtype)
+        for i, (of_rows, rows) in enumerate(zip(split, parts or shape[:1], strict=True))
+    ]
+    if transposed:
+        codes = [lowering.lowerings[aten.permute.default](part, [1, 0]) for part in codes]
+    if len(codes) > 1:
+        return cast(ir.TensorBox, lowering.lowerings[aten.cat.default](codes, int(transposed)))
+    return cast(ir.TensorBox, lowering.clone(codes[0]) if transposed else codes[0])
+
+
+def _decoded(
+    operands: Sequence[Any], scale: Any, fmt: QuantFormat, shape: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """Divide a weight's values in loop IR by their rows' scales, and round them."""
     lowered = lowering.lowerings
-    wide = pointwise(operands, get_format(format), shape, torch.float32)
     of_row = lowered[aten.unsqueeze.default](lowered[aten.reciprocal.default](scale), 1)
-    scaled = lowered[aten.mul.Tensor](wide, of_row)
+    scaled = lowered[aten.mul.Tensor](pointwise(operands, fmt, shape, torch.float32), of_row)
     if not dtype.is_floating_point:
         scaled = lowered[aten.round.default](scaled)
-    result = lowering.to_dtype(scaled, dtype)
-    if transposed:
-        result = lowering.clone(lowered[aten.permute.default](result, [1, 0]))
-    return cast(ir.TensorBox, result)
+    return lowering.to_dtype(scaled, dtype)
 
 
 def _provider(device_type: str, fmt: QuantFormat) -> str:

@@ -15,15 +15,14 @@ from torch import fx
 
 from inductor_q.passes.graph import (
     ADD,
-    VIEWS,
     arg,
     emit,
     is_tensor,
-    peel_rows,
     replace,
     same_shape,
+    shows,
+    single_user,
     tensor,
-    widens,
 )
 from inductor_q.passes.products import as_product, is_rank
 
@@ -37,7 +36,7 @@ def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) 
     viewed as other rows or cast to float32; the sum is then rounded to 16 bits before that.
     """
     shown = product
-    while (reader := _only_reader(shown)) is not None and _shows(reader):
+    while (reader := single_user(shown)) is not None and shows(reader):
         shown = reader
     if reader is None or reader.target is not ADD or reader.kwargs:
         return
@@ -47,7 +46,7 @@ def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) 
     if not (same_shape(shown, other) and same_shape(shown, reader)):  # else one is broadcast
         return
     below = other
-    while len(below.users) == 1 and _shows(below):
+    while len(below.users) == 1 and shows(below):
         below = arg(below, 0)
     added = as_product(below) if len(below.users) == 1 else None
     if added is None or added.node in others or not is_rank(added.inner, added.cols):
@@ -63,12 +62,3 @@ def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) 
         first.replace_input_with(product, total)
     replace(reader, shown)
     graph.erase_node(reader)
-
-
-def _only_reader(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _shows(node: fx.Node) -> bool:
-    """Whether a node is a view that keeps the last dimension, or a cast that keeps the values."""
-    return widens(node) or (node.target in VIEWS and peel_rows(node) is not node)

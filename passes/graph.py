@@ -201,6 +201,16 @@ def widens(node: fx.Node) -> bool:
     )
 
 
+def shows(node: fx.Node) -> bool:
+    """Whether a node is a view that keeps the last dimension, or a cast that keeps the values."""
+    return widens(node) or (node.target in VIEWS and peel_rows(node) is not node)
+
+
+def single_user(node: fx.Node) -> fx.Node | None:
+    """Return what alone reads a node; None where nothing does, or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
 def peel_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
     """Return the tensor below 2-D permutes, and whether they show it transposed."""
     transposed = False

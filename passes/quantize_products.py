@@ -40,19 +40,18 @@ from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
-from inductor_q.passes.add_adapters import add_adapter
+from inductor_q.passes.add_adapters import ADD_PRODUCT, add_adapter
+from inductor_q.passes.emit_eight_bits import emit_cast, emit_product, emit_weight, emit_weights
 from inductor_q.passes.fold_lora import STRICT
-from inductor_q.passes.frozen_weights import emit_in_eight_bits, frozen_products
+from inductor_q.passes.frozen_weights import frozen_products
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,
-    CLONE,
+    CAT,
     MM,
-    PERMUTE,
     arg,
     backward_nodes,
     emit,
-    inline,
     is_view,
     peel_transposes,
     replace,
@@ -64,23 +63,18 @@ from inductor_q.passes.products import Product, as_product, packed_weight
 from inductor_q.passes.recompute import is_pointwise, recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 from inductor_q.passes.stack_products import stack_products
+from inductor_q.passes.sum_products import adapters_in, drop_summand, stack_inner, sum_of
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
-ROW_AMAX = torch.ops.qfuse.row_amax.default
-ROW_SCALE = torch.ops.qfuse.row_scale.default
 COMPARE = torch.ops.qfuse.compare.default
 MATERIALIZE = torch.ops.qfuse.materialize.default
-REQUANTIZE = torch.ops.qfuse.requantize.default
-VIEW = torch.ops.aten.view.default
-VIEW_AS = torch.ops.aten.view.dtype
-UNSQUEEZE = torch.ops.aten.unsqueeze.default
 
 WRITTEN = "the forward pass writes to the weight: backward would multiply by other numbers"
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Shared:
     """Products that share a cast of their input."""
 
     products: list[Product]
@@ -90,6 +84,18 @@ class _Plan:
     """Whether something else needs the input in memory too, in 16 bits."""
     others: frozenset[fx.Node]
     """All products with frozen weights, of which none is an adapter's."""
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """Products that become one, which has one cast of their inputs side by side."""
+
+    products: list[Product]
+    total: fx.Node
+    """The sum that they are summands of."""
+    written: list[bool]
+    """Whether something else needs the input in memory too, for each."""
+    others: frozenset[fx.Node]
 
 
 class QuantizeProducts:
@@ -106,7 +112,8 @@ class QuantizeProducts:
             yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
         backward = backward_nodes(graph)
         written = written_inputs(graph) if backward else set()
-        groups: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
+        shared: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
+        summed: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         products = [*_packed_products(graph), *frozen_products(graph, context)]
         others = frozenset(product.node for product in products)
         for product in products:
@@ -118,34 +125,75 @@ class QuantizeProducts:
             if reason:
                 yield Site(node, reason, weight, by_choice=True, plain=plain)
                 continue
-            forward = peel_transposes(product.rhs)[1]
             # A segment that is computed again is cast on its own, and so is a gradient, whose
             # product has scales of its own.
-            segment, own = node.meta.get("ac_graph_id"), None if forward else node
-            groups[product.x, segment, node in backward, own].append(product)
-        for (x, *_), members in groups.items():
+            segment, forward = node.meta.get("ac_graph_id"), peel_transposes(product.rhs)[1]
+            if not forward and node in backward and (total := _sum_of(node)) is not None:
+                summed[total, tensor(node).dtype, segment].append(product)
+            else:
+                own = None if forward else node
+                shared[product.x, segment, node in backward, own].append(product)
+        for (total, *_), members in summed.items():
+            if len(members) == 1:
+                shared[members[0].x, members[0].node] = members
+                continue
+            reads = [_is_written([member], backward) for member in members]
+            yield from _sites(members, _Summed(members, total, reads, others))
+        for (x, *_), members in shared.items():
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
-            plan = _Plan(members, x if again else None, _is_written(members, backward), others)
-            for i, member in enumerate(members):
-                stored, plain = _stored(member), member.weight is None
-                yield Site(member.node, weight=stored, plan=None if i else plan, plain=plain)
+            reads_it = _is_written(members, backward)
+            yield from _sites(members, _Shared(members, x if again else None, reads_it, others))
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        if site.plan is None:
-            return
-        dtype = eight_bits.DTYPES[context.resolved.compute]
+        plan, dtype = site.plan, eight_bits.DTYPES[context.resolved.compute]
+        if isinstance(plan, _Summed):
+            _emit_sum(graph, plan, dtype)
+        elif isinstance(plan, _Shared):
+            self._emit_shared(graph, plan, dtype, context)
+
+    def _emit_shared(
+        self, graph: fx.Graph, plan: _Shared, dtype: torch.dtype, context: Context
+    ) -> None:
         cast: list[fx.Node] | None = None
-        for product in site.plan.products:
+        for product in plan.products:
             layer = context.module_path(_stored(product)) if comparison.active() else None
-            with graph.inserting_before(product.node):
-                new, cast = _emit(
-                    graph, product, dtype, cast, written=site.plan.written, compared_as=layer
-                )
-            if dtype is torch.float8_e4m3fn and layer is None and product.node.target is MM:
-                add_adapter(graph, new, site.plan.others)
-        if site.plan.recomputed is not None:
-            recompute_in_backward(site.plan.recomputed)
+            like = product.node
+            with graph.inserting_before(like):
+                weight, by_rows = peel_transposes(product.rhs)
+                scale, codes = emit_weight(graph, product, dtype, transposed=not by_rows)
+                if cast is None:
+                    x = product.lhs
+                    if plan.written:
+                        x = emit(graph, MATERIALIZE, (x,), like)
+                    cast = emit_cast(graph, x, None if by_rows else scale, like, dtype)
+                new = emit_product(graph, cast, codes, scale if by_rows else None, like)
+                if like.target is ADDMM:
+                    new = emit(graph, ADD, (new, arg(like, 0)), like)
+            if layer is None:
+                replace(like, new)
+                graph.erase_node(like)
+            else:
+                with graph.inserting_after(new):
+                    exact = emit(graph, COMPARE, (like, new, layer, by_rows), like)
+                replace(like, exact)
+                exact.update_arg(0, like)
+            if dtype is torch.float8_e4m3fn and layer is None and like.target is MM:
+                add_adapter(graph, new, plan.others)
+        if plan.recomputed is not None:
+            recompute_in_backward(plan.recomputed)
+
+
+def _sites(members: Sequence[Product], plan: _Shared | _Summed) -> Iterator[Site]:
+    for i, member in enumerate(members):
+        stored, plain = _stored(member), member.weight is None
+        yield Site(member.node, weight=stored, plan=None if i else plan, plain=plain)
+
+
+def _sum_of(node: fx.Node) -> fx.Node | None:
+    """Return the sum of which a product may be a summand in one with others. A comparison of layers
+    needs the product of each."""
+    return sum_of(node) if node.target is MM and not comparison.active() else None
 
 
 def _packed_products(graph: fx.Graph) -> Iterator[Product]:
@@ -191,74 +239,26 @@ def _inputs(weight: fx.Node) -> set[fx.Node]:
     return {node for node in seen if node.op == "placeholder"}
 
 
-def _emit(
-    graph: fx.Graph,
-    product: Product,
-    dtype: torch.dtype,
-    cast: list[fx.Node] | None,
-    *,
-    written: bool,
-    compared_as: str | None,
-) -> tuple[fx.Node, list[fx.Node]]:
-    """Emit a product in eight bits in the place of `product`, or beside it as the comparison of a
-    layer; return it and the cast of its input, which is read from memory where `written`."""
-    like = product.node
-    weight, by_rows = peel_transposes(product.rhs)  # the inner dimension is that of W's rows
-    make = emit_in_eight_bits if product.weight is None else _emit_decoded
-    scale, codes = make(graph, weight, like, dtype, transposed=not by_rows)
-    columns = emit(graph, PERMUTE, (codes, [1, 0]), like)
-    if cast is None:
-        factor = None if by_rows else scale
-        x = product.lhs
-        if written:
-            x = emit(graph, MATERIALIZE, (x,), like)
-        cast = inline(graph, functools.partial(_cast, dtype), [x, factor], like)
-    of_columns = emit(graph, UNSQUEEZE, (scale, 0), like) if by_rows else None
-    factors = [cast[0], columns, cast[1], of_columns]
-    (new,) = inline(
-        graph, functools.partial(eight_bits.scaled_product, dtype=tensor(like).dtype), factors, like
-    )
-    if like.target is ADDMM:
-        new = emit(graph, ADD, (new, arg(like, 0)), like)
-    if compared_as is None:
-        replace(like, new)
-        graph.erase_node(like)
-    else:
-        with graph.inserting_after(new):
-            exact = emit(graph, COMPARE, (like, new, compared_as, by_rows), like)
-        replace(like, exact)
-        exact.update_arg(0, like)
-    return new, cast
-
-
-def _emit_decoded(
-    graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype, *, transposed: bool
-) -> tuple[fx.Node, fx.Node]:
-    """Emit the scales of a packed weight's rows, and its codes in eight bits, transposed where
-    asked for; as they are stored, where they are in eight bits."""
-    args: Any = weight.args
-    operands, format, shape, _ = args
-    stored = eight_bits.stored_codes([tensor(o) for o in operands], format, shape, dtype)
-    if stored is not None:
-        scale = emit(graph, ROW_SCALE, (operands, format, shape), weight)
-        codes = operands[stored]
-        if tensor(codes).dtype is not dtype:
-            codes = emit(graph, VIEW_AS, (codes, dtype), weight)
-        if tuple(tensor(codes).shape) != tuple(shape):
-            codes = emit(graph, VIEW, (codes, shape), weight)
-        if transposed:
-            turned = emit(graph, PERMUTE, (codes, [1, 0]), weight)
-            contiguous = {"memory_format": torch.contiguous_format}
-            codes = emit(graph, CLONE, (turned,), weight, **contiguous)
-        return scale, codes
-    amax = emit(graph, ROW_AMAX, (operands, format, shape), weight)
-    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], weight)
-    packed = (operands, scale, format, shape, dtype, transposed)
-    return scale, emit(graph, REQUANTIZE, packed, weight)
-
-
-def _cast(dtype: torch.dtype, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    return eight_bits.cast_rows(x, dtype, factor)
+def _emit_sum(graph: fx.Graph, plan: _Summed, dtype: torch.dtype) -> None:
+    """Emit one product in eight bits for all of a sum, and in FP8 one for their adapters, which is
+    added in place (`add_adapters`): they are summands in the order in which backward got there."""
+    first, *rest = plan.products
+    like = first.node
+    adapters = adapters_in(plan.total, like, plan.others) if dtype.is_floating_point else []
+    with graph.inserting_before(like):
+        scale, codes = emit_weights(graph, plan.products, dtype)
+        inputs = [
+            emit(graph, MATERIALIZE, (product.lhs,), like) if written else product.lhs
+            for product, written in zip(plan.products, plan.written, strict=True)
+        ]
+        cast = emit_cast(graph, emit(graph, CAT, (inputs, 1), like), scale, like, dtype)
+        new = emit_product(graph, cast, codes, None, like)
+        if adapters:
+            new = emit(graph, ADD_PRODUCT, (new, *stack_inner(graph, adapters, like)), like)
+    for product in (*rest, *adapters):
+        drop_summand(graph, product.node)
+    replace(like, new)
+    graph.erase_node(like)
 
 
 def _refused(product: Product, context: Context) -> str:

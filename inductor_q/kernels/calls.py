@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -93,7 +93,8 @@ class QuantizeKbit(Call):
 class Requantize(Call):
     """One call as a kernel gets it: write a weight's values over its rows' scales into `out`.
 
-    `out` is contiguous, in e4m3 or int8: [N, K], or [K, N] where `transposed`.
+    `out` is in e4m3 or int8: [N, K], contiguous; or [K, N] where `transposed`, and then perhaps
+    columns of a wider matrix.
     """
 
     operands: Sequence[Tensor]
@@ -109,6 +110,25 @@ class Requantize(Call):
     def kind(self) -> Hashable:
         given = alike(self.scale, *self.operands)
         return self.out.device, self.fmt, self.transposed, laid_out(self.out), given
+
+    def scattered(self) -> str:
+        """Return why no kernel takes the tensors as they lie in memory; empty where one may."""
+        one_row = self.out[0] if self.transposed and len(self.out) else self.out
+        if all(t.is_contiguous() for t in (*self.operands, self.scale, one_row)):
+            return ""
+        return "a tensor is not contiguous"
+
+    def parts(self, rows: Sequence[int]) -> Iterator[Requantize]:
+        """Split the call into one for each weight, of so many rows: the operands are those of all
+        weights in turn. Not transposed, the weights lie below each other, else side by side."""
+        if not rows:
+            yield self
+            return
+        each, axis = len(self.fmt.operands), 1 if self.transposed else 0
+        outs, scales = self.out.split(tuple(rows), axis), self.scale.split(tuple(rows))
+        for i, (out, scale) in enumerate(zip(outs, scales, strict=True)):
+            operands = self.operands[i * each : (i + 1) * each]
+            yield replace(self, operands=operands, scale=scale, out=out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,13 @@ class Plan:
             out.device.index,
             grid,
             threads,
-            (rows, columns, (fmt.blockwise.block // CHUNK).bit_length() - 1, *_codebook(fmt.lut16)),
+            (
+                rows,
+                columns,
+                (fmt.blockwise.block // CHUNK).bit_length() - 1,
+                call.out.stride(0),
+                *_codebook(fmt.lut16),
+            ),
         )
 
     def __call__(self, call: Requantize) -> None:
@@ -112,8 +118,8 @@ def _refuses_tensors(call: Requantize) -> str:
         expected = torch.uint8 if name == coded else torch.float32
         if given.dtype != expected:
             return f"{name} is {given.dtype}, not {expected}"
-    if not all(t.is_contiguous() for t in (*call.operands, call.scale, out)):
-        return "a tensor is not contiguous"
+    if scattered := call.scattered():
+        return scattered
     if (packed.data_ptr() | out.data_ptr()) % VECTOR_BYTES:
         return f"codes or output are not aligned to {VECTOR_BYTES} bytes"
     return ""

@@ -2,7 +2,8 @@
 
 A program decodes a tile of rows and of their words, as `dequantize_triton` does, multiplies each
 row with the reciprocal of its scale and rounds. A transposed tile goes through shared memory, so
-that what is stored is contiguous. The printed parts are those of `dequantize_triton`.
+that what is stored is contiguous; `pitch` is the stride of its rows. The printed parts are those of
+`dequantize_triton`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TRANSPOSED = Config(rows=256, columns=32, num_warps=4)
 
 _KERNEL = """
 @triton.jit
-def requantize(out, qweight, codebook, row_scale, {pointers}rows, cols, words,
+def requantize(out, qweight, codebook, row_scale, {pointers}rows, cols, words, pitch,
                ROWS: tl.constexpr, UNITS: tl.constexpr, TRANSPOSED: tl.constexpr,
                WIDE: tl.constexpr):
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -60,7 +61,7 @@ def requantize(out, qweight, codebook, row_scale, {pointers}rows, cols, words,
         x = (x + 12582912.0) - 12582912.0  # drops the fraction, rounded to even
     x = x.to(out.dtype.element_ty)
     if TRANSPOSED:
-        place = column[:, None] * rows + row[None, :]
+        place = column[:, None] * pitch + row[None, :]
         keep = (column < cols)[:, None] & (row < rows)[None, :]
         tl.store(out + place, tl.trans(x), mask=keep)
     else:
@@ -72,9 +73,7 @@ def requantize(out, qweight, codebook, row_scale, {pointers}rows, cols, words,
 
 class Triton(TritonProvider[Requantize]):
     def refuses(self, call: Requantize) -> str:
-        if not all(t.is_contiguous() for t in (*call.operands, call.scale, call.out)):
-            return "a tensor is not contiguous"
-        return ""
+        return call.scattered()
 
     def plan(self, call: Requantize) -> Plan:
         return Plan(call)
@@ -89,18 +88,19 @@ class Plan:
         rows, columns = out.shape
         codes = codes_of_a_lane(call.operands[0], fmt, out, True, columns)
         codes = 1 if columns % codes else codes
+        extent = max(rows * columns, call.out.shape[0] * call.out.stride(0))
         kernel = _kernel(fmt, codes)
         self._codebook = codebook_on(fmt, out.device)
         self._order = kernel.order(fmt)
         self._launch = Repeated(
             kernel.function,
             (-(-columns // config.columns), -(-rows // config.rows), 1),
-            (rows, columns, columns // codes),
+            (rows, columns, columns // codes, call.out.stride(0)),
             {
                 "ROWS": config.rows,
                 "UNITS": config.columns // codes,
                 "TRANSPOSED": call.transposed,
-                "WIDE": rows * columns + config.rows * config.columns >= INT32_LIMIT,
+                "WIDE": extent + config.rows * config.columns >= INT32_LIMIT,
             },
             num_warps=config.num_warps,
             enable_fp_fusion=False,

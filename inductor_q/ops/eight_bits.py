@@ -10,7 +10,9 @@ A weight that is stored in that dtype already, with a scale for each row or one 
 point, is taken as it is, with its own scales (`qfuse::row_scale`).
 
 `dY @ W` contracts over out-features, along which the scales of W differ. They are multiplied into
-dY before its cast, and W is decoded transposed, as tensor cores want their second operand.
+dY before its cast, and W is decoded transposed, as tensor cores want their second operand. A sum of
+such products is one product, `[dY1, dY2] @ [W1; W2]`: `requantize` writes several weights, whose
+rows are counted in `parts`, side by side.
 """
 
 from __future__ import annotations
@@ -160,11 +162,14 @@ def _requantize(
     shape: Sequence[int],
     dtype: torch.dtype,
     transposed: bool,
+    parts: Sequence[int] = (),
 ) -> Tensor:
     fmt = get_format(format)
-    check_operands(operands, fmt, shape, torch.float32)
-    out = _fake_requantize(operands, scale, format, shape, dtype, transposed)
-    serve("requantize", Requantize(operands, fmt, scale, out, transposed))
+    out = _fake_requantize(operands, scale, format, shape, dtype, transposed, parts)
+    for call in Requantize(operands, fmt, scale, out, transposed).parts(parts):
+        rows = len(call.scale)
+        check_operands(call.operands, fmt, [rows, *shape[1:]], torch.float32)
+        serve("requantize", call)
     return out
 
 
@@ -175,6 +180,7 @@ def _fake_requantize(
     shape: Sequence[int],
     dtype: torch.dtype,
     transposed: bool,
+    parts: Sequence[int] = (),
 ) -> Tensor:
     rows, columns = shape
     return scale.new_empty((columns, rows) if transposed else (rows, columns), dtype=dtype)
@@ -194,7 +200,7 @@ def define_eight_bits() -> None:
     )
     define(
         "requantize(Tensor[] operands, Tensor scale, str format, SymInt[] shape, ScalarType dtype, "
-        "bool transposed) -> Tensor",
+        "bool transposed, SymInt[] parts=[]) -> Tensor",
         _requantize,
         _fake_requantize,
     )

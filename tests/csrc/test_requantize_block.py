@@ -132,6 +132,24 @@ def test_every_code_under_every_scale(name: str, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("rows", [(48, 128, 16), (37, 16)])
+def test_weights_side_by_side(rows: tuple[int, ...]) -> None:
+    """Each is written to its columns of one matrix, also where these are not aligned."""
+    fmt, columns, dtype = FORMATS["nf4_b64_nested"], 192, torch.float8_e4m3fn
+    made = [sample(fmt, (n, columns), seed=n) for n in rows]
+    operands = [operand for given, _ in made for operand in given]
+    scale = torch.cat([row_scale(values, dtype) for _, values in made])
+    out = torch.full((columns, sum(rows)), 77, dtype=torch.uint8).view(dtype)
+    expected = out.clone()
+    for call in Requantize(operands, fmt, scale, out, True).parts(rows):
+        requantize_cuda.Plan(call)(call)
+    for call in Requantize(operands, fmt, scale, expected, True).parts(rows):
+        requantize_reference.KERNEL.run(call)
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+
+
+@needs_compiler
 def test_e4m3_is_rounded_as_torch_does(library: ctypes.CDLL) -> None:
     """Both sides of every tie and number, subnormal ones too; what is larger saturates."""
     steps = torch.arange(0, 0x7E00, dtype=torch.int32) << 16  # of bfloat16

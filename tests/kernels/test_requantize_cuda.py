@@ -95,10 +95,11 @@ def test_what_it_is_launched_with(transposed: bool, monkeypatch: pytest.MonkeyPa
         expected = [by_name[n].data_ptr() for n in order[: 5 - missing]] + [0] * missing + ends
         pointers, numbers = cuda.launched[-1][:7], cuda.launched[-1][7:]
         assert list(pointers) == expected
-        assert numbers[:3] == (130, 320, 0 if name == NESTED else 2)
+        pitch = 130 if transposed else 320
+        assert numbers[:4] == (130, 320, 0 if name == NESTED else 2, pitch)
         assert grids[-1] == ((2 * 3, 256) if transposed else (3, 256))
         assert call.fmt.lut16 is not None
-        values = torch.tensor(numbers[3:]).view(torch.float32)
+        values = torch.tensor(numbers[4:]).view(torch.float32)
         assert torch.equal(values, torch.tensor(call.fmt.lut16))
 
 
@@ -174,6 +175,30 @@ def test_gpu_kernels_write_the_same(transposed: bool) -> None:
         call = made(NESTED, (2048, 4096), dtype=dtype, transposed=transposed, device="cuda")
         expected = bytes_of(call, requantize_triton.KERNEL.run)
         differ = bytes_of(call, KERNEL.run) != expected
+        assert differ.float().mean() < 1e-4  # Triton's reciprocal is an ulp off
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [KERNEL, requantize_triton.KERNEL], ids=["cuda", "triton"])
+@pytest.mark.parametrize("rows", [(4096, 1024, 1024), (37, 1000)])
+def test_gpu_weights_side_by_side(rows: tuple[int, ...], kernel: Any) -> None:
+    calls = [made(NESTED, (n, 512), dtype=torch.int8, device="cuda") for n in rows]
+    operands = [operand for call in calls for operand in call.operands]
+    scale = torch.cat([call.scale for call in calls])
+    out = torch.empty((512, sum(rows)), dtype=torch.int8, device="cuda")
+    whole = Requantize(operands, calls[0].fmt, scale, out, True)
+
+    def run(provider: Any) -> Tensor:
+        out.fill_(77)
+        for call in whole.parts(rows):
+            assert not provider.refuses(call) or call.out.data_ptr() % 16
+            provider.run(call)
+        return out.clone()
+
+    if kernel is KERNEL and any(call.out.data_ptr() % 16 for call in whole.parts(rows)):
+        assert "not aligned" in KERNEL.refuses(list(whole.parts(rows))[-1])
+    else:
+        differ = run(kernel) != run(requantize_reference.KERNEL)
         assert differ.float().mean() < 1e-4  # Triton's reciprocal is an ulp off
 
 

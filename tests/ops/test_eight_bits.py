@@ -53,6 +53,25 @@ def test_a_weight_in_eight_bits(name: str, transposed: bool, dtype: torch.dtype)
     assert ((decoded - values).abs() <= step * 1.001).all()
 
 
+@DTYPES
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "kbit3_e4m4", "int8_row"])
+def test_several_weights_at_once(name: str, transposed: bool, dtype: torch.dtype) -> None:
+    """They lie below each other or, transposed, side by side; each as it is by itself."""
+    rows, operands, scales, alone = [48, 16], [], [], []
+    for n in rows:
+        given, values = sample(FORMATS[name], (n, 128), seed=n)
+        scales.append(eight_bits.to_scale(values.abs().amax(1), dtype))
+        alone.append(QFUSE.requantize(given, scales[-1], name, [n, 128], dtype, transposed))
+        operands += given
+    args = (operands, torch.cat(scales), name, [64, 128], dtype, transposed, rows)
+    opcheck(QFUSE.requantize.default, args)
+    expected = torch.cat([codes.view(torch.uint8) for codes in alone], int(transposed))
+    together = torch.compile(QFUSE.requantize.default, backend="qfuse", fullgraph=True)
+    for found in (QFUSE.requantize(*args), together(*args)):
+        assert torch.equal(found.view(torch.uint8), expected)
+
+
 STORED = {"fp8_e4m3_row": FP8, "fp8_e4m3_tensor": FP8, "int8_absmax": INT8}
 
 
