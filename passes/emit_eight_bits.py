@@ -71,6 +71,19 @@ def emit_cast(
     return inline(graph, functools.partial(_cast, dtype), [x, factor], like)
 
 
+def emit_cast_of_all(
+    graph: fx.Graph, inputs: Sequence[fx.Node], factor: fx.Node, like: fx.Node, dtype: torch.dtype
+) -> list[fx.Node]:
+    """Emit one cast of `inputs` side by side, times `factor`.
+
+    Inputs of one size, as the gradients of a gated layer are, come from one kernel as a rule, which
+    can cast each. Others are read by a kernel of their cast.
+    """
+    if len({tensor(x).shape[1] for x in inputs}) > 1:
+        return emit_cast(graph, emit(graph, CAT, (inputs, 1), like), factor, like, dtype)
+    return inline(graph, functools.partial(_cast_together, dtype), [factor, *inputs], like)
+
+
 def emit_product(
     graph: fx.Graph, cast: Sequence[fx.Node], codes: fx.Node, scale: fx.Node | None, like: fx.Node
 ) -> fx.Node:
@@ -121,3 +134,7 @@ def _stored_codes(weight: fx.Node, dtype: torch.dtype) -> int | None:
 
 def _cast(dtype: torch.dtype, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     return eight_bits.cast_rows(x, dtype, factor)
+
+
+def _cast_together(dtype: torch.dtype, factor: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    return eight_bits.cast_together(parts, dtype, factor)

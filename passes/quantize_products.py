@@ -27,7 +27,6 @@ stack (`stack_products`).
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,13 +40,12 @@ from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
 from inductor_q.passes.add_adapters import ADD_PRODUCT, add_adapter
-from inductor_q.passes.emit_eight_bits import emit_cast, emit_product, emit_weight, emit_weights
+from inductor_q.passes.emit_eight_bits import emit_cast, emit_cast_of_all, emit_product, emit_weight, emit_weights
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import frozen_products
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,
-    CAT,
     MM,
     arg,
     backward_nodes,
@@ -160,7 +158,7 @@ class QuantizeProducts:
             layer = context.module_path(_stored(product)) if comparison.active() else None
             like = product.node
             with graph.inserting_before(like):
-                weight, by_rows = peel_transposes(product.rhs)
+                by_rows = peel_transposes(product.rhs)[1]  # the inner dimension is that of W's rows
                 scale, codes = emit_weight(graph, product, dtype, transposed=not by_rows)
                 if cast is None:
                     x = product.lhs
@@ -251,7 +249,7 @@ def _emit_sum(graph: fx.Graph, plan: _Summed, dtype: torch.dtype) -> None:
             emit(graph, MATERIALIZE, (product.lhs,), like) if written else product.lhs
             for product, written in zip(plan.products, plan.written, strict=True)
         ]
-        cast = emit_cast(graph, emit(graph, CAT, (inputs, 1), like), scale, like, dtype)
+        cast = emit_cast_of_all(graph, inputs, scale, like, dtype)
         new = emit_product(graph, cast, codes, None, like)
         if adapters:
             new = emit(graph, ADD_PRODUCT, (new, *stack_inner(graph, adapters, like)), like)

@@ -17,6 +17,7 @@ rows are counted in `parts`, side by side.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -69,11 +70,22 @@ def to_eight_bits(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast_rows(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cast `x * factor` [M, K] to eight bits, with the scale of each row [M, 1] in float32."""
-    wide = x.to(torch.float32)
+    return cast_together([x], dtype, factor)
+
+
+def cast_together(
+    parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cast parts of a matrix, which lie side by side in it, as `cast_rows` does the whole: each by
+    itself but for the scale, so that it is done where the part is computed."""
+    wide = [x.to(torch.float32) for x in parts]
     if factor is not None:
-        wide = wide * factor
-    scale = to_scale(wide.abs().amax(-1, keepdim=True), dtype)
-    return to_eight_bits(wide * scale.reciprocal(), dtype), scale
+        factors = factor.split([x.shape[-1] for x in parts], -1)
+        wide = [x * of_part for x, of_part in zip(wide, factors, strict=True)]
+    largest = [x.abs().amax(-1, keepdim=True) for x in wide]
+    scale = to_scale(functools.reduce(torch.maximum, largest), dtype)
+    codes = [to_eight_bits(x * scale.reciprocal(), dtype) for x in wide]
+    return codes[0] if len(codes) == 1 else torch.cat(codes, -1), scale
 
 
 def scale_of_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -55,7 +55,7 @@ def test_a_weight_in_eight_bits(name: str, transposed: bool, dtype: torch.dtype)
 
 @DTYPES
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", ["nf4_b64_nested", "kbit3_e4m4", "int8_row"])
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "kbit3_e4m4", "fp4_b64"])
 def test_several_weights_at_once(name: str, transposed: bool, dtype: torch.dtype) -> None:
     """They lie below each other or, transposed, side by side; each as it is by itself."""
     rows, operands, scales, alone = [48, 16], [], [], []
