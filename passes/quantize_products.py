@@ -129,7 +129,8 @@ class QuantizeProducts:
             plan = _Plan(members, x if again else None, _is_written(members, backward), others)
             for i, member in enumerate(members):
                 stored, plain = _stored(member), member.weight is None
-                yield Site(member.node, weight=stored, plan=None if i else plan, plain=plain)
+                only = None if i else plan
+                yield Site(member.node, weight=stored, plan=only, plain=plain, op="requantize")
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         if site.plan is None:
