@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,7 @@ def draw(result: Mapping[str, Any], path: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kind = _bars if "rows" in result else _curves
-    if result.get("benchmark") == "bench_rows":
-        kind = _over_rows
-    figure = kind(pyplot, result)
+    figure = KINDS.get(result["benchmark"], _bars)(pyplot, result)
     figure.tight_layout()
     figure.savefig(path, dpi=120, metadata={KEYWORD: fingerprint(result)})
     pyplot.close(figure)
@@ -152,6 +150,59 @@ def _curves(pyplot: Any, result: Mapping[str, Any]) -> Any:
     axes.set_title(f"k-bit quality, {result['machine']['name']}", fontsize=10)
     axes.legend(fontsize=8)
     return figure
+
+
+def _eight_bits(pyplot: Any, result: Mapping[str, Any]) -> Any:
+    """Draw bench_compute_quality, a row of three for each model: the loss over steps, how far it is
+    from eager mode's under the same seed, and the cosine of adapters' gradients by layer.
+
+    A curve is the mean over seeds, in the band of all of them.
+    """
+    models, steps = result["models"], result["settings"]["steps"]
+    figure, grid = pyplot.subplots(
+        len(models), 3, figsize=(13, 3.8 * len(models)), squeeze=False, width_ratios=(3, 3, 2)
+    )
+    for (losses, apart, cosines), model in zip(grid, models, strict=True):
+        curves = {(run["variant"], run["seed"]): run["curve"] for run in model["runs"]}
+        variants = list(dict.fromkeys(variant for variant, _ in curves))
+        for color, variant in enumerate(variants):
+            seeds = [seed for each, seed in curves if each == variant]
+            of = [curves[variant, seed] for seed in seeds]
+            _band(losses, of, steps, f"C{color}", variant)
+            if variant != "eager":
+                pairs = [zip(curves[variant, s], curves["eager", s], strict=True) for s in seeds]
+                percents = [[100 * (loss / eager - 1) for loss, eager in pair] for pair in pairs]
+                _band(apart, percents, steps, f"C{color}", variant)
+                layers = model["cosines"][variant]["by_layer"]
+                cosines.plot([*layers], [*layers.values()], "o-", color=f"C{color}", label=variant)
+        apart.axhline(0.0, color="grey", linewidth=0.8)
+        millions = model["shape"]["parameters"] / 1e6
+        losses.set_ylabel(f"training loss, {millions:.1f} M parameters")
+        apart.set_ylabel("% from eager mode, same seed")
+        cosines.set_ylabel("gradients of adapters, cosine")
+        for axes, below in ((losses, "step"), (apart, "step"), (cosines, "layer")):
+            axes.set_xlabel(below)
+            axes.legend(fontsize=8)
+    seeds, name = result["settings"]["seeds"], result["machine"]["name"]
+    figure.suptitle(f"products in eight bits, {seeds} seeds, {name}", fontsize=10)
+    return figure
+
+
+def _band(axes: Any, curves: Sequence[Sequence[float]], steps: int, color: str, label: str) -> None:
+    """Draw the mean of curves whose points are each the mean of as many steps, and their range."""
+    points = list(zip(*curves, strict=True))
+    width = steps / len(points)
+    places = [width * (i + 0.5) for i in range(len(points))]
+    axes.fill_between(places, [*map(min, points)], [*map(max, points)], color=color, alpha=0.15)
+    axes.plot(places, [*map(statistics.fmean, points)], color=color, linewidth=1, label=label)
+
+
+#: The benchmarks that are not drawn as bars.
+KINDS = {
+    "bench_rows": _over_rows,
+    "bench_kbit_quality": _curves,
+    "bench_compute_quality": _eight_bits,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

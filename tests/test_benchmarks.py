@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -48,6 +49,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.__main__ import BRIEF  # noqa: E402
 from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import peer_options  # noqa: E402
+from benchmarks.place import RESULTS  # noqa: E402
 from benchmarks.recipes import RECIPES, Recipe  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.experts.model import stacks  # noqa: E402
@@ -168,6 +170,34 @@ def test_saved_file_and_plot(tmp_path: Path) -> None:
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plots.shown_in(path.read_bytes()) == plots.fingerprint(result)
+
+
+def test_plot_of_products_in_eight_bits() -> None:
+    pyplot = pytest.importorskip("matplotlib.figure")
+    result = origin.read(RESULTS / "compute_quality_large-h100.json")
+    [model] = result["models"]
+
+    class Figures:
+        @staticmethod
+        def subplots(*args: Any, figsize: Any, **settings: Any) -> Any:
+            figure = pyplot.Figure(figsize=figsize)
+            return figure, figure.subplots(*args, **settings)
+
+    losses, apart, cosines = plots.KINDS[result["benchmark"]](Figures, result).axes
+
+    def drawn(axes: Any) -> dict[str, Any]:
+        return {line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"}
+
+    assert [*drawn(losses)] == ["eager", "bf16", "fp8"]
+    assert [*drawn(apart)] == [*drawn(cosines)] == ["bf16", "fp8"]
+    last = {(run["variant"], run["seed"]): run["curve"][-1] for run in model["runs"]}
+    assert drawn(losses)["fp8"].get_xdata()[-1] == 495  # the middle of the last ten steps
+    mean = statistics.fmean(last["fp8", seed] for seed in range(3))
+    assert drawn(losses)["fp8"].get_ydata()[-1] == pytest.approx(mean)
+    ratios = statistics.fmean(last["fp8", seed] / last["eager", seed] for seed in range(3))
+    assert drawn(apart)["fp8"].get_ydata()[-1] == pytest.approx(100 * (ratios - 1))
+    by_layer = model["cosines"]["fp8"]["by_layer"]
+    assert [*drawn(cosines)["fp8"].get_ydata()] == [*by_layer.values()]
 
 
 def test_without_a_commit_nothing_is_measured_that_would_be_saved(
