@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -95,26 +96,31 @@ def _bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
 
 
 def _over_rows(pyplot: Any, result: Mapping[str, Any]) -> Any:
-    """Draw time over rows of x by peer, one shape beside the other; dotted is the roof.
+    """Draw time over rows of x by peer, one shape beside the other; dotted is the roof. Several
+    formats stand one below the other.
 
     The time is that of a call in a graph, where such were measured, and otherwise of one alone.
     """
     statistic, rows = result["settings"]["statistic"], result["rows"]
     graphed = [row for row in rows if "graph_s" in row["extra"]]
     rows = graphed or rows
+    formats = list(dict.fromkeys(row["case"].get("format", "") for row in rows))
     shapes = list(dict.fromkeys(row["case"]["shape"] for row in rows))
-    figure, grid = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 4), squeeze=False)
-    for axes, shape in zip(grid[0], shapes, strict=True):
-        here = [row for row in rows if row["case"]["shape"] == shape]
+    sizes = (4.2 * len(shapes), 4 * len(formats))
+    figure, grid = pyplot.subplots(len(formats), len(shapes), figsize=sizes, squeeze=False)
+    for axes, (format, shape) in zip(grid.flat, itertools.product(formats, shapes), strict=True):
+        where = (format, shape)
+        here = [r for r in rows if (r["case"].get("format", ""), r["case"]["shape"]) == where]
         for peer in dict.fromkeys(row["peer"] for row in here):
             of = [row for row in here if row["peer"] == peer]
             times = [row["extra"].get("graph_s", row["timing"][statistic]) for row in of]
             counts = [row["case"]["rows"] for row in of]
             axes.loglog(counts, [1e6 * t for t in times], "o-", markersize=3, label=peer)
         axes.axhline(1e6 * here[0]["roof"], color="black", linestyle=":")
-        axes.set_title(shape, fontsize=9)
+        axes.set_title(f"{format} {shape}".strip(), fontsize=9)
         axes.set_xlabel("rows")
-    grid[0][0].set_ylabel("microseconds (dotted: roof)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("microseconds (dotted: roof)")
     grid[0][-1].legend(fontsize=8)
     figure.suptitle(f"{result['benchmark']}, {result['machine']['name']}", fontsize=10)
     return figure

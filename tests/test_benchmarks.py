@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
+import inductor_q  # noqa: E402
 from benchmarks import (  # noqa: E402
     bench_attention,
     bench_compute_outliers,
@@ -172,18 +173,23 @@ def test_saved_file_and_plot(tmp_path: Path) -> None:
     assert plots.shown_in(path.read_bytes()) == plots.fingerprint(result)
 
 
-def test_plot_of_products_in_eight_bits() -> None:
-    pyplot = pytest.importorskip("matplotlib.figure")
-    result = origin.read(RESULTS / "compute_quality_large-h100.json")
-    [model] = result["models"]
+def drawn_without_pyplot(name: str) -> Any:
+    """Draw a committed result, and leave matplotlib's windows as they are."""
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    result = origin.read(RESULTS / f"{name}.json")
 
-    class Figures:
+    class Pyplot:
         @staticmethod
         def subplots(*args: Any, figsize: Any, **settings: Any) -> Any:
-            figure = pyplot.Figure(figsize=figsize)
+            figure = matplotlib.Figure(figsize=figsize)
             return figure, figure.subplots(*args, **settings)
 
-    losses, apart, cosines = plots.KINDS[result["benchmark"]](Figures, result).axes
+    return plots.KINDS[result["benchmark"]](Pyplot, result)
+
+
+def test_plot_of_products_in_eight_bits() -> None:
+    [model] = origin.read(RESULTS / "compute_quality_large-h100.json")["models"]
+    losses, apart, cosines = drawn_without_pyplot("compute_quality_large-h100").axes
 
     def drawn(axes: Any) -> dict[str, Any]:
         return {line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"}
@@ -557,6 +563,51 @@ def test_bench_rows_of_kbit_weights(tmp_path: Path) -> None:
     rows = check_file(out, "bench_rows", {*bench_rows.PEERS} - {"bitsandbytes", "stock"})
     assert all(row["case"]["format"] == "kbit3_e4m4" for row in rows)
     assert {row["case"]["rows"] for row in rows} == {2}
+
+
+def test_bench_rows_compiles_many(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    formats = ["nf4_b64_nested", "kbit2_e4m4"]
+    command = ["--device", "cpu", "--quick", "--formats", *formats, "--rows", "33"]
+    bench_rows.main([*command, "--backends", "decode", "qfuse", "adapter", "--out", str(out)])
+    rows = check_file(out, "bench_rows", {"decode", "qfuse", "adapter"})
+    assert [row["case"]["format"] for row in rows[::3]] == formats
+    errors = {(r["case"]["format"], r["peer"]): r["extra"].get("error") for r in rows}
+    for format in formats:
+        assert errors[format, "qfuse"] == pytest.approx(errors[format, "decode"], rel=1e-3)
+        assert errors[format, "adapter"] is None  # another weight
+    report = inductor_q.last_report()
+    assert report is not None
+    assert report.applied()["canonicalize"] == 1  # as a layer is compiled
+
+
+def test_bench_rows_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where a graph of calls is one call after the other."""
+    monkeypatch.setattr(bench_rows, "GRAPH_BYTES", 40_000)
+    weight = torch.randn(96, 128).bfloat16()
+    packed, x = bench_rows._bnb(weight), torch.randn(2, 128).bfloat16()
+    layers = bench_rows._of_few_rows(bench_rows.BNB, weight.shape)
+    peers = ("bitsandbytes", "decode", "dense", "qfuse", "adapter")
+    with torch.no_grad():
+        found = bench_rows._in_graphs(peers, bench_rows.BNB, packed, weight, layers, x, 1)
+    assert found.keys() == set(peers)
+    assert min(found.values()) > 0
+
+
+def test_plot_of_rows_has_each_format() -> None:
+    figure = drawn_without_pyplot("rows_kbit_cuda-h100")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert len(titles) == 16
+    assert titles[0] == "kbit2_e4m4 12288x4096" and titles[-1] == "kbit5_e4m4 1024x4096"
+    lines = {line.get_label(): line for line in figure.axes[-1].lines}
+    name, case = "rows_kbit_cuda-h100", {"format": "kbit5_e4m4", "shape": "1024x4096", "rows": 32}
+    [row] = [
+        row
+        for row in origin.read(RESULTS / f"{name}.json")["rows"]
+        if row["peer"] == "qfuse" and row["case"] == case
+    ]
+    assert [*lines["qfuse"].get_xdata()] == [1, 4, 8, 16, 32]
+    assert lines["qfuse"].get_ydata()[-1] == pytest.approx(1e6 * row["extra"]["graph_s"])
 
 
 def test_bench_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
