@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7840,
+    "benchmarks": 7890,
     "csrc": 4125,
     "docs": 1800,
     "examples": 1175,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1135,
     "lowerings": 800,
     "passes": 6515,
-    "tests": 43445,
+    "tests": 43470,
 }
 
 

@@ -441,6 +441,42 @@ def test_bench_moe(tmp_path: Path) -> None:
     assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
 
 
+def test_bench_moe_of_few_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "few.json"
+    command = ["--device", "cpu", "--cases", "few", "--ranks", "0", "8", "--rounds", "1"]
+    bench_moe.main([*command, "--out", str(out)])
+    rows = check_file(out, "bench_moe", set(bench_moe.PEERS))
+    cases = [(row["case"]["T"], row["case"]["r"], row["case"]["pass"]) for row in rows]
+    assert list(dict.fromkeys(cases)) == [(t, r, "fwd") for t in (1, 4, 16) for r in (0, 8)]
+    assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
+    assert bench_moe.CASES["few"]["cuda"] == [
+        *(("Qwen3-30B-A3B", tokens) for tokens in (1, 4, 16)),
+        *(("gpt-oss-20b", tokens) for tokens in (1, 4, 16)),
+    ]
+
+
+def test_bench_moe_in_graphs() -> None:
+    """On a CPU, where a graph of calls is one call after the other."""
+    layers = bench_moe._layers("tiny", 2, 8, 1, CPU)
+    arguments = argparse.Namespace(format="nf4", backends=list(bench_moe.PEERS))
+    dense = bench_moe._values(layers[0], torch.bfloat16)
+    found = bench_moe._in_graphs(arguments, layers, dense, 1)
+    assert found.keys() == set(bench_moe.PEERS)
+    assert min(found.values()) > 0
+    chosen = {tuple(bench_moe._rerouted(layers, s)[0].routing.offsets.tolist()) for s in range(9)}
+    assert len(chosen) > 1
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_the_roof_of_experts_counts_those_with_rows(tokens: int) -> None:
+    layer, _ = bench_moe._layers("tiny", tokens, 8, 1, CPU)
+    suite = argparse.Namespace(ceilings=harness.Ceilings(1.0, 1e30))
+    active = {1: 2, 16: 4}[tokens]  # of four experts, two for each token
+    packed = sum(t.nbytes for t in layer.packed.operands) * active / 4
+    expected = 1e-9 * (packed + layer.x.nbytes + layer.grad.nbytes)  # at 1 GB a second
+    assert bench_moe._roof(suite, layer, ways=1) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_bench_moe_model(tmp_path: Path) -> None:
     out = tmp_path / "model.json"
