@@ -11,8 +11,8 @@ is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks 
 ``torchao``, which packs and dequantizes it, stands in for ``bitsandbytes``.
 
 ``--cases few`` has the tokens of decoding, forward alone: each expert that has rows is read
-once, and the roof counts no other. ``graph_s`` is the time of a call in a CUDA graph of many on the same
-experts, whose tokens go to other ones each, as a decoding step has them: free of what starting
+once, and the roof counts no other. ``graph_s`` is the time of a call in a CUDA graph of many on the
+same experts, whose tokens go to other ones each, as a decoding step has them: free of what starting
 kernels alone costs.
 
 ``--ep N`` is one device of N: it has every Nth part of the experts and sees all tokens. Choices of
