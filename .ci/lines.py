@@ -16,27 +16,27 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7740,
+    "benchmarks": 7890,
     "csrc": 4125,
     "docs": 1800,
     "examples": 1175,
     "inductor_q": 6215,
-    "inductor_q/capture": 2460,
+    "inductor_q/capture": 2515,
     "inductor_q/commands": 1105,
     "inductor_q/decode": 720,
-    "inductor_q/diagnostics": 5725,
+    "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1145,
     "inductor_q/formats": 1755,
-    "inductor_q/integrations": 1580,
+    "inductor_q/integrations": 1595,
     "inductor_q/kbit": 935,
-    "inductor_q/kernels": 6925,
+    "inductor_q/kernels": 6930,
     "inductor_q/loading": 1750,
     "inductor_q/ops": 2700,
     "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,
     "lowerings": 800,
-    "passes": 6510,
-    "tests": 43050,
+    "passes": 6515,
+    "tests": 43485,
 }
 
 

@@ -10,6 +10,11 @@ in bf16; ``triton``, on a GPU, is timed where ``--backends`` names it.
 is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks for another, and
 ``torchao``, which packs and dequantizes it, stands in for ``bitsandbytes``.
 
+``--cases few`` has the tokens of decoding, forward alone: each expert that has rows is read
+once, and the roof counts no other. ``graph_s`` is the time of a call in a CUDA graph of many on the
+same experts, whose tokens go to other ones each, as a decoding step has them: free of what starting
+kernels alone costs.
+
 ``--ep N`` is one device of N: it has every Nth part of the experts and sees all tokens. Choices of
 other devices' experts are sentinels for our op, which skips them; ``masked`` is the op, and
 ``bitsandbytes`` the same as above, with those ids clamped to the last expert and their gates zero,
@@ -49,14 +54,26 @@ MODELS = {
     "DeepSeek-V2": (160, 3072, 5120, 6),
     "tiny": (4, 128, 64, 2),
 }
+FEW = (1, 4, 16)
+#: Models and numbers of tokens, by `--cases` and device.
 CASES = {
-    "cuda": [
-        *(("Qwen3-30B-A3B", tokens) for tokens in (4096, 1024, 512, 64)),
-        *((name, 4096) for name in ("Qwen3.5-35B-A3B", "OLMoE", "Mixtral", "E128 2880")),
-    ],
-    "cpu": [("tiny", 64), ("tiny", 512)],
+    "many": {
+        "cuda": [
+            *(("Qwen3-30B-A3B", tokens) for tokens in (4096, 1024, 512, 64)),
+            *((name, 4096) for name in ("Qwen3.5-35B-A3B", "OLMoE", "Mixtral", "E128 2880")),
+        ],
+        "cpu": [("tiny", 64), ("tiny", 512)],
+    },
+    "few": {
+        "cuda": [*itertools.product(("Qwen3-30B-A3B", "gpt-oss-20b"), FEW)],
+        "cpu": [("tiny", tokens) for tokens in FEW],
+    },
 }
-QUICK = {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]}
+QUICK = {
+    "many": {"cuda": [("Qwen3-30B-A3B", 512)], "cpu": [("tiny", 16)]},
+    "few": {"cuda": [("Qwen3-30B-A3B", 1)], "cpu": [("tiny", 2)]},
+}
+GRAPH_CALLS = 32  # whose experts together exceed the cache of a GPU
 TOKENS = 2048  # for a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
@@ -138,10 +155,13 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     )
     parser.add_argument("--tokens", nargs="+", type=int, help=f"(default: by case, or {TOKENS})")
     parser.add_argument("--ranks", nargs="+", type=int, default=[RANK], help="0: no adapter")
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES[:2]))
+    parser.add_argument("--cases", choices=CASES, default="many")
+    parser.add_argument("--passes", nargs="+", choices=PASSES)
     parser.add_argument("--ep", nargs="+", type=int, default=[1], help="devices that share experts")
     parser.add_argument("--format", choices=FORMATS, default="nf4")
     arguments = parser.parse_args(argv)
+    if arguments.passes is None:
+        arguments.passes = list(PASSES[: 1 if arguments.cases == "few" else 2])
     library = FORMATS[arguments.format][1]
     if arguments.backends is None:
         _, *others = PEERS if arguments.ep == [1] else PARALLEL_PEERS
@@ -161,13 +181,14 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     ):
         layers = _layers(name, tokens, rank, devices, suite.device, arguments.format)
         _run_case(suite, arguments, layers, devices)
-    harness.finish(suite, arguments, extras=(f"error_to_{library}", "overhead", "peak_bytes"))
+    extras = (f"error_to_{library}", "overhead", "peak_bytes", "graph_s")
+    harness.finish(suite, arguments, extras=extras)
     return suite
 
 
 def _cases(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, int]]:
     """List models and numbers of tokens: as requested, and otherwise as listed."""
-    listed = (QUICK if arguments.quick else CASES)[device]
+    listed = (QUICK if arguments.quick else CASES)[arguments.cases][device]
     for name in arguments.models or dict.fromkeys(name for name, _ in listed):
         known = [tokens for model, tokens in listed if model == name]
         for tokens in arguments.tokens or known or [TOKENS]:
@@ -281,14 +302,7 @@ def _run_case(
     rank = 0 if layer.a is None else layer.a.shape[1]
     dense = _values(layer, torch.bfloat16) if "grouped_mm" in arguments.backends else None
     library = FORMATS[arguments.format][1]
-    forwards: dict[str, Callable[[], Tensor]] = {
-        library: functools.partial(_grouped_mm, masked),
-        "masked": functools.partial(_op, masked, "auto"),
-        "grouped_mm": functools.partial(_op, layer, "grouped_mm", dense),
-        "qfuse": functools.partial(_op, layer, "auto"),
-    }
-    for provider in arguments.backends:  # the others are our op's
-        forwards.setdefault(provider, functools.partial(_op, layer, provider))
+    forwards = _forwards(arguments, layers, dense)
     exact = _exact(layer)
     errors = {}
     for peer in arguments.backends:
@@ -311,13 +325,59 @@ def _run_case(
                 extra[peer][f"error_to_{library}"] = errors[peer] / errors[library]
             if peak is not None:  # beyond inputs and what is returned
                 extra[peer]["peak_bytes"] = peak - before - results
-        timings = harness.time_kernels(candidates, suite.device, rounds=arguments.rounds or 5)
+        rounds = arguments.rounds or 5
+        timings = harness.time_kernels(candidates, suite.device, rounds=rounds)
+        if arguments.cases == "few" and kind == "fwd" and suite.device.type == "cuda":
+            for peer, spent in _in_graphs(arguments, layers, dense, rounds).items():
+                extra[peer]["graph_s"] = spent
         for peer, timing in timings.items():
             base = suite.find({**case, "r": 0, "pass": kind}, peer)
             if rank and base is not None:
                 extra[peer]["overhead"] = timing.median / base.timing.median - 1
         roof = _roof(suite, layer, ways=2 if kind == "fwd+bwd" else 1)
         suite.add({**case, "pass": kind}, timings, roof=roof, extra=extra)
+
+
+def _forwards(
+    arguments: argparse.Namespace, layers: tuple[Layer, Layer], dense: Tensor | None
+) -> dict[str, Callable[[], Tensor]]:
+    """Return each peer's forward; `dense` are the experts in bf16."""
+    layer, masked = layers
+    forwards: dict[str, Callable[[], Tensor]] = {
+        FORMATS[arguments.format][1]: functools.partial(_grouped_mm, masked),
+        "masked": functools.partial(_op, masked, "auto"),
+        "grouped_mm": functools.partial(_op, layer, "grouped_mm", dense),
+        "qfuse": functools.partial(_op, layer, "auto"),
+    }
+    for provider in arguments.backends:  # the others are our op's
+        forwards.setdefault(provider, functools.partial(_op, layer, provider))
+    return forwards
+
+
+def _in_graphs(
+    arguments: argparse.Namespace, layers: tuple[Layer, Layer], dense: Tensor | None, rounds: int
+) -> dict[str, float]:
+    """Return the seconds of a forward in a CUDA graph of many, by peer."""
+    several = [_forwards(arguments, _rerouted(layers, seed), dense) for seed in range(GRAPH_CALLS)]
+    device = layers[0].x.device
+    with torch.no_grad():
+        graphs = {
+            peer: harness.in_sequence([forwards[peer] for forwards in several], device)
+            for peer in arguments.backends
+        }
+        timings = harness.time_kernels(graphs, device, rounds=rounds)
+    return {peer: timing.median / GRAPH_CALLS for peer, timing in timings.items()}
+
+
+def _rerouted(layers: tuple[Layer, Layer], seed: int) -> tuple[Layer, Layer]:
+    """Send as many tokens to other experts, of all of which this device has the weights."""
+    layer, masked = layers
+    assert layer.gates is None, "one device of several has sentinels"
+    tokens, experts, top_k = layer.x.shape[0], layer.shape[0], layer.routing.top_k
+    generator = torch.Generator(layer.x.device).manual_seed(seed)
+    logits = torch.randn(tokens, experts, device=layer.x.device, generator=generator)
+    routing = route(logits.topk(top_k).indices, experts)
+    return replace(layer, routing=routing), replace(masked, routing=routing)
 
 
 def _pass(kind: str, forward: Callable[[], Tensor], layer: Layer) -> Callable[[], list[Tensor]]:
@@ -346,10 +406,12 @@ def _pass(kind: str, forward: Callable[[], Tensor], layer: Layer) -> Callable[[]
 
 
 def _roof(suite: harness.Suite, layer: Layer, *, ways: int) -> float:
-    """Count the products, or packed weights and rows, read and written once per direction."""
-    _, n, k = layer.shape
+    """Count the products, or rows and the packed weights of experts that have any, read and written
+    once per direction."""
+    experts, n, k = layer.shape
     rows = int(layer.routing.offsets[-1])
-    packed = sum(t.nbytes for t in layer.packed.operands)
+    active = int(layer.routing.offsets.diff().count_nonzero())
+    packed = sum(t.nbytes for t in layer.packed.operands) * active / experts
     return suite.ceilings.roof(
         flops=ways * 2.0 * rows * n * k,
         bytes=ways * (packed + layer.x.nbytes + layer.grad.nbytes),

@@ -5,7 +5,9 @@ multiplies; ``dense`` multiplies with a weight of 16 bits that is not quantized;
 ``qfuse`` with a LoRA adapter of rank 16. The roof is the time of reading the packed weight once.
 The cache is flushed before each call, which is timed alone. ``graph_s`` is the time of a call in a
 CUDA graph of many, whose weights together exceed the cache, as decoding has them: free of what
-starting one kernel alone costs.
+starting one kernel alone costs. With more rows than a kernel takes, ``qfuse`` and ``adapter`` are
+what the backend compiles of the same layer. ``--formats`` with more than one has a table, and a
+picture, of each.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ SHAPES = {
     "cuda": ((12288, 4096), (4096, 12288), (4096, 4096), (1024, 4096)),
     "cpu": ((4096, 4096),),
 }
-ROWS = {"cuda": (1, 2, 4, 8, 16, 24, 32, 48, 64), "cpu": (1, 2, 4, 8, 16, 32)}
+ROWS = {
+    "cuda": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+    "cpu": (1, 2, 4, 8, 16, 32),
+}
 QUICK = ((96, 128),)
 #: Bytes of the weights of a graph: several times the cache of a GPU.
 GRAPH_BYTES = 256 << 20
@@ -76,9 +81,38 @@ def _kbit(weight: Tensor, k: int) -> Packed:
     return [*reference(weight, codebook, k, "e4m4"), codebook], None
 
 
-def _calls(name: str, packed: Packed, weight: Tensor) -> Calls:
-    """Return the calls of one weight by peer, but for the compiled one."""
+#: The product with operands, and that with an adapter besides.
+Layers = tuple[Callable[..., Tensor], Callable[..., Tensor]]
+
+
+def _of_few_rows(name: str, shape: Sequence[int]) -> Layers:
+    """Return the layer as a graph has it where a kernel reads the packed weight."""
+
+    def plain(x: Tensor, operands: list[Tensor]) -> Tensor:
+        return ops.linear(x, operands, name, shape)
+
+    def adapted(x: Tensor, operands: list[Tensor], a: Tensor, b: Tensor) -> Tensor:
+        return linears(x, operands, name, shape[:1], [None], [a], [b], [1.0])[0]
+
+    return plain, adapted
+
+
+def _of_many_rows(name: str, shape: Sequence[int]) -> Layers:
+    """Return the layer compiled, which serves all weights of its format and shape."""
+
+    def adapted(x: Tensor, operands: list[Tensor], a: Tensor, b: Tensor) -> Tensor:
+        return ops.lora_linear(x, operands, name, shape, [a], [b], [1.0])
+
+    backend = testing.qfuse_backend()
+    plain, _ = _of_few_rows(name, shape)
+    compiled = (torch.compile(fn, backend=backend, dynamic=False) for fn in (plain, adapted))
+    return next(compiled), next(compiled)
+
+
+def _calls(name: str, packed: Packed, weight: Tensor, layers: Layers) -> Calls:
+    """Return the calls of one weight by peer, but for the one that Inductor compiles."""
     operands, layer = packed
+    plain, adapted = layers
     shape, dtype = weight.shape, weight.dtype
     sizes = (RANK, shape[1]), (shape[0], RANK)
     a, b = (0.02 * torch.randn(size, device=weight.device).to(dtype) for size in sizes)
@@ -86,15 +120,12 @@ def _calls(name: str, packed: Packed, weight: Tensor) -> Calls:
     def decode(x: Tensor) -> Tensor:
         return F.linear(x, ops.dequantize(operands, name, shape, dtype))
 
-    def adapted(x: Tensor) -> Tensor:
-        return linears(x, operands, name, shape[:1], [None], [a], [b], [1.0])[0]
-
     calls: Calls = {} if layer is None else {"bitsandbytes": layer}
     return calls | {
         "decode": decode,
         "dense": lambda x: F.linear(x, weight),
-        "qfuse": lambda x: ops.linear(x, operands, name, shape),
-        "adapter": adapted,
+        "qfuse": lambda x: plain(x, operands),
+        "adapter": lambda x: adapted(x, operands, a, b),
     }
 
 
@@ -105,15 +136,14 @@ def _measure(
     with torch.no_grad():
         dense = ops.dequantize(packed[0], name, weight.shape, torch.float32)
         exact = x.double() @ dense.double().t()
-        peers = _calls(name, packed, weight)
+        are_many = x.shape[0] > linear_rows_cuda.MOST_ROWS
+        layers = (_of_many_rows if are_many else _of_few_rows)(name, weight.shape)
+        peers = _calls(name, packed, weight, layers)
         if packed[1] is not None:
             peers["stock"] = torch.compile(packed[1], backend="inductor", dynamic=False)
         calls = {
             peer: functools.partial(peers[peer], x) for peer in arguments.backends if peer in peers
         }
-        if x.shape[0] > linear_rows_cuda.MOST_ROWS:
-            calls.pop("qfuse", None)  # it decodes
-            calls.pop("adapter", None)
         extra = {
             peer: {"error": float((call().double() - exact).norm() / exact.norm())}
             for peer, call in calls.items()
@@ -123,7 +153,8 @@ def _measure(
         timings = harness.time_kernels(calls, suite.device, rounds=rounds, budget=0.02)
         if suite.device.type == "cuda":
             graphed = [peer for peer in calls if peer != "stock"]  # it has no graph of many
-            for peer, seconds in _in_graphs(graphed, name, packed, weight, x, rounds).items():
+            found = _in_graphs(graphed, name, packed, weight, layers, x, rounds)
+            for peer, seconds in found.items():
                 extra.setdefault(peer, {})["graph_s"] = seconds
     nbytes = float(sum(t.nbytes for t in packed[0]))
     case = {"shape": "x".join(map(str, weight.shape)), "rows": x.shape[0]}
@@ -133,12 +164,19 @@ def _measure(
 
 
 def _in_graphs(
-    peers: Sequence[str], name: str, packed: Packed, weight: Tensor, x: Tensor, rounds: int
+    peers: Sequence[str],
+    name: str,
+    packed: Packed,
+    weight: Tensor,
+    layers: Layers,
+    x: Tensor,
+    rounds: int,
 ) -> dict[str, float]:
     """Return the seconds of a call in a CUDA graph of many, by peer."""
     nbytes = sum(t.nbytes for t in packed[0])
-    copies = [_calls(name, copy.deepcopy(packed), weight) for _ in range(-(-GRAPH_BYTES // nbytes))]
-    denses = [_calls(name, packed, weight.clone()) for _ in range(-(-GRAPH_BYTES // weight.nbytes))]
+    many, few = (range(-(-GRAPH_BYTES // size)) for size in (nbytes, weight.nbytes))
+    copies = [_calls(name, copy.deepcopy(packed), weight, layers) for _ in many]
+    denses = [_calls(name, packed, weight.clone(), layers) for _ in few]
     calls = {
         peer: [functools.partial(of[peer], x) for of in (denses if peer == "dense" else copies)]
         for peer in peers

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,10 +49,7 @@ def draw(result: Mapping[str, Any], path: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kind = _bars if "rows" in result else _curves
-    if result.get("benchmark") == "bench_rows":
-        kind = _over_rows
-    figure = kind(pyplot, result)
+    figure = KINDS.get(result["benchmark"], _bars)(pyplot, result)
     figure.tight_layout()
     figure.savefig(path, dpi=120, metadata={KEYWORD: fingerprint(result)})
     pyplot.close(figure)
@@ -97,26 +96,31 @@ def _bars(pyplot: Any, result: Mapping[str, Any]) -> Any:
 
 
 def _over_rows(pyplot: Any, result: Mapping[str, Any]) -> Any:
-    """Draw time over rows of x by peer, one shape beside the other; dotted is the roof.
+    """Draw time over rows of x by peer, one shape beside the other; dotted is the roof. Several
+    formats stand one below the other.
 
     The time is that of a call in a graph, where such were measured, and otherwise of one alone.
     """
     statistic, rows = result["settings"]["statistic"], result["rows"]
     graphed = [row for row in rows if "graph_s" in row["extra"]]
     rows = graphed or rows
+    formats = list(dict.fromkeys(row["case"].get("format", "") for row in rows))
     shapes = list(dict.fromkeys(row["case"]["shape"] for row in rows))
-    figure, grid = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 4), squeeze=False)
-    for axes, shape in zip(grid[0], shapes, strict=True):
-        here = [row for row in rows if row["case"]["shape"] == shape]
+    sizes = (4.2 * len(shapes), 4 * len(formats))
+    figure, grid = pyplot.subplots(len(formats), len(shapes), figsize=sizes, squeeze=False)
+    for axes, (format, shape) in zip(grid.flat, itertools.product(formats, shapes), strict=True):
+        where = (format, shape)
+        here = [r for r in rows if (r["case"].get("format", ""), r["case"]["shape"]) == where]
         for peer in dict.fromkeys(row["peer"] for row in here):
             of = [row for row in here if row["peer"] == peer]
             times = [row["extra"].get("graph_s", row["timing"][statistic]) for row in of]
             counts = [row["case"]["rows"] for row in of]
             axes.loglog(counts, [1e6 * t for t in times], "o-", markersize=3, label=peer)
         axes.axhline(1e6 * here[0]["roof"], color="black", linestyle=":")
-        axes.set_title(shape, fontsize=9)
+        axes.set_title(f"{format} {shape}".strip(), fontsize=9)
         axes.set_xlabel("rows")
-    grid[0][0].set_ylabel("microseconds (dotted: roof)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("microseconds (dotted: roof)")
     grid[0][-1].legend(fontsize=8)
     figure.suptitle(f"{result['benchmark']}, {result['machine']['name']}", fontsize=10)
     return figure
@@ -152,6 +156,59 @@ def _curves(pyplot: Any, result: Mapping[str, Any]) -> Any:
     axes.set_title(f"k-bit quality, {result['machine']['name']}", fontsize=10)
     axes.legend(fontsize=8)
     return figure
+
+
+def _eight_bits(pyplot: Any, result: Mapping[str, Any]) -> Any:
+    """Draw bench_compute_quality, a row of three for each model: the loss over steps, how far it is
+    from eager mode's under the same seed, and the cosine of adapters' gradients by layer.
+
+    A curve is the mean over seeds, in the band of all of them.
+    """
+    models, steps = result["models"], result["settings"]["steps"]
+    figure, grid = pyplot.subplots(
+        len(models), 3, figsize=(13, 3.8 * len(models)), squeeze=False, width_ratios=(3, 3, 2)
+    )
+    for (losses, apart, cosines), model in zip(grid, models, strict=True):
+        curves = {(run["variant"], run["seed"]): run["curve"] for run in model["runs"]}
+        variants = list(dict.fromkeys(variant for variant, _ in curves))
+        for color, variant in enumerate(variants):
+            seeds = [seed for each, seed in curves if each == variant]
+            of = [curves[variant, seed] for seed in seeds]
+            _band(losses, of, steps, f"C{color}", variant)
+            if variant != "eager":
+                pairs = [zip(curves[variant, s], curves["eager", s], strict=True) for s in seeds]
+                percents = [[100 * (loss / eager - 1) for loss, eager in pair] for pair in pairs]
+                _band(apart, percents, steps, f"C{color}", variant)
+                layers = model["cosines"][variant]["by_layer"]
+                cosines.plot([*layers], [*layers.values()], "o-", color=f"C{color}", label=variant)
+        apart.axhline(0.0, color="grey", linewidth=0.8)
+        millions = model["shape"]["parameters"] / 1e6
+        losses.set_ylabel(f"training loss, {millions:.1f} M parameters")
+        apart.set_ylabel("% from eager mode, same seed")
+        cosines.set_ylabel("gradients of adapters, cosine")
+        for axes, below in ((losses, "step"), (apart, "step"), (cosines, "layer")):
+            axes.set_xlabel(below)
+            axes.legend(fontsize=8)
+    seeds, name = result["settings"]["seeds"], result["machine"]["name"]
+    figure.suptitle(f"products in eight bits, {seeds} seeds, {name}", fontsize=10)
+    return figure
+
+
+def _band(axes: Any, curves: Sequence[Sequence[float]], steps: int, color: str, label: str) -> None:
+    """Draw the mean of curves whose points are each the mean of as many steps, and their range."""
+    points = list(zip(*curves, strict=True))
+    width = steps / len(points)
+    places = [width * (i + 0.5) for i in range(len(points))]
+    axes.fill_between(places, [*map(min, points)], [*map(max, points)], color=color, alpha=0.15)
+    axes.plot(places, [*map(statistics.fmean, points)], color=color, linewidth=1, label=label)
+
+
+#: The benchmarks that are not drawn as bars.
+KINDS = {
+    "bench_rows": _over_rows,
+    "bench_kbit_quality": _curves,
+    "bench_compute_quality": _eight_bits,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -99,6 +99,7 @@ class Context:
         by_choice: bool = False,
         bytes_saved: int = 0,
         plain: bool = False,
+        op: str = "",
         nested: bool = False,
     ) -> SiteRecord:
         """Make the record of a site (`nested`: in a region). Call it before the graph is edited."""
@@ -115,6 +116,7 @@ class Context:
             by_choice=by_choice,
             bytes_saved=bytes_saved,
             plain=plain,
+            op=op,
             also=self.counterparts.get(module, ()) if nested else (),
         )
 

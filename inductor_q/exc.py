@@ -106,6 +106,17 @@ class UnknownRegions(_UnknownName):
     message = "unknown regions {name!r}{hint} Known: {known!j}"
 
 
+class NotAModule(QfuseError, TypeError):
+    """What is to be compiled in place is no module."""
+
+    call: str
+    found: str
+    message = (
+        "{call} takes a torch.nn.Module and compiles it in place, and got a {found}. "
+        'Compile a function by torch.compile(function, backend="qfuse")'
+    )
+
+
 class UnknownPreset(_UnknownName):
     message = "unknown preset {name!r}{where}{hint} Known: auto, none, {known!j}"
 

@@ -14,7 +14,8 @@ class SiteRecord:
     `rejected` the reason when nothing was done, `by_choice` whether another plan was preferred
     (rather than this one impossible), `bytes_saved` the bytes no longer kept for backward. `also`
     names other modules that run by the same graph: a nested compile region is called for each.
-    `plain` is for a weight that is not quantized.
+    `plain` is for a weight that is not quantized. `op` is the op of ours that reads the weight
+    since, if the site made one: `provider` serves it.
     """
 
     pass_name: str
@@ -28,6 +29,7 @@ class SiteRecord:
     bytes_saved: int = 0
     also: tuple[str, ...] = ()
     plain: bool = False
+    op: str = ""
 
 
 @dataclass(frozen=True)

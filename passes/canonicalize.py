@@ -78,11 +78,15 @@ class Canonicalize:
                 continue
             weight = found.weight.operands[0]
             if isinstance(found, Linear) and (provider := _for_few_rows(found, context)):
-                yield Site(node, "", weight, plan=FewRows(found), provider=provider)
+                yield Site(
+                    node, "", weight, plan=FewRows(found), provider=provider, op="linear_rows"
+                )
                 continue
             reason = _too_few_rows(found, context)
             provider = context.dequantizer(tensor(node).device, found.weight)
-            yield Site(node, reason, weight, plan=found, by_choice=True, provider=provider)
+            yield Site(
+                node, reason, weight, found, by_choice=True, provider=provider, op="dequantize"
+            )
             if isinstance(found, Decoded) and _leaves(node):
                 yield Site(node, LEAVES, weight)
 

@@ -50,6 +50,7 @@ from inductor_q.passes.graph import (
 )
 from inductor_q.passes.runner import Site
 
+OP = "scatter2scatter"
 SCATTER2SCATTER = torch.ops.qfuse.scatter2scatter.default
 aten = torch.ops.aten
 
@@ -77,12 +78,13 @@ class FuseScatter2Scatter:
                     sites.append(Site(node, projection.reason, by_choice=True))
                 plan = layer if projection is layer.projections[0] else None
                 provider = context.expert_kernel(_example(projection))
-                sites.append(Site(node, weight=weight, plan=plan, provider=provider, plain=plain))
+                served = Site(node, "", weight, plan, provider=provider, plain=plain, op=OP)
+                sites.append(served)
         for node in graph.find_nodes(op="call_function", target=SCATTER2SCATTER):
             operands: Any = node.args[ARGUMENTS.index("operands")]
             plain = node.args[ARGUMENTS.index("format")] == DENSE
             provider = context.expert_kernel(unchecked(example(node.args)))
-            sites.append(Site(node, weight=operands[0], provider=provider, plain=plain))
+            sites.append(Site(node, "", operands[0], provider=provider, plain=plain, op=OP))
         order = positions(graph)
         yield from sorted(sites, key=lambda site: order[site.node])
 

@@ -185,7 +185,8 @@ class QuantizeProducts:
 def _sites(members: Sequence[Product], plan: _Shared | _Summed) -> Iterator[Site]:
     for i, member in enumerate(members):
         stored, plain = _stored(member), member.weight is None
-        yield Site(member.node, weight=stored, plan=None if i else plan, plain=plain)
+        only = None if i else plan
+        yield Site(member.node, weight=stored, plan=only, plain=plain, op="requantize")
 
 
 def _sum_of(node: fx.Node) -> fx.Node | None:

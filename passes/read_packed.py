@@ -37,7 +37,7 @@ class ReadPacked:
             served = [few_rows_by(arg(product, 0), _weight(node), context) for product in products]
             if served and all(served):
                 weight = _weight(node).operands[0]
-                yield Site(node, "", weight, products, by_choice=True, provider=served[0])
+                yield Site(node, "", weight, products, True, provider=served[0], op="linear_rows")
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         weight = _weight(site.node)

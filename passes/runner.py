@@ -38,8 +38,9 @@ class Site:
 
     `node` anchors it in the graph, `weight` is the packed weight it is about (for its module path),
     `plan` is what `apply` needs, backward no longer keeps `bytes_saved`, and `provider` computes
-    the rewritten site. A rejection is `by_choice` where another plan is preferred: under
-    `qfuse.strict` only the others are errors. `plain` says that the weight is not quantized.
+    the rewritten site: by `op` of qfuse, where that reads the weight then. A rejection is
+    `by_choice` where another plan is preferred: under `qfuse.strict` only the others are errors.
+    `plain` says that the weight is not quantized.
     """
 
     node: fx.Node
@@ -50,6 +51,7 @@ class Site:
     provider: str = "aten"
     bytes_saved: int = 0
     plain: bool = False
+    op: str = ""
 
 
 class Pass(Protocol):
@@ -83,6 +85,7 @@ def run(step: Pass, graph: fx.Graph, context: Context, *, edit: bool = True) -> 
             by_choice=s.by_choice,
             bytes_saved=s.bytes_saved,
             plain=s.plain,
+            op="" if s.rejected else s.op,
             nested=nested,
         )
         for s in sites

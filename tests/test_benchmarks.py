@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from torch._dynamo.utils import counters
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
+import inductor_q  # noqa: E402
 from benchmarks import (  # noqa: E402
     bench_attention,
     bench_compute_outliers,
@@ -48,6 +50,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.__main__ import BRIEF  # noqa: E402
 from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import peer_options  # noqa: E402
+from benchmarks.place import RESULTS  # noqa: E402
 from benchmarks.recipes import RECIPES, Recipe  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.experts.model import stacks  # noqa: E402
@@ -168,6 +171,39 @@ def test_saved_file_and_plot(tmp_path: Path) -> None:
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plots.shown_in(path.read_bytes()) == plots.fingerprint(result)
+
+
+def drawn_without_pyplot(name: str) -> Any:
+    """Draw a committed result, and leave matplotlib's windows as they are."""
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    result = origin.read(RESULTS / f"{name}.json")
+
+    class Pyplot:
+        @staticmethod
+        def subplots(*args: Any, figsize: Any, **settings: Any) -> Any:
+            figure = matplotlib.Figure(figsize=figsize)
+            return figure, figure.subplots(*args, **settings)
+
+    return plots.KINDS[result["benchmark"]](Pyplot, result)
+
+
+def test_plot_of_products_in_eight_bits() -> None:
+    [model] = origin.read(RESULTS / "compute_quality_large-h100.json")["models"]
+    losses, apart, cosines = drawn_without_pyplot("compute_quality_large-h100").axes
+
+    def drawn(axes: Any) -> dict[str, Any]:
+        return {line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"}
+
+    assert [*drawn(losses)] == ["eager", "bf16", "fp8"]
+    assert [*drawn(apart)] == [*drawn(cosines)] == ["bf16", "fp8"]
+    last = {(run["variant"], run["seed"]): run["curve"][-1] for run in model["runs"]}
+    assert drawn(losses)["fp8"].get_xdata()[-1] == 495  # the middle of the last ten steps
+    mean = statistics.fmean(last["fp8", seed] for seed in range(3))
+    assert drawn(losses)["fp8"].get_ydata()[-1] == pytest.approx(mean)
+    ratios = statistics.fmean(last["fp8", seed] / last["eager", seed] for seed in range(3))
+    assert drawn(apart)["fp8"].get_ydata()[-1] == pytest.approx(100 * (ratios - 1))
+    by_layer = model["cosines"]["fp8"]["by_layer"]
+    assert [*drawn(cosines)["fp8"].get_ydata()] == [*by_layer.values()]
 
 
 def test_without_a_commit_nothing_is_measured_that_would_be_saved(
@@ -405,6 +441,42 @@ def test_bench_moe(tmp_path: Path) -> None:
     assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
 
 
+def test_bench_moe_of_few_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "few.json"
+    command = ["--device", "cpu", "--cases", "few", "--ranks", "0", "8", "--rounds", "1"]
+    bench_moe.main([*command, "--out", str(out)])
+    rows = check_file(out, "bench_moe", set(bench_moe.PEERS))
+    cases = [(row["case"]["T"], row["case"]["r"], row["case"]["pass"]) for row in rows]
+    assert list(dict.fromkeys(cases)) == [(t, r, "fwd") for t in (1, 4, 16) for r in (0, 8)]
+    assert all(row["extra"]["error_to_bitsandbytes"] < 1.25 for row in rows)
+    assert bench_moe.CASES["few"]["cuda"] == [
+        *(("Qwen3-30B-A3B", tokens) for tokens in (1, 4, 16)),
+        *(("gpt-oss-20b", tokens) for tokens in (1, 4, 16)),
+    ]
+
+
+def test_bench_moe_in_graphs() -> None:
+    """On a CPU, where a graph of calls is one call after the other."""
+    layers = bench_moe._layers("tiny", 2, 8, 1, CPU)
+    arguments = argparse.Namespace(format="nf4", backends=list(bench_moe.PEERS))
+    dense = bench_moe._values(layers[0], torch.bfloat16)
+    found = bench_moe._in_graphs(arguments, layers, dense, 1)
+    assert found.keys() == set(bench_moe.PEERS)
+    assert min(found.values()) > 0
+    chosen = {tuple(bench_moe._rerouted(layers, s)[0].routing.offsets.tolist()) for s in range(9)}
+    assert len(chosen) > 1
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_the_roof_of_experts_counts_those_with_rows(tokens: int) -> None:
+    layer, _ = bench_moe._layers("tiny", tokens, 8, 1, CPU)
+    suite = argparse.Namespace(ceilings=harness.Ceilings(1.0, 1e30))
+    active = {1: 2, 16: 4}[tokens]  # of four experts, two for each token
+    packed = sum(t.nbytes for t in layer.packed.operands) * active / 4
+    expected = 1e-9 * (packed + layer.x.nbytes + layer.grad.nbytes)  # at 1 GB a second
+    assert bench_moe._roof(suite, layer, ways=1) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_bench_moe_model(tmp_path: Path) -> None:
     out = tmp_path / "model.json"
@@ -527,6 +599,51 @@ def test_bench_rows_of_kbit_weights(tmp_path: Path) -> None:
     rows = check_file(out, "bench_rows", {*bench_rows.PEERS} - {"bitsandbytes", "stock"})
     assert all(row["case"]["format"] == "kbit3_e4m4" for row in rows)
     assert {row["case"]["rows"] for row in rows} == {2}
+
+
+def test_bench_rows_compiles_many(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    formats = ["nf4_b64_nested", "kbit2_e4m4"]
+    command = ["--device", "cpu", "--quick", "--formats", *formats, "--rows", "33"]
+    bench_rows.main([*command, "--backends", "decode", "qfuse", "adapter", "--out", str(out)])
+    rows = check_file(out, "bench_rows", {"decode", "qfuse", "adapter"})
+    assert [row["case"]["format"] for row in rows[::3]] == formats
+    errors = {(r["case"]["format"], r["peer"]): r["extra"].get("error") for r in rows}
+    for format in formats:
+        assert errors[format, "qfuse"] == pytest.approx(errors[format, "decode"], rel=1e-3)
+        assert errors[format, "adapter"] is None  # another weight
+    report = inductor_q.last_report()
+    assert report is not None
+    assert report.applied()["canonicalize"] == 1  # as a layer is compiled
+
+
+def test_bench_rows_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where a graph of calls is one call after the other."""
+    monkeypatch.setattr(bench_rows, "GRAPH_BYTES", 40_000)
+    weight = torch.randn(96, 128).bfloat16()
+    packed, x = bench_rows._bnb(weight), torch.randn(2, 128).bfloat16()
+    layers = bench_rows._of_few_rows(bench_rows.BNB, weight.shape)
+    peers = ("bitsandbytes", "decode", "dense", "qfuse", "adapter")
+    with torch.no_grad():
+        found = bench_rows._in_graphs(peers, bench_rows.BNB, packed, weight, layers, x, 1)
+    assert found.keys() == set(peers)
+    assert min(found.values()) > 0
+
+
+def test_plot_of_rows_has_each_format() -> None:
+    figure = drawn_without_pyplot("rows_kbit_cuda-h100")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert len(titles) == 16
+    assert titles[0] == "kbit2_e4m4 12288x4096" and titles[-1] == "kbit5_e4m4 1024x4096"
+    lines = {line.get_label(): line for line in figure.axes[-1].lines}
+    name, case = "rows_kbit_cuda-h100", {"format": "kbit5_e4m4", "shape": "1024x4096", "rows": 32}
+    [row] = [
+        row
+        for row in origin.read(RESULTS / f"{name}.json")["rows"]
+        if row["peer"] == "qfuse" and row["case"] == case
+    ]
+    assert [*lines["qfuse"].get_xdata()] == [1, 4, 8, 16, 32]
+    assert lines["qfuse"].get_ydata()[-1] == pytest.approx(1e6 * row["extra"]["graph_s"])
 
 
 def test_bench_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

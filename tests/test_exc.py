@@ -220,6 +220,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.NotAModule(call="inductor_q.compile", found="str"),
+        "inductor_q.compile takes a torch.nn.Module and compiles it in place, and got a str. "
+        'Compile a function by torch.compile(function, backend="qfuse")',
+        TypeError,
+    ),
+    (
         exc.UnknownRegions(name="layer", known=("auto", "model", "layers")),
         "unknown regions 'layer'; did you mean 'layers'? Known: auto, model, layers",
         ValueError,

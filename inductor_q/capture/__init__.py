@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, fx, nn
 
 from inductor_q.capture.bitsandbytes import BITSANDBYTES
@@ -65,7 +67,7 @@ def packed_weight(module: nn.Module, name: str) -> Packed | None:
     for library in LIBRARIES:
         found = library.packed(module, name)
         if found is not None:
-            return found
+            return replace(found, library=library.name)
     return None
 
 

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from inductor_q.capture.library import Damage, Packed, Stored
 from inductor_q.exc import CorruptQuantState, MissingExtra, UnknownFormat
 from inductor_q.formats import QuantFormat
-from inductor_q.formats.bnb import BNB_QUANT_TYPES, INT8, NESTED_BLOCKSIZE, bnb_format_name
+from inductor_q.formats.bnb import (
+    BNB_FORMATS,
+    BNB_QUANT_TYPES,
+    INT8,
+    NESTED_BLOCKSIZE,
+    bnb_format_name,
+)
 
 
 def packed(module: nn.Module, name: str) -> Packed | None:
@@ -33,7 +39,7 @@ def packed(module: nn.Module, name: str) -> Packed | None:
         name = str(getattr(tensor, "quant_type", ""))
         if state is None:
             return Packed(name, shape, reason="bitsandbytes quantizes it when it moves to a device")
-        return Packed(name, shape, partial(bnb_operands, tensor, state))
+        return _four_bits(tensor, state, name, shape)
     if name == "weight":
         state = vars(module).get("quant_state")
     elif name == "original" and isinstance(module, nn.ModuleList):
@@ -41,7 +47,21 @@ def packed(module: nn.Module, name: str) -> Packed | None:
         state = next((found for found in steps if found is not None), None)
     if state is None:
         return None
-    return Packed(str(state.quant_type), tuple(state.shape), partial(bnb_operands, tensor, state))
+    return _four_bits(tensor, state, str(state.quant_type), tuple(state.shape))
+
+
+def _four_bits(tensor: Tensor, state: Any, name: str, shape: tuple[int, ...]) -> Packed:
+    inner, block = getattr(state, "state2", None), getattr(state, "blocksize", None)
+    nested = bool(getattr(state, "nested", False)) and not is_packed_for_cpu(state)
+    format = f"{name}_b{block}" + ("_nested" if nested else "")
+    held = (tensor, *(getattr(x, "absmax", None) for x in (state, inner)))
+    return Packed(
+        name,
+        shape,
+        partial(bnb_operands, tensor, state),
+        layout=format if any(format == known.name for known in BNB_FORMATS) else "",
+        parts=tuple(part for part in held if isinstance(part, Tensor)),
+    )
 
 
 def _int8(module: nn.Module, tensor: Any) -> Packed:
@@ -54,7 +74,11 @@ def _int8(module: nn.Module, tensor: Any) -> Packed:
     absmax = next((x for x in held if x is not None), None)
     if absmax is None:
         return Packed("int8", shape, reason="the scales of its 8-bit codes are not with the layer")
-    return Packed("int8", shape, lambda: Stored([tensor.detach(), absmax], INT8.name, [*shape]))
+
+    def read() -> Stored:
+        return Stored([tensor.detach(), absmax], INT8.name, [*shape])
+
+    return Packed("int8", shape, read, layout=INT8.name, parts=(tensor, absmax))
 
 
 def bnb_operands(weight: Tensor, quant_state: Any) -> Stored:

@@ -52,7 +52,8 @@ def packed(module: Any, name: str) -> Packed | None:
         return found(reason="it is on the meta device: no checkpoint has been loaded into it")
     if reason := _unreadable(codes, scale, format, shape, block):
         return found(reason=reason)
-    return found(read=partial(_read, codes, scale, format, shape))
+    read = partial(_read, codes, scale, format, shape)
+    return found(read=read, layout=format, parts=(codes, scale))
 
 
 def _is_offloaded(module: nn.Module) -> bool:

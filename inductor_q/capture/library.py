@@ -94,6 +94,9 @@ class Packed:
     reason: says why it cannot be read, where none of our formats is the library's.
     beside: names the module's other tensors that belong to it.
     quantizes_input: whether the library's own product with it quantizes the input as well.
+    layout: the name of our format in which `read` returns it; "" where that is not told.
+    parts: the tensors that store it, as they are held.
+    library: the name of the `Library` that has packed it, which `packed_weight` fills in.
     """
 
     format: str
@@ -102,6 +105,9 @@ class Packed:
     reason: str = ""
     beside: tuple[str, ...] = ()
     quantizes_input: bool = False
+    layout: str = ""
+    parts: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    library: str = ""
 
     @property
     def kind(self) -> str:

@@ -18,11 +18,15 @@ from inductor_q.capture import packed_weight
 from inductor_q.capture.library import Packed
 from inductor_q.capture.packed import MAIN_NAMES, packed_tensors
 
+NOT_KNOWN = "nothing here knows how this library packs"
+
 
 @dataclass(frozen=True)
 class Quantized:
     """Name one packed weight: the module that owns it, by path from its root, and how it is packed.
 
+    `format` is the library's name for how it is packed, `layout` ours for the same, or "" where
+    nothing here reads it, for `reason`. `nbytes` are those that store it on a `device`, by type.
     `tree` distinguishes the module trees of a process.
     """
 
@@ -31,6 +35,11 @@ class Quantized:
     format: str
     shape: tuple[int, ...] = ()
     tree: int = 0
+    library: str = ""
+    layout: str = ""
+    reason: str = ""
+    nbytes: int = 0
+    device: str = ""
 
 
 def quantized_layers() -> tuple[Quantized, ...]:
@@ -50,10 +59,19 @@ def layers_of(*roots: nn.Module) -> tuple[Quantized, ...]:
         for path, module in root.named_modules():
             for name, tensor in packed_tensors(module):
                 if id(tensor) not in found:
-                    held = packed_weight(module, name) or _unknown(tensor)
-                    layer = module_path(path, name)
-                    where = layer, held.kind, held.format, held.shape, id(root)
-                    found[id(tensor)] = Quantized(*where)
+                    held = packed_weight(module, name) or _unknown(tensor, type(module))
+                    found[id(tensor)] = Quantized(
+                        module=module_path(path, name),
+                        kind=held.kind,
+                        format=held.format,
+                        shape=held.shape,
+                        tree=id(root),
+                        library=held.library,
+                        layout=held.layout,
+                        reason=held.reason,
+                        nbytes=sum(part.nbytes for part in held.parts),
+                        device=tensor.device.type,
+                    )
     return tuple(dict.fromkeys(found.values()))
 
 
@@ -82,8 +100,10 @@ def _roots() -> list[nn.Module]:
     return sorted(roots, key=lambda m: -len(vars(m)["_modules"]))
 
 
-def _unknown(tensor: torch.Tensor) -> Packed:
-    """Describe a packed weight of a library that is not listed."""
+def _unknown(tensor: torch.Tensor, owner: type) -> Packed:
+    """Describe a packed weight of a library that is not listed: the one that has the class of the
+    tensor, or else of the module."""
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
     name = str(tensor.dtype).removeprefix("torch.") if is_plain else type(tensor).__name__
-    return Packed(name, tuple(tensor.shape))
+    library = (owner if is_plain else type(tensor)).__module__.partition(".")[0]
+    return Packed(name, tuple(tensor.shape), reason=NOT_KNOWN, library=library)

@@ -34,7 +34,8 @@ def packed(module: Any, name: str) -> Packed:
     scales: Any = held.get(f"{name}_scales")
     if reason := _unreadable(blocks, scales, shape):
         return Packed("mxfp4", shape, reason=reason)
-    return Packed("mxfp4", shape, partial(_read, blocks, scales, shape))
+    read = partial(_read, blocks, scales, shape)
+    return Packed("mxfp4", shape, read, layout="mxfp4", parts=(blocks, scales))
 
 
 def _unreadable(blocks: object, scales: object, shape: tuple[int, ...]) -> str:

@@ -33,7 +33,9 @@ def _packed(module: nn.Module, name: str) -> Packed | None:
     if fmt is None or name != fmt.operands[0]:
         return None
     shape = said.get("shape") or (said["out_features"], said["in_features"])
-    return Packed(fmt.name, tuple(shape), partial(_read, module, fmt.name, tuple(shape)))
+    read = partial(_read, module, fmt.name, tuple(shape))
+    parts = tuple(getattr(module, operand) for operand in fmt.operands)
+    return Packed(fmt.name, tuple(shape), read, layout=fmt.name, parts=parts)
 
 
 def _read(module: nn.Module, format: str, shape: tuple[int, ...]) -> Stored:

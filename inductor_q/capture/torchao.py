@@ -178,7 +178,9 @@ def _packed(module: nn.Module, name: str) -> Packed | None:
     shape = tuple(tensor.shape)
     if layout.reason:
         return Packed(layout.kind, shape, reason=layout.reason)
-    return Packed(layout.kind, shape, partial(_read, tensor, layout))
+    parts = tuple(getattr(tensor, part.name) for part in layout.parts if not part.is_one)
+    read = partial(_read, tensor, layout)
+    return Packed(layout.kind, shape, read, layout=layout.format, parts=parts)
 
 
 def _read(tensor: Tensor, layout: Layout) -> Stored:

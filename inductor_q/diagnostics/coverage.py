@@ -11,7 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from inductor_q.capture.live import Quantized
-from inductor_q.diagnostics.explanation import BESIDE, STATUSES, Layer, LayerStatus, Step
+from inductor_q.diagnostics import serving
+from inductor_q.diagnostics.explanation import (
+    BESIDE,
+    STATUSES,
+    Layer,
+    LayerStatus,
+    Serving,
+    Step,
+)
 from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.verdict import Verdict, match
 
@@ -52,6 +60,10 @@ def layers(
             kind=weight.kind,
             format=weight.format,
             shape=weight.shape or layer.shape,
+            library=weight.library,
+            layout=weight.layout,
+            serving=tuple(serving.of_weight(one, weight) for one in layer.serving)
+            or (Serving("", weight.library),),
         )
     matched = {match(name, covered) for name in found}
     rest = {name: layer for name, layer in covered.items() if name not in matched}
@@ -110,7 +122,14 @@ def _layer(name: str, verdict: Verdict, would: bool) -> Layer:
         source=next((s.source for s in verdict.sites if s.source), ""),
         steps=_steps(verdict.sites),
         would=would,
+        serving=_serving(verdict.sites),
     )
+
+
+def _serving(sites: Sequence[SiteRecord]) -> tuple[Serving, ...]:
+    """Find the op that reads a weight when all passes have run: that of the last that made one."""
+    last = [Serving(site.op, site.provider) for site in sites if site.op]
+    return tuple(last[-1:])
 
 
 def _steps(sites: Sequence[SiteRecord]) -> tuple[Step, ...]:
@@ -135,6 +154,7 @@ def _add(covered: dict[str, Layer], layer: Layer) -> None:
             worst,
             steps=tuple(dict.fromkeys((*known.steps, *layer.steps))),
             would=known.would and layer.would,
+            serving=tuple(dict.fromkeys((*known.serving, *layer.serving))),
         )
     covered[layer.module] = layer
 

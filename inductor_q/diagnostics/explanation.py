@@ -137,6 +137,28 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """Name who computes with a packed weight, and the bytes of it that one product moves.
+
+    `provider` serves `op` of qfuse's; without an `op` it is the library itself, whose bytes are not
+    known. `packed` are the bytes that store the weight. `written` are those of its values, in 16
+    bits, or in 8 for "requantize": a provider that decodes first writes them, and the product reads
+    them again; 0 where a kernel reads the weight packed. `passed_over` are providers that come
+    before this one on the device, each with what stands against it.
+    """
+
+    op: str
+    provider: str
+    packed: int = 0
+    written: int = 0
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def moved(self) -> int:
+        return self.packed + 2 * self.written
+
+
+@dataclass(frozen=True)
 class Layer:
     """Give the fusion coverage of one quantized linear or expert, of attention under a mask, of a
     loss, or of what a checkpointed module keeps.
@@ -145,6 +167,9 @@ class Layer:
     a threshold prefers that), "canonical" (recognized, its adapter or product left alone),
     "rejected" (`reason` says why), "unseen" (in no compiled graph).
     `would` is true where another backend compiled it: the steps are then what qfuse would do.
+    `library` has packed the weight, in what it calls `format`; `layout` is the name of the same
+    among `qfuse formats`, or "" where nothing of ours reads it. `serving` says who computes with
+    it, and at what cost: several where graphs differ, for few rows and for many.
     """
 
     module: str
@@ -156,6 +181,9 @@ class Layer:
     source: str = ""
     steps: tuple[Step, ...] = ()
     would: bool = False
+    library: str = ""
+    layout: str = ""
+    serving: tuple[Serving, ...] = ()
 
 
 @dataclass(frozen=True)

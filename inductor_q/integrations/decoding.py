@@ -19,9 +19,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.facts import facts_of
 from inductor_q.integrations.fp8 import prepare_unless_strict
-from inductor_q.integrations.regions import base_model
+from inductor_q.integrations.regions import base_model, check_module
 from inductor_q.integrations.states import State, States, named_function
 from inductor_q.log import warn_once
+from inductor_q.options import check_options
 
 _KEPT = 16  # compiled functions, of states, kinds of model, batch sizes and lengths of the cache
 
@@ -48,7 +49,14 @@ def compile_decoding(
         model: a causal language model of transformers, or PEFT's wrapper around one.
         options: as of `torch.compile(backend="qfuse")`.
         mode: as of torch.compile; "default" is without CUDA graphs.
+
+    Raises:
+        NotAModule: `model` is something else.
+        UnknownMode, UnknownOption, InvalidOptionValue and the like: as of
+            `inductor_q.check_options`.
     """
+    check_module(model, "compile_decoding")
+    check_options({"qfuse.mode": mode, **(options or {})})
     module = base_model(model)
     keep_unpacked(model)
     prepare_unless_strict(model, options)

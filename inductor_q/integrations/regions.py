@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from inductor_q import capture
 from inductor_q.capture.live import module_path
-from inductor_q.exc import NoRegion, UnknownRegions
+from inductor_q.exc import NoRegion, NotAModule, UnknownRegions
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
@@ -35,7 +35,7 @@ from inductor_q.integrations.states import (
     without_graphs,
 )
 from inductor_q.log import warn_once
-from inductor_q.options import current_device
+from inductor_q.options import check_options, current_device
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -71,21 +71,25 @@ def compile(
             and otherwise "model".
 
     Raises:
+        NotAModule: `model` is something else.
         NoRegion: there are no layers to compile.
         UnknownRegions: `regions` is none of the three.
+        UnknownMode, UnknownOption, InvalidOptionValue and the like: as of
+            `inductor_q.check_options`, before anything is changed.
         CorruptQuantState: the state of a 4-bit weight lacks a part.
     """
+    check_module(model, "inductor_q.compile")
+    check_options(options, mode)
     found, is_sharded = compiled_regions(model, regions), _is_sharded(model)
     for path, error in capture.damaged(model):
         raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")
     prepare_checkpointing(model)
     keep_unpacked(model)
     prepare_unless_strict(model, options)
-    settings: dict[str, Any] = {
-        "options": dict(options) if options else None,
-        "mode": mode,
-        "dynamic": dynamic,
-    }
+    given = dict(options or {})
+    if given and mode:  # torch takes no mode beside options
+        given["qfuse.mode"], mode = mode, None
+    settings: dict[str, Any] = {"options": given or None, "mode": mode, "dynamic": dynamic}
     if is_sharded or len(found) > 1:
         settings = _of_layers(settings, is_sharded)
         _tell_of_parametrized(found, is_sharded)
@@ -115,6 +119,12 @@ def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Mod
             raise NoRegion(model=type(base).__name__)
         return layers
     return [base.base_model if _is_replaced(base) else model]
+
+
+def check_module(model: object, call: str) -> None:
+    """Raise NotAModule where `call` got something else."""
+    if not isinstance(model, nn.Module):
+        raise NotAModule(call=call, found=type(model).__name__)
 
 
 def check_regions(regions: str) -> None:

@@ -72,6 +72,8 @@ class QfuseCallback(TrainerCallback):
     Raises:
         OptionsWithoutCompile: there are options, and `enabled` is False.
         UnknownRegions: `regions` is none of the three.
+        UnknownMode, UnknownOption, InvalidOptionValue and the like: as of
+            `inductor_q.check_options`.
         NoProfileSteps: there is a folder for a profile, and no step to record.
         ReplicatedModel: when the trainer is made, where it would use nn.DataParallel.
         NormOfOneRank: at the start of training, where `experts.shard` has left experts to other
@@ -97,8 +99,7 @@ class QfuseCallback(TrainerCallback):
             if not enabled:
                 log.warning("QfuseCallback: there is no GPU, so nothing is compiled")
         check_regions(regions)
-        if options:
-            check_options(dict(options))
+        check_options(options, mode)
         self.enabled = enabled
         self.settings: dict[str, Any] = {**given, "dynamic": dynamic, "regions": regions}
         self.profile = StepProfile(Path(profile), profile_steps) if profile else None

@@ -12,6 +12,7 @@ from inductor_q.kernels.rows_calls import Adapter, LinearRows
 
 class Reference(Provider[LinearRows]):
     name = REFERENCE
+    decodes_first = True
 
     def run(self, call: LinearRows) -> list[Tensor]:
         found = []

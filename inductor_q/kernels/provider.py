@@ -35,6 +35,8 @@ class Provider(Protocol[C]):
     """
 
     name: str
+    #: Whether it writes the values of a packed weight to memory before it multiplies with them.
+    decodes_first: bool = False
 
     def missing(self) -> str:
         """Return why this machine cannot run it; empty where it can."""

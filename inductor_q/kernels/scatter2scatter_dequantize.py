@@ -34,6 +34,7 @@ PITCH = 64  # rows of buffers are multiples of 64 elements long: 128 bytes, a li
 
 class Dequantize(Provider[Scatter2Scatter]):
     name = "dequantize"
+    decodes_first = True
 
     def missing(self) -> str:
         return missing()

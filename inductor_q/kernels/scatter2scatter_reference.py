@@ -21,6 +21,7 @@ from inductor_q.kernels.provider import REFERENCE, Provider
 
 class Reference(Provider[Scatter2Scatter]):
     name = REFERENCE
+    decodes_first = True
 
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         x = gather(call.x, call.grouped_in, call.order, call.top_k)

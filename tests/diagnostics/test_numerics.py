@@ -18,6 +18,7 @@ from inductor_q.diagnostics.observation import NOT_COMPARED, observe
 from inductor_q.diagnostics.render import html, text, words
 from inductor_q.diagnostics.render.json import from_json, to_json
 from tests.support.compiling import no_codegen, step
+from tests.support.thresholds import ANY_PRODUCT
 
 BF16 = torch.bfloat16
 
@@ -48,7 +49,7 @@ def tokens() -> Tensor:
 def observed(module: nn.Module, numerics: str, **options: Any) -> tuple[Explanation, Any]:
     torch._dynamo.reset()
     given = {
-        "qfuse.thresholds": {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1},
+        "qfuse.thresholds": ANY_PRODUCT,
         **options,
     }
     with observe(numerics=numerics) as observation, no_codegen():

@@ -67,6 +67,7 @@ def test_several_weights_at_once(name: str, transposed: bool, dtype: torch.dtype
     args = (operands, torch.cat(scales), name, [64, 128], dtype, transposed, rows)
     opcheck(QFUSE.requantize.default, args)
     expected = torch.cat([codes.view(torch.uint8) for codes in alone], int(transposed))
+    torch._dynamo.reset()
     together = torch.compile(QFUSE.requantize.default, backend="qfuse", fullgraph=True)
     for found in (QFUSE.requantize(*args), together(*args)):
         assert torch.equal(found.view(torch.uint8), expected)

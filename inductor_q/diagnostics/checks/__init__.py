@@ -24,6 +24,7 @@ from inductor_q.diagnostics.checks import (
     late_adapter,
     loss_head,
     nvrtc,
+    packed_weights,
     quant_state,
     require_grads_hook,
     settings,
@@ -44,6 +45,7 @@ ENVIRONMENT: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 MODEL: tuple[Callable[[nn.Module], Iterator[Finding]], ...] = (
+    packed_weights.check,
     quant_state.check,
     compute_dtype.check,
     bias_dtype.check,

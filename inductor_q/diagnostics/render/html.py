@@ -133,6 +133,7 @@ def _template() -> Any:
         "place": words.place,
         "product": math.prod,
         "sentence": _sentence,
+        "serves": words.serves,
         "size": words.size,
     }
     environment.globals |= {"words": words}

@@ -91,6 +91,7 @@ def _bodies(run: Explanation, missed: Sequence[str]) -> _Bodies:
     )
     yield "CUDA graphs skipped", [_times(s.reason, s.count) for s in run.cudagraph_skips]
     yield f"Fusion: {words.coverage(run)}", [*_fusion(run)]
+    yield "Packed weights", [*_packed(run.layers)]
     for _, title, records in words.beside(run):
         yield title, [*_modules(records)]
     yield (
@@ -173,6 +174,13 @@ def _fusion(run: Explanation) -> Iterator[RenderableType]:
     yield from _modules(run.layers)
     for name, reason, count in words.refusals(run):
         yield plain(f"no {name} in {words.plural(count, 'layer')}: {reason}", "dim")
+
+
+def _packed(layers: Sequence[Layer]) -> Iterator[RenderableType]:
+    """Show whose formats there are, and below each who computes with it and what that moves."""
+    for what, which, served in words.packed(layers):
+        yield Text.assemble(plain(what, "bold"), plain(f"  {which}"))
+        yield Padding(plain(served), (0, 0, 0, 2))
 
 
 def _modules(layers: Sequence[Layer]) -> Iterator[RenderableType]:

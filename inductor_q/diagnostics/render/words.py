@@ -8,6 +8,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from inductor_q.diagnostics.explanation import (
@@ -16,6 +17,7 @@ from inductor_q.diagnostics.explanation import (
     Frame,
     Layer,
     Recompile,
+    Serving,
     Step,
 )
 
@@ -164,6 +166,46 @@ def outcome(layer: Layer) -> str:
         "unseen": "in no compiled graph",
     }[layer.status]
     return f"{said}: {layer.reason}" if layer.reason else said
+
+
+def packed(layers: Sequence[Layer]) -> list[tuple[str, str, str]]:
+    """List how weights are packed, and who computes with them at what cost.
+
+    One row has: whose format; of how many layers, and the name of its layout; who serves, and the
+    bytes of all these weights that a product with each moves.
+    """
+    groups: dict[tuple[object, ...], list[Layer]] = {}
+    for layer in (layer for layer in layers if layer.serving):
+        who = tuple((one.op, one.provider, one.passed_over) for one in layer.serving)
+        groups.setdefault((layer.library, layer.format, layer.layout, who), []).append(layer)
+    rows = []
+    for alike in groups.values():
+        first = alike[0]
+        layout = f", {first.layout}" if first.layout else ""
+        ways = zip(*(layer.serving for layer in alike), strict=True)
+        served = "; ".join(serves(_added(way)) for way in ways)
+        what = f"{first.library} {first.format}".strip()
+        rows.append((what, f"{plural(len(alike), 'layer')}{layout}", served))
+    return rows
+
+
+def _added(of: Sequence[Serving]) -> Serving:
+    """Add up the bytes of what is served alike."""
+    packed, written = sum(one.packed for one in of), sum(one.written for one in of)
+    return replace(of[0], packed=packed, written=written)
+
+
+def serves(serving: Serving) -> str:
+    """Say in words who computes with packed weights, and what that moves through memory."""
+    if not serving.op:
+        return f"left to {serving.provider or 'its library'}"
+    bits = 8 if serving.op == "requantize" else 16
+    how = f"decodes to {bits} bits" if serving.written else "reads it packed"
+    cost = f": {size(serving.packed)}" if serving.packed else ""
+    if cost and serving.written:
+        cost += f", and {size(serving.written)} written and read again"
+    against = f" (not {'; not '.join(serving.passed_over)})" if serving.passed_over else ""
+    return f"{serving.provider} {how}{cost}{against}"
 
 
 def done(layer: Layer) -> str:

@@ -1,0 +1,6 @@
+"""Thresholds under which layers of toy size take the paths of large ones."""
+
+from __future__ import annotations
+
+#: Every product with a frozen weight is one for eight bits, however small.
+ANY_PRODUCT = {"quantize_products.min_rows": 1, "quantize_products.min_elements": 1}
