@@ -25,10 +25,29 @@ void unpack_nibbles(const uint8_t* packed, int64_t columns, uint8_t* out) {
   }
 }
 
-// Bit e of word p is bit p of code e.
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+// Bit e of word p of a block is bit p of code e. Codes of kTogether blocks are written, of which there
+// may be fewer.
+#if defined(__AVX512VBMI__) && defined(__GFNI__) && defined(__AVX512BW__)
+constexpr int kTogether = 2;
+// The bytes of eight codes, from the highest plane's down, are a matrix of bits, which is transposed.
 template <int kBits>
-inline void unpack_block(const uint32_t* words, uint8_t* out) {
+inline void unpack_blocks(const uint32_t* words, int64_t blocks, uint8_t* out) {
+  constexpr int64_t kEach = 0x0101010101010101, kFirst = 0x0004080c10000000;
+  constexpr int64_t kSecond = kFirst + 4 * kBits * kEach;
+  constexpr uint64_t kFound = kEach * uint64_t{0xff << (8 - kBits) & 0xff};
+  const __m512i places =
+      _mm512_setr_epi64(kFirst, kFirst + kEach, kFirst + 2 * kEach, kFirst + 3 * kEach, kSecond,
+                        kSecond + kEach, kSecond + 2 * kEach, kSecond + 3 * kEach);
+  const __mmask16 there = blocks > 1 ? (1 << 2 * kBits) - 1 : (1 << kBits) - 1;
+  const __m512i loaded = _mm512_maskz_loadu_epi32(there, words);
+  const __m512i planes = _mm512_maskz_permutexvar_epi8(kFound, places, loaded);
+  const __m512i units = _mm512_set1_epi64(static_cast<int64_t>(0x8040201008040201));
+  _mm512_storeu_si512(out, _mm512_gf2p8affine_epi64_epi8(units, planes, 0));
+}
+#elif defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int kTogether = 1;
+template <int kBits>
+inline void unpack_blocks(const uint32_t* words, int64_t, uint8_t* out) {
   __m256i codes = _mm256_maskz_set1_epi8(words[0], 1);
 #pragma GCC unroll 8
   for (int p = 1; p < kBits; ++p)
@@ -36,6 +55,7 @@ inline void unpack_block(const uint32_t* words, uint8_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), codes);
 }
 #else
+constexpr int kTogether = 1;
 typedef uint8_t Block __attribute__((vector_size(kPlaneBlock)));
 typedef uint32_t Words __attribute__((vector_size(kPlaneBlock)));
 
@@ -53,7 +73,7 @@ inline Block spread(Words word) {
 }
 
 template <int kBits>
-inline void unpack_block(const uint32_t* words, uint8_t* out) {
+inline void unpack_blocks(const uint32_t* words, int64_t, uint8_t* out) {
   constexpr uint32_t kLow = 0x08040201u, kHigh = 0x80402010u;  // a bit in each byte
   const Block bits = (Block)Words{kLow, kHigh, kLow, kHigh, kLow, kHigh, kLow, kHigh};
   Block codes = {};
@@ -68,13 +88,15 @@ inline void unpack_block(const uint32_t* words, uint8_t* out) {
 
 template <int kBits>
 void unpack_planes(const uint32_t* words, int64_t columns, uint8_t* out) {
-  for (int64_t c = 0; c < columns; c += kPlaneBlock, words += kBits) {
+  constexpr int64_t kStep = kTogether * kPlaneBlock;
+  for (int64_t c = 0; c < columns; c += kStep, words += kTogether * kBits) {
     __builtin_prefetch(words + 128);
-    unpack_block<kBits>(words, out + c);
+    unpack_blocks<kBits>(words, (columns - c) / kPlaneBlock, out + c);
   }
 }
 
-// Unpacks a row of so many columns, which starts a block where codes lie in planes.
+// Unpacks a row of so many columns, which starts a block where codes lie in planes. It may write up to
+// kPlaneBlock bytes more.
 inline void unpack(const QfuseFormat& format, const uint8_t* packed, int64_t columns, uint8_t* out) {
   const auto* words = reinterpret_cast<const uint32_t*>(packed);
   switch (format.planes) {
@@ -103,6 +125,8 @@ struct Panel {
   int shift;            // log2 of the columns that share a scale, at least of kLanes
   const float* scales;  // columns >> shift of each row, rounded up
   Table values[2];      // of the first 16 codes, and of 16 more
+  const uint8_t* next;  // packed rows that are unpacked after these
+  int64_t row_bytes;    // of such a row
 };
 
 // How x and values, of which a table has kTable, are multiplied: as float32 of every processor.
@@ -153,7 +177,11 @@ void multiply(const Panel& panel, const typename Kind::Number* x, int64_t most, 
     for (int m = 0; m < M; ++m) totals[r][m] = splat(0.0f);
   const int64_t groups = (panel.columns - 1 >> panel.shift) + 1;
   const Panel local = panel;
-  for (int64_t c = 0; c < local.columns; c += kColumns, x += M * kColumns) {
+  // While these are multiplied, what comes next is fetched: unpacking alone would wait for memory.
+  const uint8_t* next = local.next;
+  const int64_t fetched = R * local.row_bytes * kColumns / (local.columns + 1) + 1;
+  for (int64_t c = 0; c < local.columns; c += kColumns, x += M * kColumns, next += fetched) {
+    __builtin_prefetch(next, 0, 2);
     const float* first = local.scales + (c >> local.shift);
     const float* second = local.scales + (c + kLanes >> local.shift);
 #pragma GCC unroll 8

@@ -35,6 +35,7 @@ constexpr int64_t kAhead = 512;                  // bytes by which codes are fet
 constexpr int64_t kTilesFrom = 5;                // rows of x from which the matrix unit is used
 constexpr int64_t kPairsFrom = 3;                // likewise, for products of pairs
 constexpr int64_t kGrain = 1 << 16;              // elements of weights that are worth a thread
+constexpr int64_t kSmall = 64;                   // elements in a block from which it has a table
 constexpr int64_t kUnpacked = 12;                // rows of weights that are unpacked at a time
 
 // How elements of a row of x lie in a chunk: those of high nibbles and those of low ones apart, the
@@ -238,15 +239,10 @@ template <class Kind>
 constexpr auto kSingle = single<Kind>(std::make_index_sequence<kTogether>());
 constexpr auto kDense = dense(std::make_index_sequence<kTogether>());
 
-// Whether codes are unpacked before they are multiplied. Those of small blocks are for the sake of
-// products of pairs: as float32 nibbles have their order too.
-bool unpacks(const QfuseFormat& format, int64_t count, int64_t columns, int64_t step, int dtype) {
+// Whether codes are unpacked before they are multiplied.
+bool unpacks(const QfuseFormat& format, int64_t columns, int64_t step) {
   if (step % kLanes || format.zero != kNone) return false;
-  if (format.planes) return columns % codes::kPlaneBlock == 0;
-#ifdef QFUSE_PAIRS
-  if (dtype == kBFloat16 && count >= kPairsFrom) return step % pairs::kColumns != 0;
-#endif
-  return step % kChunk != 0;
+  return format.planes ? columns % codes::kPlaneBlock == 0 : step < kSmall;
 }
 
 // An input, arranged in tiles of kTogether rows: chunk by chunk, and in a chunk row by row. Where
@@ -258,7 +254,7 @@ class Input {
       : count(count),
         columns(columns),
         chunks((columns + kChunk - 1) / kChunk),
-        order(unpacks(format, count, columns, step, dtype) ? kNatural
+        order(unpacks(format, columns, step) ? kNatural
               : format.high_first                          ? kHighFirst
                                                            : kLowFirst) {
     const bool by_nibbles = order != kNatural && !format.planes;
@@ -401,20 +397,23 @@ class Product {
 
   // Where codes are unpacked.
   void unpacked(int64_t row, int64_t rows, float* sums) {
-    const int64_t padded = x_.chunks * kChunk, bits = decoder_.format.planes ? decoder_.format.planes : 4;
-    if (unpacked_.data() == nullptr) unpacked_.reserve(kUnpacked * padded / sizeof(float) + 1);
+    const int64_t padded = x_.chunks * kChunk, planes = decoder_.format.planes;
+    const int64_t row_bytes = x_.columns * (planes ? planes : 4) / 8;
+    if (unpacked_.data() == nullptr)
+      unpacked_.reserve((kUnpacked * padded + codes::kPlaneBlock) / sizeof(float) + 1);
     auto* const codes = reinterpret_cast<uint8_t*>(unpacked_.data());
-    const auto* const packed = static_cast<const uint8_t*>(weight.codes);
+    const auto* const packed = static_cast<const uint8_t*>(weight.codes) + row * row_bytes;
     find_scales(row, rows);
     for (int64_t first = 0; first < rows; first += kUnpacked) {
       const int64_t now = std::min(kUnpacked, rows - first);
       for (int64_t r = 0; r < now; ++r)
-        codes::unpack(decoder_.format, packed + (row + first + r) * x_.columns * bits / 8, x_.columns,
+        codes::unpack(decoder_.format, packed + (first + r) * row_bytes, x_.columns,
                       codes + r * padded);
       const auto panel = [&](int64_t r) {
         return codes::Panel{codes + r * padded, padded, shift_of(step_),
                             scales_.data() + (first + r) * groups_,
-                            {table(values_.data()), table(values_.data() + 16)}};
+                            {table(values_.data()), table(values_.data() + 16)},
+                            packed + (first + kUnpacked + r) * row_bytes, row_bytes};
       };
       float* const out = sums + first * x_.count;
       if (decoder_.format.values > 16) multiply_unpacked<32>(now, panel, out);
@@ -444,33 +443,46 @@ class Product {
     for (int64_t r = 0; r < rows; ++r) find_scales_of(row + r, scales_.data() + r * groups_);
     if (decoder_.format.zero == kNone) return;
     zeros_.resize(rows * groups_);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t g = 0; g * step_ < x_.columns; ++g)
-        zeros_[r * groups_ + g] = decoder_.zero(row + r, g * step_);
+    for (int64_t r = 0; r < rows; ++r) find_zeros_of(row + r, zeros_.data() + r * groups_);
+  }
+
+  // Whether what a row shares lies as its blocks do.
+  bool in_blocks() const { return step_ >> decoder_.format.block_shift == 1; }
+
+  void find_zeros_of(int64_t row, float* out) const {
+    const int64_t number = x_.columns / step_, first = decoder_.first_block(row);
+    if (in_blocks()) return widen(weight.zero_point, first, number, weight.zero_dtype, out);
+    for (int64_t g = 0; g < number; ++g) out[g] = decoder_.zero(row, g * step_);
   }
 
   void find_scales_of(int64_t row, float* out) const {
     const int64_t number = x_.columns / step_, first = decoder_.first_block(row);
     const QfuseFormat& format = decoder_.format;
-    if (weight.scale_values == nullptr || step_ >> format.block_shift != 1) {
+    if (!in_blocks()) {
       for (int64_t g = 0; g < number; ++g) out[g] = decoder_.scale(row, g * step_);
       return;
     }
+    if (weight.scale_values == nullptr)
+      return widen(weight.scale, first, number, weight.scale_dtype, out);
     // As `Decoder::scale`, without what it looks up for each of many.
-    const uint8_t* const coded = static_cast<const uint8_t*>(weight.scale) + first;
-    const int64_t far = format.tiled ? 512 : 4;
-    for (int64_t g = 0; g < number; ++g)
-      out[g] = weight.scale_values[coded[(g >> 2) * far + (g & 3)]];
+    const uint8_t* coded = static_cast<const uint8_t*>(weight.scale) + first;
+    const float* const values = weight.scale_values;
+    if (format.tiled)
+      for (int64_t g = 0; g < number; g += 4, coded += 512)
+        for (int64_t i = 0; i < std::min<int64_t>(number - g, 4); ++i) out[g + i] = values[coded[i]];
+    else
+#pragma GCC unroll 8
+      for (int64_t g = 0; g < number; ++g) out[g] = values[coded[g]];
     if (weight.outer == nullptr) return;
-    const float* const outer = weight.outer + (format.outer_by_row ? row : 0);
+    const float by = decoder_.outer(row, first);
     const float offset = weight.offset == nullptr ? 0.0f : *weight.offset;
     const int64_t shift = format.outer_shift;
     if (format.divides)
-      for (int64_t g = 0; g < number; ++g) out[g] /= outer[0];
-    else if (format.outer_by_row)
-      for (int64_t g = 0; g < number; ++g) out[g] *= outer[0];
+      for (int64_t g = 0; g < number; ++g) out[g] /= by;
+    else if (first >> shift == first + number - 1 >> shift)
+      for (int64_t g = 0; g < number; ++g) out[g] = out[g] * by + offset;
     else
-      for (int64_t g = 0; g < number; ++g) out[g] = out[g] * outer[first + g >> shift] + offset;
+      for (int64_t g = 0; g < number; ++g) out[g] = out[g] * weight.outer[first + g >> shift] + offset;
   }
 
   // Where a block ends inside of a chunk.

@@ -210,7 +210,10 @@ def rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "flags",
-    [("-mno-amx-bf16",), ("-mno-avx512bf16",), ("-mno-avx512f",), ("-mno-avx2", "-mno-avx512f")],
+    [
+        *[("-mno-amx-bf16",), ("-mno-avx512bf16",), ("-mno-gfni",)],
+        *[("-mno-avx512f",), ("-mno-avx2", "-mno-avx512f")],
+    ],
     ids=str,
 )
 def test_as_other_processors_run_it(
