@@ -16,8 +16,8 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7740,
-    "csrc": 4125,
+    "benchmarks": 7800,
+    "csrc": 4515,
     "docs": 1800,
     "examples": 1175,
     "inductor_q": 6215,
@@ -29,14 +29,14 @@ BUDGET = {
     "inductor_q/formats": 1755,
     "inductor_q/integrations": 1580,
     "inductor_q/kbit": 935,
-    "inductor_q/kernels": 6925,
+    "inductor_q/kernels": 7050,
     "inductor_q/loading": 1750,
     "inductor_q/ops": 2700,
     "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,
     "lowerings": 800,
     "passes": 6510,
-    "tests": 43050,
+    "tests": 43220,
 }
 
 

@@ -25,10 +25,10 @@ void unpack_nibbles(const uint8_t* packed, int64_t columns, uint8_t* out) {
   }
 }
 
-// Bit e of word p of a block is bit p of code e. Codes of kTogether blocks are written, of which there
+// Bit e of word p of a block is bit p of code e. Codes of kAtOnce blocks are written, of which there
 // may be fewer.
 #if defined(__AVX512VBMI__) && defined(__GFNI__) && defined(__AVX512BW__)
-constexpr int kTogether = 2;
+constexpr int kAtOnce = 2;
 // The bytes of eight codes, from the highest plane's down, are a matrix of bits, which is transposed.
 template <int kBits>
 inline void unpack_blocks(const uint32_t* words, int64_t blocks, uint8_t* out) {
@@ -45,7 +45,7 @@ inline void unpack_blocks(const uint32_t* words, int64_t blocks, uint8_t* out) {
   _mm512_storeu_si512(out, _mm512_gf2p8affine_epi64_epi8(units, planes, 0));
 }
 #elif defined(__AVX512BW__) && defined(__AVX512VL__)
-constexpr int kTogether = 1;
+constexpr int kAtOnce = 1;
 template <int kBits>
 inline void unpack_blocks(const uint32_t* words, int64_t, uint8_t* out) {
   __m256i codes = _mm256_maskz_set1_epi8(words[0], 1);
@@ -55,7 +55,7 @@ inline void unpack_blocks(const uint32_t* words, int64_t, uint8_t* out) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), codes);
 }
 #else
-constexpr int kTogether = 1;
+constexpr int kAtOnce = 1;
 typedef uint8_t Block __attribute__((vector_size(kPlaneBlock)));
 typedef uint32_t Words __attribute__((vector_size(kPlaneBlock)));
 
@@ -88,8 +88,8 @@ inline void unpack_blocks(const uint32_t* words, int64_t, uint8_t* out) {
 
 template <int kBits>
 void unpack_planes(const uint32_t* words, int64_t columns, uint8_t* out) {
-  constexpr int64_t kStep = kTogether * kPlaneBlock;
-  for (int64_t c = 0; c < columns; c += kStep, words += kTogether * kBits) {
+  constexpr int64_t kStep = kAtOnce * kPlaneBlock;
+  for (int64_t c = 0; c < columns; c += kStep, words += kAtOnce * kBits) {
     __builtin_prefetch(words + 128);
     unpack_blocks<kBits>(words, (columns - c) / kPlaneBlock, out + c);
   }

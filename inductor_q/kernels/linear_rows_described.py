@@ -1,4 +1,4 @@
-"""Describe formats and weights to csrc/linear_rows.cpp, which knows kinds of scales, not formats."""
+"""Describe formats and weights to csrc/linear_rows.cpp, which knows kinds of scales alone."""
 
 from __future__ import annotations
 
@@ -112,15 +112,15 @@ def unknown(fmt: QuantFormat) -> str:
     table = fmt.table
     if fmt.line is None and fmt.lut16 is None and (table is None or table.numel > MOST_VALUES):
         return f"the codes of {fmt.name} have no table of at most {MOST_VALUES} values"
-    if scales(fmt.shared[0]) is None:
+    if scales(fmt) is None:
         return f"the C++ kernel does not know the scale of {fmt.name}"
     return ""
 
 
 @functools.cache
-def scales(scale: Scale) -> Scales | None:
-    """Describe a scale; None where the kernel does not know its kind."""
-    found = _scales(scale)
+def scales(fmt: QuantFormat) -> Scales | None:
+    """Describe the scales of a format; None where the kernel does not know their kind."""
+    found = _scales(fmt.shared[0])
     if found is None or found.block & (found.block - 1):
         return None
     plain = isinstance(found.codec, Number) and found.codec.factor == 1 and not found.outer
@@ -148,7 +148,7 @@ def _scales(scale: Scale) -> Scales | None:
 
 @functools.cache
 def format_of(fmt: QuantFormat) -> Format:
-    scale = scales(fmt.shared[0])
+    scale = scales(fmt)
     assert scale is not None, f"{fmt.name=}"
     zero = NONE if fmt.line is None else VALUE if fmt.line[0].zero_is_value else CODE
     return Format(
@@ -181,7 +181,7 @@ class Holder:
 
 def fields_of(fmt: QuantFormat, operands: Mapping[str, Tensor], holder: Holder) -> dict[str, int]:
     """Describe the operands of a weight, as fields of `Weight`."""
-    scale = scales(fmt.shared[0])
+    scale = scales(fmt)
     assert scale is not None, f"{fmt.name=}"
     numbers = operands[scale.operand]
     fields = {

@@ -56,11 +56,9 @@ def modelopt(weight: Tensor) -> State:
 
 def compressed(weight: Tensor, preset: str, layout: str) -> State:
     """What compressed-tensors itself makes of a weight."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    scheme: Any = preset_name_to_scheme(preset, ["Linear"])
+    compressors: Any = pytest.importorskip("compressed_tensors.compressors")
+    quantization: Any = pytest.importorskip("compressed_tensors.quantization")
+    scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
     group = scheme.weights.group_size
     largest = weight.float().reshape(ROWS, -1, group).abs().amax(-1)
     state = {"weight": weight}
@@ -69,7 +67,7 @@ def compressed(weight: Tensor, preset: str, layout: str) -> State:
         state["weight_scale"] = largest / 6 * state["weight_global_scale"]
     else:
         state["weight_scale"] = torch.exp2(largest.log2().floor() - 2)
-    compressor: Any = BaseCompressor.get_value_from_registry(layout)
+    compressor = compressors.BaseCompressor.get_value_from_registry(layout)
     found: State = compressor.compress(state, scheme)
     return found
 
@@ -79,7 +77,8 @@ def written(packed: Callable[[Tensor], State], config: dict[str, str]) -> Callab
 
     def made(folder: Path, dtype: torch.dtype) -> nn.Module:
         state: State = {}
-        for name, layer in Pair(torch.bfloat16).named_children():
+        pair = Pair(torch.bfloat16)
+        for name, layer in (("first", pair.first), ("second", pair.second)):
             bias = {} if layer.bias is None else {"bias": layer.bias.detach()}
             parts = {**packed(layer.weight.detach()), **bias}
             state |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
@@ -121,9 +120,10 @@ def dense(net: nn.Module, name: str) -> nn.Module:
         assert found is not None and found.read is not None
         operands, format, shape = found.read()
         assert format == name
-        own = plain.get_submodule(of)
-        own.weight = nn.Parameter(ops.dequantize(operands, format, shape, torch.float32).double())
-        if layer.bias is not None:
+        values = ops.dequantize(operands, format, shape, torch.float32)
+        own: Any = plain.get_submodule(of)
+        own.weight = nn.Parameter(values.double())
+        if isinstance(layer.bias, nn.Parameter):
             own.bias = nn.Parameter(layer.bias.double())
     return plain
 
