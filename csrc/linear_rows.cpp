@@ -14,6 +14,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -464,25 +465,27 @@ class Product {
     }
     if (weight.scale_values == nullptr)
       return widen(weight.scale, first, number, weight.scale_dtype, out);
-    // As `Decoder::scale`, without what it looks up for each of many.
+    // As `Decoder::scale`, without what it looks up for each of many; four codes take one load.
     const uint8_t* coded = static_cast<const uint8_t*>(weight.scale) + first;
     const float* const values = weight.scale_values;
-    if (format.tiled)
-      for (int64_t g = 0; g < number; g += 4, coded += 512)
-        for (int64_t i = 0; i < std::min<int64_t>(number - g, 4); ++i) out[g + i] = values[coded[i]];
-    else
-#pragma GCC unroll 8
-      for (int64_t g = 0; g < number; ++g) out[g] = values[coded[g]];
-    if (weight.outer == nullptr) return;
+    const int64_t far = format.tiled ? 512 : 4;
+    int64_t g = 0;
+    for (; g + 4 <= number; g += 4, coded += far) {
+      uint32_t four;
+      std::memcpy(&four, coded, 4);
+      for (int i = 0; i < 4; ++i) out[g + i] = values[four >> 8 * i & 255];
+    }
+    for (; g < number; ++g) out[g] = values[*coded++];
+    if (weight.outer == nullptr || number == 0) return;
     const float by = decoder_.outer(row, first);
     const float offset = weight.offset == nullptr ? 0.0f : *weight.offset;
     const int64_t shift = format.outer_shift;
     if (format.divides)
-      for (int64_t g = 0; g < number; ++g) out[g] /= by;
+      for (g = 0; g < number; ++g) out[g] /= by;
     else if (first >> shift == first + number - 1 >> shift)
-      for (int64_t g = 0; g < number; ++g) out[g] = out[g] * by + offset;
+      for (g = 0; g < number; ++g) out[g] = out[g] * by + offset;
     else
-      for (int64_t g = 0; g < number; ++g) out[g] = out[g] * weight.outer[first + g >> shift] + offset;
+      for (g = 0; g < number; ++g) out[g] = out[g] * weight.outer[first + g >> shift] + offset;
   }
 
   // Where a block ends inside of a chunk.
