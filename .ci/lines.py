@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 7800,
     "csrc": 4515,
-    "docs": 1800,
+    "docs": 1810,
     "examples": 1175,
     "inductor_q": 6215,
     "inductor_q/capture": 2460,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1135,
     "lowerings": 800,
     "passes": 6510,
-    "tests": 43220,
+    "tests": 43240,
 }
 
 
