@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7890,
-    "csrc": 4125,
-    "docs": 1800,
+    "benchmarks": 7950,
+    "csrc": 4515,
+    "docs": 1810,
     "examples": 1175,
     "inductor_q": 6215,
     "inductor_q/capture": 2515,
@@ -29,14 +29,14 @@ BUDGET = {
     "inductor_q/formats": 1755,
     "inductor_q/integrations": 1595,
     "inductor_q/kbit": 935,
-    "inductor_q/kernels": 6930,
+    "inductor_q/kernels": 7060,
     "inductor_q/loading": 1750,
     "inductor_q/ops": 2700,
     "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,
     "lowerings": 800,
-    "passes": 6515,
-    "tests": 43485,
+    "passes": 6700,
+    "tests": 43760,
 }
 
 

@@ -1,8 +1,11 @@
 """Time a linear layer of a few rows with a packed weight: `qfuse::linear` and what else there is.
 
-``bitsandbytes`` is `matmul_4bit`, ``stock`` the same under Inductor; ``decode`` dequantizes and
-multiplies; ``dense`` multiplies with a weight of 16 bits that is not quantized; ``adapter`` is
-``qfuse`` with a LoRA adapter of rank 16. The roof is the time of reading the packed weight once.
+``bitsandbytes`` is `matmul_4bit`, ``torchao`` its layer of NVFP4 or its MXFP4 dequantized, each as
+it is without a compiler; ``stock`` is the same under Inductor, but the definition of the format for
+MXFP4, whose scales Inductor has no dtype for on a CPU, and for k-bit weights. ``decode``
+dequantizes with our kernel and multiplies; ``dense`` multiplies with a weight of 16 bits that is
+not quantized; ``adapter`` is ``qfuse`` with a LoRA adapter of rank 16. The roof is the time of
+reading the packed weight once.
 The cache is flushed before each call, which is timed alone. ``graph_s`` is the time of a call in a
 CUDA graph of many, whose weights together exceed the cache, as decoding has them: free of what
 starting one kernel alone costs. With more rows than a kernel takes, ``qfuse`` and ``adapter`` are
@@ -13,7 +16,9 @@ picture, of each.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,15 +27,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import harness
-from inductor_q import ops, testing
+from inductor_q import capture, ops, quantize, testing
 from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.decode.eager import Eager
+from inductor_q.formats import FORMATS
 from inductor_q.formats.kbit import KBITS, kbit_format_name, normal_float
 from inductor_q.kernels import linear_rows_cuda
 from inductor_q.kernels.quantize_kbit_reference import reference
 from inductor_q.ops.linears import linears
 
-PEERS = ("bitsandbytes", "decode", "dense", "stock", "qfuse", "adapter")
+PEERS = ("bitsandbytes", "torchao", "decode", "dense", "stock", "qfuse", "adapter")
 BNB = "nf4_b64_nested"
+MXFP4, NVFP4 = "mxfp4", "nvfp4_tiles"  # as torchao makes them
 KBIT = {kbit_format_name(k, "e4m4"): k for k in KBITS}
 #: Output and input features.
 SHAPES = {
@@ -51,7 +59,7 @@ Calls = dict[str, Callable[[Tensor], Tensor]]
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=PEERS)
-    parser.add_argument("--formats", nargs="+", choices=[BNB, *KBIT], default=[BNB])
+    parser.add_argument("--formats", nargs="+", choices=list(MAKERS), default=[BNB])
     parser.add_argument("--rows", nargs="+", type=int)
     arguments = parser.parse_args(argv)
     suite = harness.start("bench_rows", arguments)
@@ -59,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     for name in arguments.formats:
         for shape in QUICK if arguments.quick else SHAPES[kind]:
             weight = torch.randn(shape, device=suite.device).bfloat16() * 0.02
-            packed = _bnb(weight) if name == BNB else _kbit(weight, KBIT[name])
+            packed = MAKERS[name](weight)
             for rows in arguments.rows or ((1, 3) if arguments.quick else ROWS[kind]):
                 x = torch.randn(rows, shape[1], device=suite.device).bfloat16()
                 _measure(suite, arguments, name, packed, weight, x)
@@ -67,18 +75,80 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     return suite
 
 
-#: A packed weight: its operands, and the layer of the library that they come from, if one does.
-Packed = tuple[list[Tensor], nn.Module | None]
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A packed weight.
+
+    library: whose layer multiplies with it without a compiler, if one does.
+    stock: the layer that Inductor compiles, if it is not that one.
+    """
+
+    operands: list[Tensor]
+    library: str = ""
+    layer: nn.Module | None = None
+    stock: nn.Module | None = None
+
+
+class Decoded(nn.Module):
+    """Multiply with what `decode` makes of a weight."""
+
+    def __init__(self, decode: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.decode = decode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.decode())
 
 
 def _bnb(weight: Tensor) -> Packed:
     layer: Any = testing.quantized_linear(weight).eval()
-    return list(bnb_operands(layer.weight.data, layer.weight.quant_state)[0]), layer
+    operands = bnb_operands(layer.weight.data, layer.weight.quant_state)[0]
+    return Packed(list(operands), "bitsandbytes", layer)
 
 
-def _kbit(weight: Tensor, k: int) -> Packed:
+def _defined(name: str, operands: list[Tensor], weight: Tensor) -> nn.Module:
+    """Return a layer that decodes its weight as the format is defined, in PyTorch's operations."""
+    fmt, (rows, columns) = FORMATS[name], weight.shape
+
+    def decode() -> Tensor:
+        named = dict(zip(fmt.operands, operands, strict=True))
+        elements = torch.arange(rows * columns, device=weight.device)
+        values = fmt.decode(Eager(named, columns, rows), elements)
+        return values.reshape(rows, columns).to(weight.dtype)
+
+    return Decoded(decode)
+
+
+def _kbit(k: int, weight: Tensor) -> Packed:
     codebook = torch.tensor(normal_float(k), device=weight.device)
-    return [*reference(weight, codebook, k, "e4m4"), codebook], None
+    operands = [*reference(weight, codebook, k, "e4m4"), codebook]
+    return Packed(operands, stock=_defined(kbit_format_name(k, "e4m4"), operands, weight))
+
+
+def _mxfp4(weight: Tensor) -> Packed:
+    module = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+    held = module.MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32)
+    operands = [held.qdata.reshape(-1), held.scale.view(torch.uint8).reshape(-1)]
+    layer = Decoded(lambda: held.dequantize(weight.dtype))
+    return Packed(operands, "torchao", layer, _defined(MXFP4, operands, weight))
+
+
+def _nvfp4(weight: Tensor) -> Packed:
+    features, columns = weight.shape
+    linear = nn.Linear(columns, features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    layer = quantize(linear, "nvfp4", progress=False).requires_grad_(False)
+    found = capture.packed_weight(layer, "weight")
+    assert found is not None and found.read is not None
+    return Packed(list(found.read().operands), "torchao", layer)
+
+
+MAKERS: dict[str, Callable[[Tensor], Packed]] = {
+    BNB: _bnb,
+    **{name: functools.partial(_kbit, k) for name, k in KBIT.items()},
+    MXFP4: _mxfp4,
+    NVFP4: _nvfp4,
+}
 
 
 #: The product with operands, and that with an adapter besides.
@@ -111,7 +181,7 @@ def _of_many_rows(name: str, shape: Sequence[int]) -> Layers:
 
 def _calls(name: str, packed: Packed, weight: Tensor, layers: Layers) -> Calls:
     """Return the calls of one weight by peer, but for the one that Inductor compiles."""
-    operands, layer = packed
+    operands = packed.operands
     plain, adapted = layers
     shape, dtype = weight.shape, weight.dtype
     sizes = (RANK, shape[1]), (shape[0], RANK)
@@ -120,7 +190,7 @@ def _calls(name: str, packed: Packed, weight: Tensor, layers: Layers) -> Calls:
     def decode(x: Tensor) -> Tensor:
         return F.linear(x, ops.dequantize(operands, name, shape, dtype))
 
-    calls: Calls = {} if layer is None else {"bitsandbytes": layer}
+    calls: Calls = {} if packed.layer is None else {packed.library: packed.layer}
     return calls | {
         "decode": decode,
         "dense": lambda x: F.linear(x, weight),
@@ -134,13 +204,14 @@ def _measure(
 ) -> None:
     torch.compiler.reset()  # past some recompiles it would be eager
     with torch.no_grad():
-        dense = ops.dequantize(packed[0], name, weight.shape, torch.float32)
+        dense = ops.dequantize(packed.operands, name, weight.shape, torch.float32)
         exact = x.double() @ dense.double().t()
         are_many = x.shape[0] > linear_rows_cuda.MOST_ROWS
         layers = (_of_many_rows if are_many else _of_few_rows)(name, weight.shape)
         peers = _calls(name, packed, weight, layers)
-        if packed[1] is not None:
-            peers["stock"] = torch.compile(packed[1], backend="inductor", dynamic=False)
+        stock = packed.stock or packed.layer
+        if stock is not None:
+            peers["stock"] = torch.compile(stock, backend="inductor", dynamic=False)
         calls = {
             peer: functools.partial(peers[peer], x) for peer in arguments.backends if peer in peers
         }
@@ -156,7 +227,7 @@ def _measure(
             found = _in_graphs(graphed, name, packed, weight, layers, x, rounds)
             for peer, seconds in found.items():
                 extra.setdefault(peer, {})["graph_s"] = seconds
-    nbytes = float(sum(t.nbytes for t in packed[0]))
+    nbytes = float(sum(t.nbytes for t in packed.operands))
     case = {"shape": "x".join(map(str, weight.shape)), "rows": x.shape[0]}
     if arguments.formats != [BNB]:
         case = {"format": name, **case}
@@ -173,7 +244,7 @@ def _in_graphs(
     rounds: int,
 ) -> dict[str, float]:
     """Return the seconds of a call in a CUDA graph of many, by peer."""
-    nbytes = sum(t.nbytes for t in packed[0])
+    nbytes = sum(t.nbytes for t in packed.operands)
     many, few = (range(-(-GRAPH_BYTES // size)) for size in (nbytes, weight.nbytes))
     copies = [_calls(name, copy.deepcopy(packed), weight, layers) for _ in many]
     denses = [_calls(name, packed, weight.clone(), layers) for _ in few]

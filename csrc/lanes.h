@@ -1,7 +1,8 @@
 // Vectors of float32 as wide as the processor's, and the look-up of 4-bit codes in a table of 16.
 //
 // One byte has two codes. `high` and `low` look up those of kLanes bytes, so that a vector has every
-// other element of a row: what it is multiplied with is put into that order once.
+// other element of a row: what it is multiplied with is put into that order once. `low` of two tables
+// looks up codes of up to 5 bits, which have a byte for themselves.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,7 @@ struct Table {
 };
 inline Lanes load(const float* p) { return _mm512_loadu_ps(p); }
 inline Lanes splat(float value) { return _mm512_set1_ps(value); }
+inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Lanes a) { return _mm512_reduce_add_ps(a); }
 inline Table table(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -26,6 +28,9 @@ inline Bytes load_bytes(const uint8_t* p) {
 }
 // No mask: permutexvar reads four bits only.
 inline Lanes low(Table t, Bytes b) { return _mm512_permutexvar_ps(b, t.values); }
+inline Lanes low(Table t, Table more, Bytes b) {
+  return _mm512_permutex2var_ps(t.values, b, more.values);
+}
 inline Lanes high(Table t, Bytes b) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), t.values);
 }
@@ -45,6 +50,7 @@ struct Table {
 };
 inline Lanes load(const float* p) { return _mm256_loadu_ps(p); }
 inline Lanes splat(float value) { return _mm256_set1_ps(value); }
+inline Lanes mul(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }
 inline float sum(Lanes a) {
   __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -62,6 +68,9 @@ inline Lanes halves(Table t, Bytes code, Bytes sign) {
   return _mm256_blendv_ps(first, second, _mm256_castsi256_ps(sign));
 }
 inline Lanes low(Table t, Bytes b) { return halves(t, b, _mm256_slli_epi32(b, 28)); }
+inline Lanes low(Table t, Table more, Bytes b) {
+  return _mm256_blendv_ps(low(t, b), low(more, b), _mm256_castsi256_ps(_mm256_slli_epi32(b, 27)));
+}
 inline Lanes high(Table t, Bytes b) {
   return halves(t, _mm256_srli_epi32(b, 4), _mm256_slli_epi32(b, 24));
 }
@@ -86,6 +95,7 @@ struct Table {
 };
 inline Lanes load(const float* p) { return vld1q_f32(p); }
 inline Lanes splat(float value) { return vdupq_n_f32(value); }
+inline Lanes mul(Lanes a, Lanes b) { return vmulq_f32(a, b); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return vfmaq_f32(c, a, b); }
 inline float sum(Lanes a) { return vaddvq_f32(a); }
 inline Table table(const float* p) {
@@ -104,6 +114,9 @@ inline Lanes look_up(Table t, uint32x4_t code) {
   return vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(index)));
 }
 inline Lanes low(Table t, Bytes b) { return look_up(t, vandq_u32(b, vdupq_n_u32(15))); }
+inline Lanes low(Table t, Table more, Bytes b) {
+  return vbslq_f32(vtstq_u32(b, vdupq_n_u32(16)), low(more, b), low(t, b));
+}
 inline Lanes high(Table t, Bytes b) { return look_up(t, vshrq_n_u32(b, 4)); }
 inline Table affine(Table t, Lanes scale, Lanes before, Lanes behind) {
   for (Lanes& v : t.values) v = vaddq_f32(vmulq_f32(vsubq_f32(v, before), scale), behind);
@@ -130,6 +143,7 @@ inline Lanes load(const float* p) {
   return a;
 }
 inline Lanes splat(float value) { return Lanes{value, value, value, value}; }
+inline Lanes mul(Lanes a, Lanes b) { return a * b; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return a * b + c; }
 inline float sum(Lanes a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 inline Table table(const float* p) {
@@ -145,6 +159,12 @@ inline Bytes load_bytes(const uint8_t* p) {
 inline Lanes low(const Table& t, Bytes b) {
   return Lanes{t.values[b.of[0] & 15], t.values[b.of[1] & 15], t.values[b.of[2] & 15],
                t.values[b.of[3] & 15]};
+}
+inline Lanes low(const Table& t, const Table& more, Bytes b) {
+  const Lanes first = low(t, b), second = low(more, b);
+  Lanes found = first;
+  for (int i = 0; i < kLanes; ++i) found[i] = b.of[i] & 16 ? second[i] : first[i];
+  return found;
 }
 inline Lanes high(const Table& t, Bytes b) {
   return Lanes{t.values[b.of[0] >> 4], t.values[b.of[1] >> 4], t.values[b.of[2] >> 4],

@@ -1,11 +1,12 @@
-// Multiply a few rows with packed 4-bit weights on a CPU: y = x W' + bias + (x A') B', in float32,
-// rounded once. Where the processor multiplies bfloat16, several rows of x in it meet weights rounded to
-// it, as in an eager product: by a matrix unit (amx.h) or by products of pairs (pairs.h).
+// Multiply a few rows with packed weights of 2 to 5 bits on a CPU: y = x W' + bias + (x A') B', in
+// float32, rounded once. Where the processor multiplies bfloat16, several rows of x in it meet weights
+// rounded to it, as in an eager product: by a matrix unit (amx.h) or by products of pairs (pairs.h).
 //
 // A block's 16 values, scaled, are a table in registers: each code is one look-up, and nothing is
 // written as a weight. x is widened to float32 once and put in the order of the look-ups, those of
-// the high nibbles of kLanes bytes, then those of the low ones. A row of weights is summed in the
-// same order however many rows are computed together, so results do not depend on other rows.
+// the high nibbles of kLanes bytes, then those of the low ones. Bit planes, and nibbles in blocks too
+// small for that, are unpacked to a byte each a few rows at a time (codes.h). A row of weights is summed
+// in the same order however many rows are computed together, so results do not depend on other rows.
 
 #include <ATen/Parallel.h>
 
@@ -13,12 +14,14 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "amx.h"
+#include "codes.h"
 #include "pairs.h"
 #include "panel.h"
 #include "rounding.h"
@@ -33,9 +36,16 @@ constexpr int64_t kAhead = 512;                  // bytes by which codes are fet
 constexpr int64_t kTilesFrom = 5;                // rows of x from which the matrix unit is used
 constexpr int64_t kPairsFrom = 3;                // likewise, for products of pairs
 constexpr int64_t kGrain = 1 << 16;              // elements of weights that are worth a thread
+constexpr int64_t kSmall = 64;                   // elements in a block from which it has a table
+constexpr int64_t kUnpacked = 12;                // rows of weights that are unpacked at a time
+
+// How elements of a row of x lie in a chunk: those of high nibbles and those of low ones apart, the
+// ones of even columns first in kHighFirst, or as in the row.
+enum Order { kHighFirst, kLowFirst, kNatural };
 
 // How x and the values of codes are multiplied: as float32 of every processor.
 struct Widened {
+  using Panel = ::Panel;
   using Number = float;
   using Values = Table;
   static constexpr int kLanes = ::kLanes;
@@ -51,51 +61,88 @@ struct Widened {
 
 // Puts a row in the order of the look-ups, with zeros behind, at `stride` floats from chunk to chunk.
 template <int kDtype>
-void arrange(const void* row, int64_t columns, bool high_first, int64_t stride, float* out) {
-  const int first = high_first ? 0 : kLanes, second = kLanes - first;
+void arrange(const void* row, int64_t columns, Order order, int64_t stride, float* out) {
+  const int first = order == kHighFirst ? 0 : kLanes, second = kLanes - first;
   for (int64_t c = 0; c < columns; c += kChunk, out += stride) {
-    if (c + kChunk <= columns) {
+    const auto read = [&](int64_t i) { return c + i < columns ? widen(row, c + i, kDtype) : 0.0f; };
+    if (order == kNatural) {
+      for (int i = 0; i < kChunk; ++i) out[i] = read(i);
+    } else if (c + kChunk <= columns) {
       for (int i = 0; i < kLanes; ++i) {
         out[first + i] = widen(row, c + 2 * i, kDtype);
         out[second + i] = widen(row, c + 2 * i + 1, kDtype);
       }
-      continue;
+    } else {
+      for (int i = 0; i < kChunk; ++i) out[(i % 2 ? second : first) + i / 2] = read(i);
     }
-    for (int i = 0; i < kChunk; ++i)
-      out[(i % 2 ? second : first) + i / 2] = c + i < columns ? widen(row, c + i, kDtype) : 0.0f;
   }
 }
 
-void arrange(const void* row, int64_t columns, bool high_first, int64_t stride, int dtype,
-             float* out) {
-  if (dtype == kFloat32) arrange<kFloat32>(row, columns, high_first, stride, out);
-  else if (dtype == kBFloat16) arrange<kBFloat16>(row, columns, high_first, stride, out);
-  else arrange<kFloat16>(row, columns, high_first, stride, out);
+void arrange(const void* row, int64_t columns, Order order, int64_t stride, int dtype, float* out) {
+  if (dtype == kFloat32) arrange<kFloat32>(row, columns, order, stride, out);
+  else if (dtype == kBFloat16) arrange<kBFloat16>(row, columns, order, stride, out);
+  else arrange<kFloat16>(row, columns, order, stride, out);
 }
 
 inline const void* at_row(const void* p, int64_t elements, int dtype) {
   return static_cast<const char*>(p) + elements * (dtype == kFloat32 ? 4 : 2);
 }
 
+// Finds what elements of a weight of so many columns have.
 struct Decoder {
   const QfuseFormat& format;
   const QfuseWeight& weight;
+  int64_t columns;
 
-  float scale(int64_t b) const {
-    if (weight.nested_codebook == nullptr) return widen(weight.scale, b, weight.scale_dtype);
-    const float value = weight.nested_codebook[static_cast<const uint8_t*>(weight.scale)[b]];
-    return value * weight.nested_absmax[b >> format.nested_shift] + weight.nested_offset[0];
+  // The scale of the first block of a row; the g-th lies in `far` of each four blocks, if rows are tiled.
+  int64_t first_block(int64_t row) const {
+    if (!format.by_row) return row * columns >> format.block_shift;
+    const int64_t blocks = (columns - 1 >> format.block_shift) + 1;
+    if (!format.tiled) return row * blocks;
+    return (row >> 7) * ((blocks + 3) / 4 * 512) + (row & 31) * 16 + (row >> 5 & 3) * 4;
   }
 
-  float zero(int64_t b) const { return widen(weight.zero_point, b, weight.zero_dtype); }
+  int64_t block(int64_t row, int64_t column) const {
+    if (!format.by_row) return row * columns + column >> format.block_shift;
+    const int64_t g = column >> format.block_shift;
+    return first_block(row) + (format.tiled ? (g >> 2) * 512 + (g & 3) : g);
+  }
 
-  float element(int64_t i) const {
-    const int64_t b = i >> format.block_shift;
+  float outer(int64_t row, int64_t b) const {
+    return weight.outer[format.outer_by_row ? row : b >> format.outer_shift];
+  }
+
+  float scale(int64_t row, int64_t column) const {
+    const int64_t b = block(row, column);
+    if (weight.scale_values == nullptr) return widen(weight.scale, b, weight.scale_dtype);
+    const float value = weight.scale_values[static_cast<const uint8_t*>(weight.scale)[b]];
+    if (weight.outer == nullptr) return value;
+    if (format.divides) return value / outer(row, b);
+    const float scaled = value * outer(row, b);
+    return weight.offset == nullptr ? scaled : scaled + *weight.offset;
+  }
+
+  float zero(int64_t row, int64_t column) const {
+    return widen(weight.zero_point, block(row, column), weight.zero_dtype);
+  }
+
+  int code(int64_t i) const {
+    if (format.planes) {
+      const auto* words = static_cast<const uint32_t*>(weight.codes) + i / 32 * format.planes;
+      int code = 0;
+      for (int p = 0; p < format.planes; ++p) code |= (words[p] >> i % 32 & 1) << p;
+      return code;
+    }
     const bool is_high = (i % 2 == 0) == (format.high_first != 0);
-    const uint8_t byte = weight.codes[i / 2];
-    const float value = format.values[is_high ? byte >> 4 : byte & 15];
-    if (format.zero == kNone) return value * scale(b);
-    return format.zero == kCode ? (value - zero(b)) * scale(b) : value * scale(b) + zero(b);
+    const uint8_t byte = static_cast<const uint8_t*>(weight.codes)[i / 2];
+    return is_high ? byte >> 4 : byte & 15;
+  }
+
+  float element(int64_t row, int64_t column) const {
+    const float value = weight.values[code(row * columns + column)], by = scale(row, column);
+    if (format.zero == kNone) return value * by;
+    const float point = zero(row, column);
+    return format.zero == kCode ? (value - point) * by : value * by + point;
   }
 };
 
@@ -145,6 +192,11 @@ void multiply(const Panel& panel, const typename Kind::Number* x, float* sums) {
   else multiply<Kind, R, M, kValue>(panel, x, sums);
 }
 
+template <class Kind, int R, int M>
+void multiply(const codes::Panel& panel, const typename Kind::Number* x, float* sums) {
+  codes::multiply<Kind, R, M>(panel, x, kTogether, sums);
+}
+
 // Multiplies one row of numbers, arranged, with M rows of x.
 template <int M>
 void multiply_dense(const float* row, int64_t chunks, const float* x, float* sums) {
@@ -166,7 +218,7 @@ constexpr int rows_of_weights(int count) {
 }
 
 template <class Kind>
-using Multiply = void (*)(const Panel&, const typename Kind::Number*, float*);
+using Multiply = void (*)(const typename Kind::Panel&, const typename Kind::Number*, float*);
 using MultiplyDense = void (*)(const float*, int64_t, const float*, float*);
 
 // The functions for 1 to kTogether rows of x.
@@ -188,27 +240,40 @@ template <class Kind>
 constexpr auto kSingle = single<Kind>(std::make_index_sequence<kTogether>());
 constexpr auto kDense = dense(std::make_index_sequence<kTogether>());
 
+// Whether codes are unpacked before they are multiplied.
+bool unpacks(const QfuseFormat& format, int64_t columns, int64_t step) {
+  if (step % kLanes || format.zero != kNone) return false;
+  return format.planes ? columns % codes::kPlaneBlock == 0 : step < kSmall;
+}
+
 // An input, arranged in tiles of kTogether rows: chunk by chunk, and in a chunk row by row. Where
 // weights meet it in bfloat16, it is arranged for that, and for adapters like this.
 class Input {
  public:
-  Input(const void* x, int64_t count, int64_t columns, int64_t step, int dtype, bool high_first,
-        bool has_adapters)
-      : count(count), columns(columns), chunks((columns + kChunk - 1) / kChunk) {
+  Input(const void* x, int64_t count, int64_t columns, int64_t step, int dtype,
+        const QfuseFormat& format, bool has_adapters)
+      : count(count),
+        columns(columns),
+        chunks((columns + kChunk - 1) / kChunk),
+        order(unpacks(format, columns, step) ? kNatural
+              : format.high_first                          ? kHighFirst
+                                                           : kLowFirst) {
+    const bool by_nibbles = order != kNatural && !format.planes;
 #ifdef QFUSE_AMX
-    if (dtype == kBFloat16 && count >= kTilesFrom && count <= amx::kMostCount && columns > 0 &&
-        step % amx::kColumns == 0 && amx::allowed())
+    if (by_nibbles && dtype == kBFloat16 && count >= kTilesFrom && count <= amx::kMostCount &&
+        columns > 0 && step % amx::kColumns == 0 && amx::allowed())
       tiles_ = std::make_unique<amx::Rows>(static_cast<const uint16_t*>(x), count, columns,
-                                           high_first);
+                                           order == kHighFirst);
     if (tiles_ != nullptr && !has_adapters) return;
 #endif
 #ifdef QFUSE_PAIRS
-    if (dtype == kBFloat16 && count >= kPairsFrom && columns > 0 && step % pairs::kColumns == 0
+    if (dtype == kBFloat16 && count >= kPairsFrom && columns > 0 &&
+        (order == kNatural || (by_nibbles && step % pairs::kColumns == 0))
 #ifdef QFUSE_AMX
         && tiles_ == nullptr
 #endif
     ) {
-      arrange_pairs(static_cast<const uint16_t*>(x), high_first);
+      arrange_pairs(static_cast<const uint16_t*>(x));
       if (!has_adapters) return;
     }
 #endif
@@ -217,7 +282,7 @@ class Input {
       for (int64_t m = begin; m < end; ++m) {
         const int64_t first = m / kTogether * kTogether, together = in_tile(first);
         float* place = values_.data() + first * chunks * kChunk + (m - first) * kChunk;
-        arrange(at_row(x, m * columns, dtype), columns, high_first, together * kChunk, dtype, place);
+        arrange(at_row(x, m * columns, dtype), columns, order, together * kChunk, dtype, place);
       }
     });
   }
@@ -230,21 +295,27 @@ class Input {
 #ifdef QFUSE_PAIRS
   bool in_pairs() const { return pairs_.data() != nullptr; }
   const uint16_t* pairs(int64_t first) const {
-    return reinterpret_cast<const uint16_t*>(pairs_.data()) + first * columns;
+    return reinterpret_cast<const uint16_t*>(pairs_.data()) + first * chunks * kChunk;
   }
 #endif
 
   const int64_t count, columns, chunks;
+  const Order order;
 
  private:
 #ifdef QFUSE_PAIRS
-  void arrange_pairs(const uint16_t* x, bool high_first) {
-    auto* const out = reinterpret_cast<uint16_t*>(pairs_.reserve((count * columns + 1) / 2));
+  void arrange_pairs(const uint16_t* x) {
+    const int64_t padded = chunks * kChunk;
+    auto* const out = reinterpret_cast<uint16_t*>(pairs_.reserve((count * padded + 1) / 2));
     at::parallel_for(0, count, kGrain / (columns + 1) + 1, [&](int64_t begin, int64_t end) {
       for (int64_t m = begin; m < end; ++m) {
-        const int64_t first = m / kTogether * kTogether;
-        pairs::arrange(x + m * columns, columns, high_first, in_tile(first),
-                       out + first * columns + (m - first) * pairs::kColumns);
+        const int64_t first = m / kTogether * kTogether, together = in_tile(first);
+        uint16_t* const tile = out + first * padded;
+        if (order == kNatural)
+          codes::arrange(x + m * columns, columns, together, tile + (m - first) * kChunk);
+        else
+          pairs::arrange(x + m * columns, columns, order == kHighFirst, together,
+                         tile + (m - first) * pairs::kColumns);
       }
     });
   }
@@ -260,48 +331,41 @@ class Input {
 class Product {
  public:
   Product(const QfuseFormat& format, const QfuseWeight& weight, const Input& x, int64_t step)
-      : weight(weight), decoder_{format, weight}, x_(x), step_(step) {}
+      : weight(weight),
+        decoder_{format, weight, x.columns},
+        x_(x),
+        step_(step),
+        groups_(step > 0 ? (x.chunks * kChunk + step - 1) / step : 0) {
+    std::copy_n(weight.values, format.values, values_.data());
+  }
 
   // Computes at most kBlock rows.
   void packed(int64_t row, int64_t rows, float* sums) {
-    if (step_ % kChunk) return one_by_one(row, rows, sums);
+    if (x_.order == kNatural) return unpacked(row, rows, sums);
+    if (decoder_.format.planes || step_ % kChunk) return one_by_one(row, rows, sums);
     find_scales(row, rows);
-    Panel panel{nullptr, x_.columns, step_, nullptr, nullptr, decoder_.format.zero,
-                table(decoder_.format.values)};
-    const auto start_at = [&](int64_t r) {
-      panel.codes = weight.codes + (row + r) * x_.columns / 2;
-      panel.scales = scales_.data() + r * x_.columns / step_;
-      panel.zeros = zeros_.data() + r * x_.columns / step_;
+    const auto panel = [&](int64_t r) {
+      return Panel{static_cast<const uint8_t*>(weight.codes) + (row + r) * x_.columns / 2,
+                   x_.columns,
+                   step_,
+                   scales_.data() + r * groups_,
+                   zeros_.data() + r * groups_,
+                   decoder_.format.zero,
+                   table(values_.data())};
     };
 #ifdef QFUSE_AMX
     if (x_.tiles() != nullptr) {
-      for (int64_t r = 0; r < rows; r += amx::kRows) {
-        start_at(r);
-        amx::multiply(panel, std::min<int64_t>(rows - r, amx::kRows), *x_.tiles(),
+      for (int64_t r = 0; r < rows; r += amx::kRows)
+        amx::multiply(panel(r), std::min<int64_t>(rows - r, amx::kRows), *x_.tiles(),
                       sums + r * x_.count);
-      }
       return;
     }
 #endif
-    const auto multiply_tiles = [&](auto kind, const auto& tile) {
-      using Kind = decltype(kind);
-      float part[kMost * kTogether];
-      for (int64_t m = 0; m < x_.count; m += kTogether) {
-        const int64_t together = x_.in_tile(m), most = rows_of_weights(static_cast<int>(together));
-        for (int64_t r = 0, now; r < rows; r += now) {
-          now = rows - r < most ? 1 : most;
-          start_at(r);
-          (now == 1 ? kSingle<Kind> : kSeveral<Kind>)[together - 1](panel, tile(m), part);
-          for (int64_t i = 0; i < now; ++i)
-            std::copy_n(part + i * kTogether, together, sums + (r + i) * x_.count + m);
-        }
-      }
-    };
 #ifdef QFUSE_PAIRS
     if (x_.in_pairs())
-      return multiply_tiles(pairs::Kind(), [&](int64_t m) { return x_.pairs(m); });
+      return multiply_tiles<pairs::Kind>(rows, panel, [&](int64_t m) { return x_.pairs(m); }, sums);
 #endif
-    multiply_tiles(Widened(), [&](int64_t m) { return x_.tile(m); });
+    multiply_tiles<Widened>(rows, panel, [&](int64_t m) { return x_.tile(m); }, sums);
   }
 
   // Adds the adapter's product and the bias to one row's sums. `projected`: [rank, count].
@@ -318,24 +382,110 @@ class Product {
   const QfuseWeight& weight;
 
  private:
-  void find_scales(int64_t row, int64_t rows) {
-    const int64_t number = rows * (x_.columns / step_), first = row * x_.columns;
-    const int shift = static_cast<int>(decoder_.format.block_shift);
-    scales_.resize(number);
-    float* out = scales_.data();
-    if (weight.nested_codebook != nullptr && step_ >> shift == 1) {
-      // As `Decoder::scale`, without what it looks up for each of many.
-      const uint8_t* codes = static_cast<const uint8_t*>(weight.scale);
-      const float* book = weight.nested_codebook;
-      const float offset = weight.nested_offset[0];
-      for (int64_t i = 0, b = first >> shift; i < number; ++i, ++b)
-        out[i] = book[codes[b]] * weight.nested_absmax[b >> decoder_.format.nested_shift] + offset;
-    } else {
-      for (int64_t i = 0; i < number; ++i) out[i] = decoder_.scale((first + i * step_) >> shift);
+  template <class Kind, class PanelOf, class Tile>
+  void multiply_tiles(int64_t rows, const PanelOf& panel, const Tile& tile, float* sums) const {
+    float part[kMost * kTogether];
+    for (int64_t m = 0; m < x_.count; m += kTogether) {
+      const int64_t together = x_.in_tile(m), most = rows_of_weights(static_cast<int>(together));
+      for (int64_t r = 0, now; r < rows; r += now) {
+        now = rows - r < most ? 1 : most;
+        (now == 1 ? kSingle<Kind> : kSeveral<Kind>)[together - 1](panel(r), tile(m), part);
+        for (int64_t i = 0; i < now; ++i)
+          std::copy_n(part + i * kTogether, together, sums + (r + i) * x_.count + m);
+      }
     }
+  }
+
+  // Where codes are unpacked.
+  void unpacked(int64_t row, int64_t rows, float* sums) {
+    const int64_t padded = x_.chunks * kChunk, planes = decoder_.format.planes;
+    const int64_t row_bytes = x_.columns * (planes ? planes : 4) / 8;
+    if (unpacked_.data() == nullptr)
+      unpacked_.reserve((kUnpacked * padded + codes::kPlaneBlock) / sizeof(float) + 1);
+    auto* const codes = reinterpret_cast<uint8_t*>(unpacked_.data());
+    const auto* const packed = static_cast<const uint8_t*>(weight.codes) + row * row_bytes;
+    find_scales(row, rows);
+    for (int64_t first = 0; first < rows; first += kUnpacked) {
+      const int64_t now = std::min(kUnpacked, rows - first);
+      for (int64_t r = 0; r < now; ++r)
+        codes::unpack(decoder_.format, packed + (first + r) * row_bytes, x_.columns,
+                      codes + r * padded);
+      const auto panel = [&](int64_t r) {
+        return codes::Panel{codes + r * padded, padded, shift_of(step_),
+                            scales_.data() + (first + r) * groups_,
+                            {table(values_.data()), table(values_.data() + 16)},
+                            packed + (first + kUnpacked + r) * row_bytes, row_bytes};
+      };
+      float* const out = sums + first * x_.count;
+      if (decoder_.format.values > 16) multiply_unpacked<32>(now, panel, out);
+      else multiply_unpacked<16>(now, panel, out);
+    }
+  }
+
+  template <int kTable, class PanelOf>
+  void multiply_unpacked(int64_t rows, const PanelOf& panel, float* sums) const {
+#ifdef QFUSE_PAIRS
+    if (x_.in_pairs())
+      return multiply_tiles<codes::Pairs<kTable>>(
+          rows, panel, [&](int64_t m) { return x_.pairs(m); }, sums);
+#endif
+    multiply_tiles<codes::Widened<kTable>>(
+        rows, panel, [&](int64_t m) { return x_.tile(m); }, sums);
+  }
+
+  static int shift_of(int64_t step) {
+    int shift = 0;
+    while (step >> shift > 1) ++shift;
+    return shift;
+  }
+
+  void find_scales(int64_t row, int64_t rows) {
+    scales_.resize(rows * groups_);
+    for (int64_t r = 0; r < rows; ++r) find_scales_of(row + r, scales_.data() + r * groups_);
     if (decoder_.format.zero == kNone) return;
-    zeros_.resize(number);
-    for (int64_t i = 0; i < number; ++i) zeros_[i] = decoder_.zero((first + i * step_) >> shift);
+    zeros_.resize(rows * groups_);
+    for (int64_t r = 0; r < rows; ++r) find_zeros_of(row + r, zeros_.data() + r * groups_);
+  }
+
+  // Whether what a row shares lies as its blocks do.
+  bool in_blocks() const { return step_ >> decoder_.format.block_shift == 1; }
+
+  void find_zeros_of(int64_t row, float* out) const {
+    const int64_t number = x_.columns / step_, first = decoder_.first_block(row);
+    if (in_blocks()) return widen(weight.zero_point, first, number, weight.zero_dtype, out);
+    for (int64_t g = 0; g < number; ++g) out[g] = decoder_.zero(row, g * step_);
+  }
+
+  void find_scales_of(int64_t row, float* out) const {
+    const int64_t number = x_.columns / step_, first = decoder_.first_block(row);
+    const QfuseFormat& format = decoder_.format;
+    if (!in_blocks()) {
+      for (int64_t g = 0; g < number; ++g) out[g] = decoder_.scale(row, g * step_);
+      return;
+    }
+    if (weight.scale_values == nullptr)
+      return widen(weight.scale, first, number, weight.scale_dtype, out);
+    // As `Decoder::scale`, without what it looks up for each of many; four codes take one load.
+    const uint8_t* coded = static_cast<const uint8_t*>(weight.scale) + first;
+    const float* const values = weight.scale_values;
+    const int64_t far = format.tiled ? 512 : 4;
+    int64_t g = 0;
+    for (; g + 4 <= number; g += 4, coded += far) {
+      uint32_t four;
+      std::memcpy(&four, coded, 4);
+      for (int i = 0; i < 4; ++i) out[g + i] = values[four >> 8 * i & 255];
+    }
+    for (; g < number; ++g) out[g] = values[*coded++];
+    if (weight.outer == nullptr || number == 0) return;
+    const float by = decoder_.outer(row, first);
+    const float offset = weight.offset == nullptr ? 0.0f : *weight.offset;
+    const int64_t shift = format.outer_shift;
+    if (format.divides)
+      for (g = 0; g < number; ++g) out[g] /= by;
+    else if (first >> shift == first + number - 1 >> shift)
+      for (g = 0; g < number; ++g) out[g] = out[g] * by + offset;
+    else
+      for (g = 0; g < number; ++g) out[g] = out[g] * weight.outer[first + g >> shift] + offset;
   }
 
   // Where a block ends inside of a chunk.
@@ -343,10 +493,8 @@ class Product {
     natural_.resize(x_.columns);
     arranged_.reserve(x_.chunks * kChunk);
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < x_.columns; ++c)
-        natural_[c] = decoder_.element((row + r) * x_.columns + c);
-      arrange<kFloat32>(natural_.data(), x_.columns, decoder_.format.high_first, kChunk,
-                        arranged_.data());
+      for (int64_t c = 0; c < x_.columns; ++c) natural_[c] = decoder_.element(row + r, c);
+      arrange<kFloat32>(natural_.data(), x_.columns, x_.order, kChunk, arranged_.data());
       multiply_arranged(x_, arranged_.data(), sums + r * x_.count);
     }
   }
@@ -360,14 +508,14 @@ class Product {
  private:
   Decoder decoder_;
   const Input& x_;
-  int64_t step_;
+  int64_t step_, groups_;
+  std::array<float, 32> values_{};
   std::vector<float> scales_, zeros_, natural_;
-  Buffer arranged_;
+  Buffer arranged_, unpacked_;
 };
 
 // Computes scaling * x A' of every adapter, one after the other: [rank, count] each.
-std::vector<float> project(const Input& x, const QfuseWeight* weights, int64_t count,
-                           bool high_first) {
+std::vector<float> project(const Input& x, const QfuseWeight* weights, int64_t count) {
   int64_t ranks = 0;
   for (int64_t i = 0; i < count; ++i) ranks += weights[i].rank;
   std::vector<float> projected(ranks * x.count);
@@ -378,7 +526,7 @@ std::vector<float> project(const Input& x, const QfuseWeight* weights, int64_t c
     for (const QfuseWeight* w = weights; w != weights + count; first += w++->rank) {
       for (int64_t j = std::max(begin, first); j < std::min(end, first + w->rank); ++j) {
         const void* row = at_row(w->a, (j - first) * x.columns, w->adapter_dtype);
-        arrange(row, x.columns, high_first, kChunk, w->adapter_dtype, arranged.data());
+        arrange(row, x.columns, x.order, kChunk, w->adapter_dtype, arranged.data());
         float* of_row = projected.data() + j * x.count;
         Product::multiply_arranged(x, arranged.data(), of_row);
         for (int64_t m = 0; m < x.count; ++m) of_row[m] *= w->scaling;
@@ -399,8 +547,8 @@ extern "C" void qfuse_linear_rows(const QfuseFormat* format, const QfuseWeight* 
                                   int64_t step, int dtype, int gated) {
   const bool has_adapters =
       std::any_of(weights, weights + number, [](const QfuseWeight& w) { return w.rank > 0; });
-  const Input input(x, count, columns, step, dtype, format->high_first, has_adapters);
-  const std::vector<float> projected = project(input, weights, number, format->high_first);
+  const Input input(x, count, columns, step, dtype, *format, has_adapters);
+  const std::vector<float> projected = project(input, weights, number);
   int64_t rows = 0;
   for (int64_t i = 0; i < (gated ? 1 : number); ++i) rows += weights[i].rows;
   at::parallel_for(0, rows, kGrain / (columns + 1) + 1, [&](int64_t begin, int64_t end) {

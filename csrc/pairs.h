@@ -17,6 +17,7 @@ namespace pairs {
 constexpr int kColumns = 64;  // of 32 bytes of codes
 
 struct Kind {
+  using Panel = ::Panel;
   using Number = uint16_t;
   using Values = __m512i;
   static constexpr int kLanes = kColumns / 2;

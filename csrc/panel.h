@@ -1,4 +1,4 @@
-// A few rows of packed 4-bit weights: how they are described, and the values of a block.
+// A few rows of packed weights: how they are described, and the values of a block of nibbles.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,30 @@
 extern "C" {
 
 struct QfuseFormat {
-  const float* values;   // of the 16 codes
   int64_t block_shift;   // log2 of the elements that share a scale
-  int64_t nested_shift;  // log2 of the scales that share an outer one
+  int64_t outer_shift;   // log2 of the scales that share an outer one, where rows do not
+  int32_t planes;        // how many bit planes hold codes in blocks of 32, or 0: they are nibbles
   int32_t high_first;    // whether the first of two codes lies in the high nibble
   int32_t zero;          // what a zero point is: kNone, kCode, kValue
+  int32_t by_row;        // whether each row begins a block
+  int32_t tiled;         // whether scales lie in tiles of 128 rows and 4 blocks
+  int32_t outer_by_row;  // whether a row has one outer scale
+  int32_t divides;       // whether scales are divided by the outer one
+  int32_t values;        // how many a code may have
 };
 
 struct QfuseWeight {
-  const uint8_t* codes;
+  const void* codes;
+  const float* values;  // of the codes
   const void* scale;
-  const void* zero_point;        // nullptr where there are none
-  const float* nested_codebook;  // nullptr where scales are not nested
-  const float* nested_absmax;
-  const float* nested_offset;
-  const void* bias;  // in the dtype of x, or nullptr
-  const void* a;     // [rank, columns], or nullptr
-  const void* b;     // [rows, rank]
-  void* out;         // [count, rows]
+  const void* zero_point;     // nullptr where there are none
+  const float* scale_values;  // of the 256 codes of a scale, or nullptr
+  const float* outer;         // that scales are multiplied with, or nullptr
+  const float* offset;        // one that is added then, or nullptr
+  const void* bias;           // in the dtype of x, or nullptr
+  const void* a;              // [rank, columns], or nullptr
+  const void* b;              // [rows, rank]
+  void* out;                  // [count, rows]
   int64_t rows;
   int64_t rank;
   int32_t scale_dtype;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__F16C__) && !defined(__FLT16_MAX__)  // g++ 11 has float16 for x86 in instructions alone
 #include <immintrin.h>
@@ -57,5 +58,19 @@ inline float widen(const void* p, int64_t i, int dtype) {
     case kFloat16: return from_float16(static_cast<const uint16_t*>(p)[i]);
     case kUInt8: return static_cast<const uint8_t*>(p)[i];
     default: return static_cast<const int8_t*>(p)[i];
+  }
+}
+
+// Widens `count` numbers, the i-th and those behind it.
+inline void widen(const void* p, int64_t i, int64_t count, int dtype, float* out) {
+  const auto each = [=](auto of) {
+    for (int64_t j = 0; j < count; ++j) out[j] = widen(p, i + j, decltype(of)::value);
+  };
+  switch (dtype) {
+    case kFloat32: return each(std::integral_constant<int, kFloat32>());
+    case kBFloat16: return each(std::integral_constant<int, kBFloat16>());
+    case kFloat16: return each(std::integral_constant<int, kFloat16>());
+    case kUInt8: return each(std::integral_constant<int, kUInt8>());
+    default: return each(std::integral_constant<int, kInt8>());
   }
 }

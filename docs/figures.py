@@ -132,6 +132,20 @@ def few_rows_cpu(name: str = "rows-cpu") -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
+def few_rows_small(name: str = "rows_small-cpu") -> str:
+    peers = ("torchao", "stock", "decode", "dense", "qfuse")
+    body = []
+    for case in cases(name):
+        times = {p: seconds(name, p, **case) for p in peers if rows(name, p, **case)}
+        shown = [number(1e3 * times[peer]) if peer in times else "" for peer in peers]
+        ratios = [f"{times['qfuse'] / times[peer]:.2f}" for peer in ("decode", "dense")]
+        adapted = number(1e3 * seconds(name, "adapter", **case))
+        body.append((f"`{case['format']}`", str(case["rows"]), *shown, adapted, *ratios))
+    header = ("", "rows", "torchao", "stock Inductor", "dequantize, then multiply")
+    more = ("a bf16 weight", "qfuse", "with LoRA", "qfuse / dequantize", "qfuse / bf16")
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
 def few_rows_kbit(name: str = "rows_kbit-h100") -> str:
     """Show calls in a graph, by format and weight, for the numbers of rows that were measured."""
     counts = list(dict.fromkeys(case["rows"] for case in cases(name)))
@@ -468,6 +482,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "few-rows-kbit": functools.partial(few_rows_kbit, "rows_kbit_cuda-h100"),
     "few-rows-kbit-triton": few_rows_kbit,
     "few-rows-cpu": few_rows_cpu,
+    "few-rows-small": few_rows_small,
     "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
     "decode": decode,
     "decode-whole": decode_whole,

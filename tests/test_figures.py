@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,17 @@ def _rows_cpu() -> str:
     return f"{ours} ms against {bnb} ms of bitsandbytes and {dense} ms of a weight in bfloat16"
 
 
+def _rows_small_cpu(format: str) -> str:
+    ours, decode = (
+        ", ".join(
+            f"{1e3 * results.seconds('rows_small-cpu', peer, format=format, rows=rows):.1f}"
+            for rows in (1, 8, 32)
+        )
+        for peer in ("qfuse", "decode")
+    )
+    return f"{ours} ms against {decode} ms"
+
+
 def _few_rows() -> str:
     name = "moe_providers-h200"
     few = [_us(name, peer, T=512) for peer in ("triton", "dequantize")]
@@ -189,7 +201,10 @@ FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
         *(_gemm_4bit, _rows_h200, _extend_k_h200, _loss_h200),
         _attention_rows_h200,
     ),
-    "inductor_q/presets/generic.py": (_extend_k_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
+    "inductor_q/presets/generic.py": (
+        *(_extend_k_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
+        *(partial(_rows_small_cpu, name) for name in ("mxfp4", "kbit4_e4m4")),
+    ),
     "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
 }
 

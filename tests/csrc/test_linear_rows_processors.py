@@ -20,7 +20,7 @@ PROCESSORS = {
 }
 #: By the dtype of x: of an error relative to the largest result.
 LIMITS = {0: 1e-5, 1: 8e-3, 2: 1e-3}
-CASES = 3 * 3 * 4 * 2 * 2 + 2
+CASES = 3 * 3 * 4 * 2 * 2 + 2 + 3 * 4 * 2 * (4 + 3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

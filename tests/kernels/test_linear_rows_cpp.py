@@ -26,6 +26,14 @@ FEW = [
     FORMATS[name]
     for name in ("nf4_b64_nested", "fp4_b128", "int4_g32", "int4_g64", "int4_plain_g64")
 ]
+#: Bit planes of each width, and nibbles in blocks of 32 and 16 with every kind of scale.
+SMALL = [
+    FORMATS[name]
+    for name in (
+        *("kbit2_fp16", "kbit3_e4m4", "kbit4_e4m4", "kbit5_fp16", "nf4_b32", "mxfp4"),
+        *("nvfp4", "nvfp4_rows", "nvfp4_divided_rows", "nvfp4_tiles"),
+    )
+]
 #: Rows of weights that are no multiple of what is computed together, columns of a few chunks.
 SHAPE = (29, 384)
 #: Rows from which bfloat16 goes to the matrix unit, and the most that it takes at a time.
@@ -46,7 +54,8 @@ def check(call: LinearRows, exact: list[torch.Tensor]) -> None:
 def test_formats_that_the_kernel_serves() -> None:
     names = {fmt.name for fmt in SERVED}
     assert {"nf4_b32", "nf4_b64_nested", "fp4_b4096", "int4_g32", "int4_plain_g256"} <= names
-    assert not names & {"kbit4_e4m4", "mxfp4", "int8_g32", "int4_tiles_g32", "nf4_tensor"}
+    assert {"kbit2_fp16", "kbit5_e4m4", "mxfp4", "nvfp4", "nvfp4_tiles"} <= names
+    assert not names & {"int8_g32", "int4_tiles_g32", "nf4_tensor_b64", "hqq2_g64_fp16"}
 
 
 @pytest.mark.parametrize("fmt", SERVED, ids=lambda fmt: fmt.name)
@@ -65,7 +74,7 @@ def test_every_format_against_float64(fmt: QuantFormat) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [*range(1, 10), 16, 17, MOST_ROWS])
 def test_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
-    for fmt in FEW:
+    for fmt in (*FEW, *SMALL):
         check(*made(fmt, SHAPE, rows, dtype, bias=rows % 2 == 0))
 
 
@@ -78,10 +87,28 @@ def test_any_shape(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (7, 33), (5, 96), (13, 48), (3, 80), (29, 1000), (300, 112), (2, 4160)]
+)
+def test_any_shape_of_small_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows that end inside of a block or of what is looked up together, and tiles of scales."""
+    for fmt in SMALL:
+        for rows in (1, 3, 8):
+            check(*made(fmt, shape, rows, dtype, bias=True, ranks=(3,)))
+
+
+def test_groups_that_rows_end_inside_of() -> None:
+    for name in ("int4_g64", "int4_plain_g32"):
+        for shape in ((40, 300), (7, 33)):
+            check(*made(FORMATS[name], shape, 3, torch.bfloat16))
+
+
+@pytest.mark.parametrize("fmt", [FEW[0], *SMALL], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, fmt: QuantFormat) -> None:
     """On either side of what the matrix unit, which rounds weights, takes."""
     rows, least = TILE + 3, TILES_FROM if dtype is torch.bfloat16 else 1
-    call, _ = made(FORMATS["nf4_b64_nested"], SHAPE, rows, dtype, ranks=(8, 0))
+    call, _ = made(fmt, SHAPE, rows, dtype, ranks=(8, 0))
     whole = KERNEL.run(call)
     for first, last in ((0, least), (5, 5 + least), (rows - TILE, rows), (rows - least, rows)):
         part = KERNEL.run(replace(call, x=call.x[first:last]))
@@ -162,15 +189,13 @@ def test_what_the_kernel_refuses() -> None:
     assert KERNEL.refuses(many) == f"{2 * MOST_ROWS} rows, more than {MOST_ROWS}"
     assert "x is torch.float64" in KERNEL.refuses(replace(call, x=call.x.double()))
     assert "runs on a CPU" in KERNEL.refuses(replace(call, x=call.x.to("meta")))
-    odd = replace(call, x=call.x[:, :300])
-    assert KERNEL.refuses(odd) == "300 columns, which are no multiple of a group of 64"
-    assert served_by("linear_rows", odd) == "reference"
     whole = [Adapter(torch.ones(2, 320), torch.ones(40, 2).int(), 1.0)]
     assert "an adapter is torch.float32 and torch.int32" in KERNEL.refuses(
         replace(call, adapters=whole)
     )
-    assert "not packed as nibbles" in KERNEL.unknown(FORMATS["kbit4_e4m4"])
-    assert "does not know the scale of mxfp4" in KERNEL.unknown(FORMATS["mxfp4"])
+    assert "packed neither as nibbles nor as" in KERNEL.unknown(FORMATS["int4_tiles_g32"])
+    assert "have no table of at most 32 values" in KERNEL.unknown(FORMATS["hqq2_g64_fp16"])
+    assert "does not know the scale of nf4_tensor" in KERNEL.unknown(FORMATS["nf4_tensor_b64"])
     assert KERNEL.unknown(None)
 
 
@@ -185,7 +210,10 @@ def rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "flags",
-    [("-mno-amx-bf16",), ("-mno-avx512bf16",), ("-mno-avx512f",), ("-mno-avx2", "-mno-avx512f")],
+    [
+        *[("-mno-amx-bf16",), ("-mno-avx512bf16",), ("-mno-gfni",)],
+        *[("-mno-avx512f",), ("-mno-avx2", "-mno-avx512f")],
+    ],
     ids=str,
 )
 def test_as_other_processors_run_it(
@@ -196,7 +224,7 @@ def test_as_other_processors_run_it(
         pytest.skip("the flags are x86's")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
     linear_rows_cpp._function.cache_clear()
-    for fmt in FEW:
+    for fmt in (*FEW, *SMALL):
         for rows in (1, 3, 8):
             for dtype in DTYPES:
                 check(*made(fmt, SHAPE, rows, dtype, ranks=(8,)))

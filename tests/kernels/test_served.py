@@ -45,7 +45,7 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("scatter2scatter", "cuda", "grouped_mm"): {DENSE},
     ("scatter2scatter", "cuda", "dequantize"): EVERY | {DENSE},
     ("scatter2scatter", "cuda", "reference"): EVERY | {DENSE},
-    ("linear_rows", "cpu", "cpp"): NIBBLES | INT4,
+    ("linear_rows", "cpu", "cpp"): NIBBLES | INT4 | E2M1 | PLANES,
     ("linear_rows", "cpu", "reference"): EVERY,
     ("linear_rows", "cuda", "cuda"): {n for n in NIBBLES if "_b32" not in n} | PLANES,
     ("linear_rows", "cuda", "triton"): EVERY,
