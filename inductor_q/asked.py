@@ -11,21 +11,29 @@ from torch import nn
 
 from inductor_q.exc import UnknownFormat, WrongScheme
 from inductor_q.formats import FORMATS
-from inductor_q.formats.aliases import ALIASES
+from inductor_q.formats.aliases import ALIASES, OF_TORCHAO
 from inductor_q.formats.bnb import BLOCKSIZES, BNB_QUANT_TYPES, INT8, bnb_format_name
+from inductor_q.formats.intx import GROUPS, SHIFTED_GROUPS
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name
 from inductor_q.log import warn_once
 
 #: What a mapping may ask, and with which fields.
 FIELDS = {
     "bnb": ("quant_type", "blocksize", "nested", "quant_storage", "compute_dtype"),
-    "torchao": ("format", "config"),
+    "torchao": ("format", "group_size", "config"),
     "kbit": ("k", "absmax"),
     "fp8": ("of",),
+    "mxfp4": (),
 }
 
 #: The dtypes in which bitsandbytes may keep codes; FSDP2 shards those of 16-bit numbers.
 STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+
+#: The formats that torchao writes, by name.
+OF_TORCHAO_FORMATS = re.compile(
+    r"(int8|int4_tiles|int4_plain)_(row|tensor|g\d+)|fp8_e[45]m[23]_(row|tensor)|nvfp4_tiles"
+    rf"|{OF_TORCHAO['nf4']}"
+)
 
 #: Spellings of transformers' first configurations.
 DEPRECATED = {"load_in_4bit": "nf4", "load_in_8bit": "llm_int8"}
@@ -39,8 +47,6 @@ def resolve(to: Any) -> Any:
     """
     if isinstance(to, str):
         name = ALIASES.get(to, to)
-        if name.startswith("mxfp"):
-            raise WrongScheme(asked=to, problem=MX)
         if name not in FORMATS:
             raise UnknownFormat(name=to, known=(*ALIASES, *FORMATS))
         return name
@@ -71,11 +77,6 @@ BY_LAYER = (
 )
 LEAVE_OUT = "Leave the layer out with skip=[...], or ask for another format"
 
-MX = (
-    "torchao has no product with MX weights that leaves activations as they are, so they are only "
-    "read; nvfp4 and nf4 are formats of 4 bits that are written"
-)
-
 
 def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
     to = dict(asked)
@@ -85,18 +86,19 @@ def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
     old = [key for key, is_set in flags.items() if is_set]
     if len(old) > 1:
         raise WrongScheme(asked=asked, problem="4 and 8 bits exclude each other")
-    if old:
-        new = DEPRECATED[old[0]]
-        if not to:
-            warn_once(f"{old[0]} is deprecated: ask for {new!r}")
-            return resolve(new)
-        warn_once(f"{old[0]} is deprecated, and ignored beside {', '.join(map(repr, to))}")
     known = ", ".join(FIELDS)
+    if old and not to:
+        new = DEPRECATED[old[0]]
+        warn_once(f"{old[0]} is deprecated: ask for {new!r}")
+        return resolve(new)
+    if flags and not to:
+        problem = f"{' and '.join(flags)} set to False asks for nothing; give one key of {known}"
+        raise WrongScheme(asked=asked, problem=problem)
     if len(to) != 1:
-        raise WrongScheme(asked=to, problem=f"expected exactly one key of {known}")
+        raise WrongScheme(asked=asked, problem=f"expected exactly one key of {known}")
+    for flag in old or flags:  # beside one that is True, the other says nothing
+        warn_once(f"{flag} is deprecated, and ignored beside {', '.join(map(repr, to))}")
     ((library, given),) = to.items()
-    if library == "mxfp4":
-        raise WrongScheme(asked=to, problem=MX)
     if library not in FIELDS:
         raise WrongScheme(asked=to, problem=f"{library!r} is none of {known}")
     if not isinstance(given, Mapping):
@@ -122,9 +124,39 @@ def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
         return kbit_format_name(k, absmax)
     if library == "fp8":
         return resolve(f"fp8_{fields.get('of', 'row')}")
-    if len(fields) != 1:
-        raise WrongScheme(asked=to, problem="torchao takes either a format or a config")
-    return resolve(next(iter(fields.values())))
+    if library == "mxfp4":
+        return "mxfp4"
+    return _resolve_torchao(to, fields)
+
+
+def _resolve_torchao(asked: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
+    """Return the format of that name that torchao writes, or the configuration."""
+    if ("format" in fields) == ("config" in fields):
+        raise WrongScheme(asked=asked, problem="torchao takes either a format or a config")
+    if "config" in fields:
+        if "group_size" in fields:
+            problem = "group_size goes with format; a configuration of torchao's has its own"
+            raise WrongScheme(asked=asked, problem=problem)
+        return resolve(fields["config"])
+    short, size = fields["format"], fields.get("group_size")
+    if not isinstance(short, str):
+        problem = f"format is a name, not {short!r}; a configuration of torchao's goes under config"
+        raise WrongScheme(asked=asked, problem=problem)
+    if size is not None:
+        by_group = {"int4": SHIFTED_GROUPS, "int8": GROUPS[8]}
+        if not _is_one_of(size, by_group.get(short, ())):
+            sizes = "; ".join(f"with {name!r} {sizes}" for name, sizes in by_group.items())
+            problem = f"group_size={size!r} beside {short!r}; it is one of these: {sizes}"
+            raise WrongScheme(asked=asked, problem=problem)
+        short = f"{short}_g{size}"
+    name: str = OF_TORCHAO.get(short) or resolve(short)
+    if not OF_TORCHAO_FORMATS.fullmatch(name):
+        problem = (
+            f"torchao packs no weights in {name!r} whose products leave activations as they are. "
+            f"Ask for {short!r} by itself, outside of a mapping"
+        )
+        raise WrongScheme(asked=asked, problem=problem)
+    return name
 
 
 def _named(asked: Any, quant_type: Any, blocksize: Any, nested: Any) -> str:

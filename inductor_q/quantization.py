@@ -1,14 +1,14 @@
 """One way to ask for quantized linear layers, whichever library writes the format.
 
 Layers are those of the library: bitsandbytes' `Linear4bit` and `Linear8bitLt`, linear layers with
-weights of torchao's, `KBitLinear`. No library is imported before its format is asked for.
+weights of torchao's, `KBitLinear`; and `PackedLinear` for formats that have none. No library is
+imported before its format is asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import capture
-from inductor_q.asked import LEAVE_OUT, dtypes_of, left_alone, resolve
+from inductor_q.asked import LEAVE_OUT, OF_TORCHAO_FORMATS, dtypes_of, left_alone, resolve
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import MissingExtra, NoQuantizer, NotAModel, NoValues, WrongScheme
 from inductor_q.formats import FORMATS
 from inductor_q.formats.aliases import ALIASES
 from inductor_q.formats.bnb import BNB_QUANT_TYPES, INT8
+from inductor_q.formats.encode import ENCODED, encode
 from inductor_q.log import warn_once
 from inductor_q.marks import mark
 
@@ -52,10 +53,12 @@ def quantize(
             beside `checkpoint`: its model is made without memory, in the configuration's dtype
             (bfloat16 if it has none) and, as by `from_pretrained`, for evaluation.
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
-            "fp8_row", "fp8_tensor", "int4_g128", "nvfp4", "kbit4". Or a mapping with one key:
-            `{"bnb": {"quant_type": "nf4", "blocksize": 64, "nested": True}}`, where `quant_storage`
-            (torch.bfloat16 for FSDP2) and `compute_dtype` may be said too, `{"torchao":
-            {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`. Or a configuration
+            "fp8_row", "fp8_tensor", "fp8_128x128", "int4", "int4_g64", "nvfp4", "mxfp4", "mxfp8",
+            "kbit4". Or a mapping with one key: `{"bnb": {"quant_type": "nf4", "blocksize": 64,
+            "nested": True}}`, where `quant_storage` (torch.bfloat16 for FSDP2) and `compute_dtype`
+            may be said too, `{"torchao": {"format": "int4", "group_size": 128}}` or `{"torchao":
+            {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`, `{"mxfp4": {}}`.
+            torchao's "nf4" is its `NF4Tensor`, any other is bitsandbytes'. Or a configuration
             of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
             modules to leave alone count as `skip`, by transformers' rules. Inductor's
             settings stay as they are, also where `set_inductor_config` of torchao's is true.
@@ -185,6 +188,8 @@ def _other_maker(to: Any, found: str) -> Make:
         return functools.partial(_bnb_4bit, _bitsandbytes(found), found, dtypes_of(to))
     if found.startswith("kbit"):
         return functools.partial(_kbit, int(found[4]), found.partition("_")[2])
+    if fmt in ENCODED:
+        return functools.partial(_own, found)
     raise NoQuantizer(name=found, known=tuple(ALIASES))
 
 
@@ -240,6 +245,17 @@ def _kbit(k: int, absmax: str, linear: nn.Linear, what: str) -> nn.Module:
     return layer
 
 
+def _own(name: str, linear: nn.Linear, what: str) -> nn.Module:
+    """Quantize to a format that no library has a layer for."""
+    from inductor_q.loading.linear import PackedLinear
+
+    fmt, weight = FORMATS[name], linear.weight
+    operands = dict(zip(fmt.operands, encode(weight, fmt, what), strict=True))
+    shape = (linear.out_features, linear.in_features)
+    bias: Any = linear.bias
+    return _frozen(PackedLinear(operands, name, shape, bias, dtype=weight.dtype))
+
+
 def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
     """Quantize by torchao. Shapes that it does not take are errors of several kinds there, and of
     one here."""
@@ -260,11 +276,9 @@ def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
 
 def _torchao_config(name: str) -> Any:
     """Return torchao's configuration that writes a format, or None."""
+    if not OF_TORCHAO_FORMATS.fullmatch(name):
+        return None
     family, _, of = name.rpartition("_")
-    if family not in ("int8", "fp8_e4m3", "fp8_e5m2", "int4_tiles", "int4_plain", "nvfp4"):
-        return None
-    if family != "nvfp4" and not re.fullmatch(r"row|tensor|g\d+", of):
-        return None
     try:
         from torchao import quantization as ao
     except ImportError:
@@ -272,7 +286,11 @@ def _torchao_config(name: str) -> Any:
     if family == "nvfp4":
         from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
 
-        return NVFP4WeightOnlyConfig() if of == "tiles" else None
+        return NVFP4WeightOnlyConfig()
+    if family == "nf4_tensor":
+        from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
+
+        return NF4WeightOnlyConfig()
     if family.startswith("int4"):
         layout = {"int4_tiles": "tile_packed_to_4d", "int4_plain": "plain"}[family]
         return ao.Int4WeightOnlyConfig(group_size=int(of[1:]), int4_packing_format=layout)

@@ -53,6 +53,10 @@ WRITTEN = {
     "fp8_row": "fp8_e4m3_row",
     "fp8_e5m2_tensor": "fp8_e5m2_tensor",
     "nvfp4": "nvfp4_tiles",
+    "nvfp4_rows": "nvfp4_rows",
+    "mxfp4": "mxfp4",
+    "mxfp8": "mxfp8_e4m3",
+    "fp8_128x128": "fp8_e4m3_128x128",
 }
 
 
@@ -124,6 +128,14 @@ def test_a_name(asked: str) -> None:
         ({"kbit": {"k": 2, "absmax": "fp16"}}, "kbit2_fp16"),
         ({"fp8": {"of": "tensor"}}, "fp8_e4m3_tensor"),
         ({"torchao": {"format": "int8_g64"}}, "int8_g64"),
+        ({"torchao": {"format": "int8", "group_size": 64}}, "int8_g64"),
+        ({"torchao": {"format": "int4", "group_size": 32}}, "int4_tiles_g32"),
+        ({"torchao": {"format": "int4"}}, "int4_tiles_g128"),
+        ({"torchao": {"format": "nf4"}}, "nf4_tensor_b64"),
+        ({"torchao": {"format": "nvfp4"}}, "nvfp4_tiles"),
+        ({"mxfp4": {}}, "mxfp4"),
+        ({"fp8": {"of": "128x128"}}, "fp8_e4m3_128x128"),
+        ("int4", "int4_tiles_g128"),
         ("int4_g128", "int4_tiles_g128"),
         (
             transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -190,9 +202,9 @@ def test_inductor_stays_as_it_is(asked: Any) -> None:
 
 
 REFUSED = [
-    ({"bnb": {}, "torchao": {}}, "expected exactly one key of bnb, torchao, kbit, fp8"),
+    ({"bnb": {}, "torchao": {}}, "expected exactly one key of bnb, torchao, kbit, fp8, mxfp4"),
     ({}, "expected exactly one key"),
-    ({"gguf": {}}, "'gguf' is none of bnb, torchao, kbit, fp8"),
+    ({"gguf": {}}, "'gguf' is none of bnb, torchao, kbit, fp8, mxfp4"),
     ({"bnb": {"quant_typ": "nf4"}}, "bnb has no quant_typ; it has quant_type, blocksize, nested"),
     ({"bnb": {"blocksize": 48}}, "blocksize one of"),
     (
@@ -201,8 +213,28 @@ REFUSED = [
     ),
     ({"kbit": {"k": 8}}, r"k is one of \(2, 3, 4, 5\)"),
     ({"torchao": {}}, "torchao takes either a format or a config"),
-    ("mxfp4", "so they are only read; nvfp4 and nf4"),
-    ({"mxfp4": {}}, "so they are only read"),
+    (
+        {"torchao": {"format": "int8", "config": torchao.Int8WeightOnlyConfig()}},
+        "torchao takes either a format or a config",
+    ),
+    (
+        {"torchao": {"group_size": 32, "config": torchao.Int8WeightOnlyConfig()}},
+        "group_size goes with format",
+    ),
+    (
+        {"torchao": {"format": "int4", "group_size": 48}},
+        r"group_size=48 beside 'int4'; .* 'int4' \(32, 64, 128, 256\)",
+    ),
+    ({"torchao": {"format": "int4", "group_size": 32.0}}, "group_size=32.0 beside 'int4'"),
+    ({"torchao": {"format": "int4_g32", "group_size": 32}}, "beside 'int4_g32'"),
+    ({"torchao": {"format": "fp8_row", "group_size": 32}}, "beside 'fp8_row'"),
+    ({"torchao": {"format": "mxfp4"}}, "torchao packs no weights in 'mxfp4' .* by itself"),
+    ({"torchao": {"format": "kbit4"}}, "torchao packs no weights in 'kbit4_e4m4'"),
+    ({"torchao": {"format": torchao.Int8WeightOnlyConfig()}}, "format is a name, .* under config"),
+    ({"mxfp4": {"block": 16}}, "mxfp4 has no block"),
+    ({"load_in_4bit": False}, "load_in_4bit set to False asks for nothing"),
+    ({"load_in_4bit": False, "load_in_8bit": False}, "load_in_4bit and load_in_8bit set to False"),
+    ({"load_in_4bit": True, "bnb": {}, "kbit": {}}, "expected exactly one key"),
     ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
     ({"load_in_4bit": "False"}, "load_in_4bit are True or False"),
     (transformers.BitsAndBytesConfig(), "neither load_in_4bit nor load_in_8bit"),
@@ -233,8 +265,8 @@ def test_what_is_no_format(asked: Any, problem: str) -> None:
 def test_names_that_are_not_written() -> None:
     with pytest.raises(exc.UnknownFormat, match="no quantization format 'nf5'; did you mean 'nf4'"):
         inductor_q.quantize(Net(), "nf5")
-    with pytest.raises(exc.NoQuantizer, match="nf4_tensor_b64 is a format to read"):
-        inductor_q.quantize(Net(), "nf4_tensor_b64")
+    with pytest.raises(exc.NoQuantizer, match="hqq4_g64_bf16 is a format to read"):
+        inductor_q.quantize(Net(), "hqq4_g64_bf16")
 
 
 def test_a_configuration_that_quantizes_activations() -> None:
@@ -253,10 +285,12 @@ def test_old_spellings_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
         assert resolve({"load_in_4bit": True, "load_in_8bit": False}) == "nf4_b64_nested"
         assert resolve({"load_in_8bit": True}) == "int8_absmax"
         assert resolve({"load_in_8bit": True, "bnb": {"quant_type": "fp4"}}) == "fp4_b64_nested"
+        assert resolve({"load_in_4bit": False, "bnb": {}}) == "nf4_b64_nested"
     assert [record.getMessage() for record in caplog.records] == [
         "load_in_4bit is deprecated: ask for 'nf4'",
         "load_in_8bit is deprecated: ask for 'llm_int8'",
         "load_in_8bit is deprecated, and ignored beside 'bnb'",
+        "load_in_4bit is deprecated, and ignored beside 'bnb'",
     ]
 
 
@@ -267,6 +301,7 @@ def test_old_spellings_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
         ("nvfp4", exc.WrongScheme, "torchao does not take the weight of down .*divisible by 16"),
         ("int4_plain_g64", exc.WrongScheme, "leaves the weight of down as it is, unpacked"),
         ("kbit4", exc.NotFinite, "weight of down contains NaN"),
+        ("mxfp4", exc.NotFinite, "weight of down contains NaN"),
     ],
 )
 def test_a_layer_that_is_not_taken(asked: str, error: Any, problem: str) -> None:
@@ -285,7 +320,7 @@ def test_a_layer_that_is_not_taken(asked: str, error: Any, problem: str) -> None
     assert all(parameter.requires_grad for parameter in after.values())
 
 
-@pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4"])
+@pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4", "mxfp4"])
 def test_a_model_without_values(asked: str) -> None:
     with torch.device("meta"):
         net = Net()
@@ -302,7 +337,7 @@ def test_a_model_that_is_packed_already() -> None:
         inductor_q.quantize(net, "int8", progress=False)
 
 
-@pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4"])
+@pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4", "mxfp4"])
 def test_from_a_checkpoint(asked: str, tmp_path: Path) -> None:
     """Bitwise what is quantized in memory; the model is never held in 16 bits."""
     path = tmp_path / "model.safetensors"
@@ -513,8 +548,10 @@ def test_weights_of_torchao_are_decoded(asked: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(ids).logits, plain(ids).logits)
 
 
-def test_an_adapter_merges_exactly_into_decoded_weights() -> None:
-    net = adapted(tiny("nvfp4"), use_dora=True)
+@pytest.mark.parametrize("asked", ["nvfp4", "mxfp4", "fp8_128x128"])
+def test_an_adapter_merges_exactly_into_decoded_weights(asked: str) -> None:
+    """DoRA's, whose norms PEFT takes of the packed weight."""
+    net = adapted(tiny(asked), use_dora=True)
     kbit.dequantize_model(net)
     ids = torch.arange(8).view(1, 8)
     with torch.no_grad():
@@ -530,6 +567,29 @@ def test_a_weight_of_torchao_that_no_format_describes() -> None:
     with pytest.raises(exc.UnreadWeight):
         kbit.dequantize_model(net)
     assert type(net.up.weight).__name__ == "Int8Tensor"
+
+
+def test_torchaos_own_nf4() -> None:
+    """It is no format of bitsandbytes': PEFT trains adapters on it, and they merge into its values.
+    torchao packs what fills its scales of scales, in bfloat16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    torch.manual_seed(0)
+    config = testing.tiny_qwen3_config(num_hidden_layers=1, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    inductor_q.quantize(model, {"torchao": {"format": "nf4"}}, progress=False)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert type(weight).__name__ == "NF4Tensor" and {*packed(model).values()} == {"nf4_tensor_b64"}
+    assert torch.equal(inductor_q.dequantize(weight), weight.get_original_weight())
+    net = adapted(model)
+    ids = torch.arange(8).view(1, 8)
+    net(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in net.parameters() if p.requires_grad)
+    kbit.dequantize_model(net)
+    with torch.no_grad():
+        expected = net(ids).logits
+        assert testing.relative_error(net.merge_and_unload()(ids).logits, expected) < 0.02
+    with pytest.raises(exc.WrongScheme, match="torchao does not take the weight of up"):
+        inductor_q.quantize(Net(), {"torchao": {"format": "nf4"}}, progress=False)
 
 
 @pytest.mark.parametrize("name", FORMATS)
