@@ -60,6 +60,9 @@ def resolve(to: Any) -> Any:
             raise WrongScheme(asked=to, problem="it sets neither load_in_4bit nor load_in_8bit")
         return _named(to, to.bnb_4bit_quant_type, 64, to.bnb_4bit_use_double_quant)
     if kind.__name__ == "TorchAoConfig":
+        if to.include_input_output_embeddings:
+            problem = "embeddings are left alone here: leave include_input_output_embeddings out"
+            raise WrongScheme(asked=to, problem=problem)
         return resolve(to.quant_type)
     if kind.__name__ in ("FqnToConfig", "ModuleFqnToConfig"):
         raise WrongScheme(asked=to, problem=BY_LAYER)

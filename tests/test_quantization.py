@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._inductor import config as inductor_config
 
@@ -248,6 +249,12 @@ REFUSED = [
     (
         transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(), ["*.up"]),
         r"transformers reads \['\*.up'\] as regular expressions: nothing to repeat",
+    ),
+    (
+        transformers.TorchAoConfig(
+            torchao.Int8WeightOnlyConfig(), include_input_output_embeddings=True
+        ),
+        "embeddings are left alone here",
     ),
     (torchao.FqnToConfig({"up": torchao.Int8WeightOnlyConfig()}), "filter_fn=None"),
     (4, "expected a name, a mapping or a library's configuration"),
@@ -567,6 +574,31 @@ def test_a_weight_of_torchao_that_no_format_describes() -> None:
     with pytest.raises(exc.UnreadWeight):
         kbit.dequantize_model(net)
     assert type(net.up.weight).__name__ == "Int8Tensor"
+
+
+@pytest.mark.parametrize("asked", ["mxfp4", "nvfp4_rows", "fp8_128x128"])
+def test_what_is_saved_is_loaded_into_the_plain_model(asked: str, tmp_path: Path) -> None:
+    path, x = tmp_path / "m.safetensors", torch.randn(3, 64).to(BF16)
+    net = inductor_q.quantize(Net(), asked, progress=False)
+    kbit.save(net, path)
+    with kbit.meta_parameters():
+        empty = Net()
+    loaded: Any = kbit.load(empty, path)
+    assert packed(loaded) == packed(net) and loaded.up.bias is not None
+    assert torch.equal(loaded(x), net(x))
+    assert torch.equal(
+        kbit.load(inductor_q.quantize(Net(), asked, progress=False), path)(x), net(x)
+    )
+    other = Net()
+    other.up = nn.Linear(32, 128, dtype=BF16)
+    with pytest.raises(exc.WrongCheckpoint, match=r"up is \(128, 64\) in it, \(128, 32\) here"):
+        kbit.load(other, path)
+    assert type(other.down) is nn.Linear
+    state = {n: t for n, t in load_file(path).items() if n != "up.scale"}
+    with safe_open(path, "pt") as file:
+        save_file(state, tmp_path / "damaged.safetensors", file.metadata())
+    with pytest.raises(exc.WrongCheckpoint, match=r"up\.scale is not in it"):
+        kbit.load(Net(), tmp_path / "damaged.safetensors")
 
 
 def test_torchaos_own_nf4() -> None:
