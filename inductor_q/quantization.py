@@ -45,8 +45,9 @@ def quantize(
 
     What is asked for is checked before a weight is read, and in memory whether the library takes
     every shape of the model's, before a layer is replaced. Quantize first, then attach adapters.
-    Layers of bitsandbytes are noted in the configuration of a model of transformers, so that
-    `from_pretrained` loads what its `save_pretrained` writes.
+    Layers of bitsandbytes and weights of torchao are noted in the configuration of a model of
+    transformers, so that `from_pretrained` loads what its `save_pretrained` writes, and PEFT merges
+    adapters into them.
 
     Args:
         model: a model, a linear layer, or a causal language model's configuration of transformers'
@@ -58,10 +59,10 @@ def quantize(
             "nested": True}}`, where `quant_storage` (torch.bfloat16 for FSDP2) and `compute_dtype`
             may be said too, `{"torchao": {"format": "int4", "group_size": 128}}` or `{"torchao":
             {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`, `{"mxfp4": {}}`.
-            torchao's "nf4" is its `NF4Tensor`, any other is bitsandbytes'. Or a configuration
-            of torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
-            modules to leave alone count as `skip`, by transformers' rules. Inductor's
-            settings stay as they are, also where `set_inductor_config` of torchao's is true.
+            torchao's "nf4" is its `NF4Tensor`; any other is bitsandbytes'. Or a configuration of
+            torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
+            modules to leave alone count as `skip`, by transformers' rules. Inductor's settings
+            stay as they are, also where `set_inductor_config` of torchao's is true.
         skip: names or shell patterns of layers to leave alone; by default the one called "lm_head".
         checkpoint: a safetensors file, an index of shards or a folder with either; `model` then
             only says what there is, and is never held unquantized (`kbit.meta_parameters`).
