@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from inductor_q import capture
@@ -119,29 +120,40 @@ def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None =
         if safe_merge and not values.isfinite().all():
             problem = "the merged weight has NaNs or infinities"
             raise CannotMerge(adapter=name, problem=problem, remedy="Load it again, or train it")
-        _pack_again(self, values)
+        _pack_again(self, values, name)
         self.merged_adapters.append(name)
 
 
 def unmerge(self: Any) -> None:
     """Take adapters out of the base layer's weight again, the last one first."""
     while self.merged_adapters:
-        name = self.merged_adapters.pop()
+        name = self.merged_adapters[-1]
         variant = self.lora_variant.get(name)
         values = dequantize(self.get_base_layer().weight)
         if variant is None:
             values = values - self.get_delta_weight(name)
         else:
             values = variant.unmerge(self, name, values)
-        _pack_again(self, values)
+        _pack_again(self, values, name)
+        self.merged_adapters.pop()
 
 
-def _pack_again(layer: Any, values: Tensor) -> None:
-    """Put values in the place of a base layer's weight, packed as that was."""
+def _pack_again(layer: Any, values: Tensor, name: str) -> None:
+    """Put values with the adapter `name` in the place of a base layer's weight, packed as that."""
     from torchao.quantization import quantize_
 
     base = layer.get_base_layer()
-    was = base.weight
-    base.weight = nn.Parameter(values.to(was.dtype), requires_grad=False)
-    if capture.layout(was) is not None:
-        quantize_(base, layer.get_apply_tensor_subclass())
+    with torch.device("meta"):
+        new = nn.Linear(base.in_features, base.out_features, bias=False)
+    new.weight = nn.Parameter(values.to(base.weight.dtype), requires_grad=False)
+    if (before := capture.layout(base.weight)) is not None:
+        quantize_(new, config := layer.get_apply_tensor_subclass())
+        after = capture.layout(new.weight)
+        if after is None or after.format != before.format:
+            raise CannotMerge(
+                adapter=name,
+                problem=f"the weight below it is {before.format}, which is not what torchao packs "
+                f"by the model's {type(config).__name__}",
+                remedy="Decode the model first: inductor_q.kbit.dequantize_model(model)",
+            )
+    base.weight = new.weight

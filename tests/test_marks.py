@@ -112,6 +112,21 @@ def test_two_adapters_merge_one_after_the_other() -> None:
     assert testing.relative_error(inductor_q.dequantize(layer.base_layer.weight), before) < 0.1
 
 
+def test_a_weight_in_another_format_than_the_model_is_marked_with() -> None:
+    """The second call marks the model; a weight of the first would be packed as those of the
+    second, so it stays as it was."""
+    net = tiny("int8", skip=["lm_head", "k_proj"])
+    inductor_q.quantize(net, "fp8_row", progress=False)
+    net = adapted(net)
+    layer = net.base_model.model.model.layers[0].self_attn.q_proj
+    before = layer.base_layer.weight
+    with pytest.raises(
+        exc.CannotMerge, match=r"is int8_row, .* by the model's Float8Weight.*Decode"
+    ):
+        net.merge_adapter()
+    assert layer.base_layer.weight is before and not layer.merged_adapters
+
+
 def test_a_weight_that_torchao_packed_by_itself_is_not_merged() -> None:
     """Nothing says how to pack it again, and it stays as it was."""
     net: Any = Net()

@@ -39,8 +39,8 @@ def packed(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def tiny(asked: Any) -> Any:
+def tiny(asked: Any, **how: Any) -> Any:
     torch.manual_seed(0)
     config = testing.tiny_qwen3_config(num_hidden_layers=1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
-    return inductor_q.quantize(model, asked, progress=False)
+    return inductor_q.quantize(model, asked, progress=False, **how)
