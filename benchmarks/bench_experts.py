@@ -11,7 +11,7 @@ with LoRA on attention. "experts": also those of LoRA (r = 16) on both projectio
 under PEFT's ``target_parameters``; ``packed`` is the module after ``experts.quantize`` to NF4 and
 ``experts.add_lora``. These run in eager torch; ``qfuse`` is the packed module compiled.
 
-``--format mxfp4`` packs as gpt-oss ships its experts; torchao rounds to it here.
+``--format mxfp4`` packs as gpt-oss ships its experts.
 
 ``weight`` is what the experts' own values take, ``static`` the module, adapters included; ``peak``
 is beyond modules, inputs and what is returned. ``error`` is that of the output, ``grad_error`` that
@@ -31,11 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import bench_moe, harness
+from benchmarks import harness
 from inductor_q import experts, testing
 from inductor_q.experts.model import stacks
-from inductor_q.experts.modules import expert_layers, put_stack
-from inductor_q.experts.packing import operand_names
+from inductor_q.experts.modules import expert_layers
 from inductor_q.experts.stack import ExpertStack
 
 # name: (family, experts, hidden size, intermediate size, experts per token)
@@ -188,7 +187,7 @@ def _module(name: str, peer: str, inputs: Inputs, format: str = FORMATS[0]) -> n
     # PEFT replaces what has the parameters, so they get a module of their own.
     model: Any = nn.ModuleDict({"experts": layer}).requires_grad_(False)
     if peer == "packed":
-        _pack(model, format)
+        experts.quantize(model, format)
     if inputs.adapters and peer == "packed":
         experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=torch.bfloat16)
         for projection, stack in stacks(model):
@@ -205,21 +204,6 @@ def _module(name: str, peer: str, inputs: Inputs, format: str = FORMATS[0]) -> n
             wrapper.lora_B["default"].weight.data.copy_(b.permute(1, 2, 0).flatten(1))
     module: nn.Module = model["experts"]
     return module
-
-
-def _pack(model: nn.Module, format: str) -> None:
-    if format == FORMATS[0]:
-        experts.quantize(model, format)
-        return
-    for layer in expert_layers(model).values():
-        for name in PROJECTIONS:
-            weight = getattr(layer, name).detach()
-            if layer.is_transposed:
-                weight = weight.transpose(1, 2)  # as gpt-oss' checkpoint has it
-            packed = bench_moe.FORMATS[format][0](weight.reshape(-1, weight.shape[2]))
-            operands = dict(zip(operand_names(format), packed.operands, strict=True))
-            put_stack(layer, name, operands, format, weight.shape, transposed=False)
-    experts.use_qfuse(model)
 
 
 def _exact(module: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:

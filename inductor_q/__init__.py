@@ -13,7 +13,7 @@ from inductor_q.version import VERSION
 
 if TYPE_CHECKING:
     from inductor_q.backend import last_report as last_report
-    from inductor_q.capture.bnb_state import dequantize as dequantize
+    from inductor_q.capture.values import dequantize as dequantize
     from inductor_q.formats import FORMATS as FORMATS
     from inductor_q.formats import QuantFormat as QuantFormat
     from inductor_q.integrations.regions import compile as compile
@@ -30,7 +30,7 @@ _PUBLIC = {
     "QuantFormat": "inductor_q.formats",
     "check_options": "inductor_q.options",
     "compile": "inductor_q.integrations.regions",
-    "dequantize": "inductor_q.capture.bnb_state",
+    "dequantize": "inductor_q.capture.values",
     "last_report": "inductor_q.backend",
     "list_options": "inductor_q.options",
     "load_checkpoint": "inductor_q.shipped",

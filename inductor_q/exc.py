@@ -218,6 +218,17 @@ class NoExperts(QfuseError, ValueError):
     )
 
 
+class UnreadWeight(QfuseError, ValueError):
+    """None of our formats is the one in which a library holds a weight."""
+
+    kind: str
+    reason: str
+    message = (
+        "cannot decode {kind}: {reason}. Ask its library for the values, or quantize the "
+        "original weight by inductor_q.quantize, whose formats are all read"
+    )
+
+
 class UnreadExperts(QfuseError, ValueError):
     """Experts that a library has packed do not hold their codes as a checkpoint has them."""
 
@@ -512,6 +523,15 @@ class UnreadCheckpoint(QfuseError, ValueError):
     path: str
     problem: str
     message = "{path} is not loaded as it is: {problem}"
+
+
+class CannotMerge(QfuseError, ValueError):
+    """An adapter cannot be added to the weight that it was trained on."""
+
+    adapter: str
+    problem: str
+    remedy: str
+    message = "adapter {adapter!r} cannot be merged: {problem}. {remedy}"
 
 
 class CannotSave(QfuseError, ValueError):

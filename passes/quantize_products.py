@@ -40,7 +40,13 @@ from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
 from inductor_q.ops import eight_bits
 from inductor_q.passes.add_adapters import ADD_PRODUCT, add_adapter
-from inductor_q.passes.emit_eight_bits import emit_cast, emit_cast_of_all, emit_product, emit_weight, emit_weights
+from inductor_q.passes.emit_eight_bits import (
+    emit_cast,
+    emit_cast_of_all,
+    emit_product,
+    emit_weight,
+    emit_weights,
+)
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import frozen_products
 from inductor_q.passes.graph import (

@@ -180,6 +180,18 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.CannotMerge(adapter="default", problem="it has NaNs", remedy="Train it anew"),
+        "adapter 'default' cannot be merged: it has NaNs. Train it anew",
+        ValueError,
+    ),
+    (
+        exc.UnreadWeight(kind="Int4OpaqueTensor", reason="only a kernel knows its layout"),
+        "cannot decode Int4OpaqueTensor: only a kernel knows its layout. Ask its library for the "
+        "values, or quantize the original weight by inductor_q.quantize, whose formats are all "
+        "read",
+        ValueError,
+    ),
+    (
         exc.UnreadExperts(what="mlp.experts", found="down_proj: it is swizzled"),
         "cannot take over mlp.experts as it is packed: expected blocks and scales as they lie on "
         "disk, found down_proj: it is swizzled. Make the model anew under "

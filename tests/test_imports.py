@@ -38,6 +38,7 @@ ROOMS = (
     ("records", "logits"),
     ("presets",),
     ("quantization", "shipped"),
+    ("asked", "marks"),
     ("experts",),
     ("kbit",),
     ("loading",),

@@ -201,35 +201,21 @@ def quantize(weight: Tensor, fmt: QuantFormat) -> list[Tensor]:
     return bnb_operands(packed, state).operands
 
 
-def dequantize(
-    weight: Tensor, quant_state: Any = None, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return the values of a bitsandbytes 4-bit weight, bitwise those of `dequantize_4bit`.
-
-    Args:
-        weight: the packed weight; `Params4bit.data` or any storage dtype of it. Given transposed,
-            `[1, n]`, the result is transposed too, as bitsandbytes does.
-        quant_state: its `QuantState`; None returns `weight` unchanged (it is not quantized).
-        dtype: that of the result; the state's own by default.
+def own_dtype(quant_state: Any) -> torch.dtype:
+    """Return the dtype that a weight had before it was packed.
 
     Raises:
-        UnknownFormat, UnsupportedBlocksize, CorruptQuantState, WrongDtype.
+        CorruptQuantState: the state does not say.
     """
-    if quant_state is None:
-        return weight
-    from inductor_q import ops
-
-    operands, name, shape = bnb_operands(weight, quant_state)
-    dtype = dtype or _part(quant_state, "dtype", torch.dtype)
-    values = ops.dequantize(operands, name, shape, dtype)
-    return values.t() if weight.dim() == 2 and weight.shape[0] == 1 else values
+    dtype: torch.dtype = _part(quant_state, "dtype", torch.dtype)
+    return dtype
 
 
 __all__: Sequence[str] = [
     "bnb_operands",
     "damaged",
-    "dequantize",
     "is_packed_for_cpu",
+    "own_dtype",
     "packed",
     "quantize",
     "unpacked",

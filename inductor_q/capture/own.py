@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from inductor_q.capture.library import Decoded, Library, Linear, Packed, Stored, Weight
 from inductor_q.formats import FORMATS
+from inductor_q.formats.encode import ENCODED, encode
 
 
 def _match(node: fx.Node) -> Linear | Decoded | None:
@@ -42,4 +43,10 @@ def _read(module: nn.Module, format: str, shape: tuple[int, ...]) -> Stored:
     return Stored([getattr(module, name) for name in FORMATS[format].operands], format, [*shape])
 
 
-OWN = Library(name="inductor_q", namespaces=("qfuse",), match=_match, packed=_packed)
+OWN = Library(
+    name="inductor_q",
+    namespaces=("qfuse",),
+    match=_match,
+    packed=_packed,
+    quantizers=dict.fromkeys(ENCODED, encode),
+)

@@ -27,11 +27,15 @@ from inductor_q.experts.modules import (
 )
 from inductor_q.experts.packing import check_written, operand_names, pack
 from inductor_q.experts.stack import ExpertStack
+from inductor_q.formats import get_format
 from inductor_q.formats.aliases import ALIASES
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.log import log
+
+#: Short names of formats; torchao, whose are "int8" and "int4", packs no stacks.
+SHORT = {**ALIASES, "nvfp4": "nvfp4_rows"}
 
 
 def quantize(
@@ -52,7 +56,8 @@ def quantize(
     Args:
         model: a model of transformers (v5), or a PEFT model around one.
         format: a name in `inductor_q.FORMATS`, such as "nf4_b64", "nf4_b64_nested", "kbit4_e4m4",
-            or a short one of `inductor_q.quantize`: "nf4", "kbit4".
+            or a short one of `inductor_q.quantize`: "nf4", "kbit4", "mxfp4". "nvfp4" is
+            `nvfp4_rows` here, with a scale of scales for each row.
         targets: some of "gate_up_proj", "up_proj", "down_proj".
         weights: a function (name, parameter) -> its values, for a model with parameters on the
             meta device (`inductor_q.kbit.meta_parameters`). It is called for one projection at a
@@ -66,7 +71,8 @@ def quantize(
         The model.
 
     Raises:
-        NoExperts, UnknownProjection, UnknownFormat, MissingExtra.
+        NoExperts, UnknownProjection, UnknownFormat, MissingExtra, NotFinite.
+        WrongScheme: two experts would share a scale.
         NoQuantizer: the format can only be read, and some projection is not in it.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
             parameter holds codes. Nothing is changed then, nor for the next.
@@ -75,7 +81,7 @@ def quantize(
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
     """
-    format = ALIASES.get(format, format)
+    format = SHORT.get(format, format)
     operand_names(format)  # an unknown one changes nothing
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
@@ -100,19 +106,32 @@ def quantize(
                 other = as_stack(layer, name).format
                 left[other] += other != format
             elif source is not None:
-                operands = pack(source.values(f"{layer_name}.{name}", weight), format)
-                put = partial(put_stack, layer, name, operands, format, weight.shape)
+                found = _pack(source.values(f"{layer_name}.{name}", weight), format, layer)
+                put = partial(put_stack, layer, name, **found)
                 of_stack = ".weight" if name in layer._modules else ""
                 source.change(f"{layer_name}.{name}{of_stack}", put)  # when all have been read
             else:
                 values = weights(f"{layer_name}.{name}", weight) if weights else weight.detach()
-                operands = pack(values.to(device or values.device), format)
-                put_stack(layer, name, operands, format, weight.shape)
+                found = _pack(values.to(device or values.device), format, layer)
+                put_stack(layer, name, **found)
     for other, count in (+left).items():  # without those that are in it
         log.warning(f"{count} projections of experts are packed already and stay as {other}")
     if source is not None:
         source.finish()
     return use_qfuse(model)
+
+
+def _pack(values: Tensor, format: str, layer: Any) -> dict[str, Any]:
+    """Pack a projection's values; return what `put_stack` takes of them.
+
+    Where the columns of a row share scales, a row is what makes an output, as in checkpoints.
+    """
+    transposed = layer.is_transposed
+    if transposed and format != DENSE and get_format(format).by_rows:
+        values, transposed = values.mT, False
+    shape = values.shape
+    operands = pack(values, format)
+    return {"operands": operands, "format": format, "shape": shape, "transposed": transposed}
 
 
 def _values(layer: Any, name: str) -> nn.Parameter | None:

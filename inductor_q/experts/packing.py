@@ -9,8 +9,9 @@ from torch import Tensor
 
 from inductor_q.capture import LIBRARIES
 from inductor_q.capture.library import Quantizer
-from inductor_q.exc import NoQuantizer, WrongShape
+from inductor_q.exc import NoQuantizer, WrongScheme, WrongShape
 from inductor_q.formats import QuantFormat, get_format
+from inductor_q.formats.encode import ENCODED
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name
 from inductor_q.kernels.calls import DENSE
 
@@ -22,13 +23,18 @@ def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
     keeps the weight.
 
     Raises:
-        UnknownFormat, NoQuantizer, MissingExtra.
+        UnknownFormat, NoQuantizer, MissingExtra, NotFinite.
+        WrongScheme: two experts would share a scale.
     """
     weight = weight.detach()
     if format == DENSE:
         return {"weight": weight}
     check_written(format)
     fmt = get_format(format)
+    if fmt in ENCODED and weight.dim() == 3 and weight[0].numel() % fmt.period(weight.shape[-1]):
+        rows = fmt.period(weight.shape[-1]) // weight.shape[-1]
+        problem = f"its {rows} rows to a scale do not divide the {weight.shape[1]} of an expert"
+        raise WrongScheme(asked=format, problem=problem)
     return dict(zip(fmt.operands, QUANTIZERS[fmt](weight, fmt), strict=True))
 
 

@@ -20,7 +20,8 @@ from rich.progress import (
 from torch import Tensor, nn
 
 from inductor_q import ops
-from inductor_q.capture import packed_weight
+from inductor_q.capture import layout, packed_weight
+from inductor_q.capture.values import dequantize
 from inductor_q.exc import NotNames, UnknownLayer
 from inductor_q.kbit.allocate import allocate, check_importance, measure, table
 from inductor_q.kbit.linear import KBitLinear
@@ -119,15 +120,19 @@ def quantize_model(
 def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Replace every `KBitLinear` of `model` by an `nn.Linear` of the same values.
 
-    So it does with every other `PackedLinear`, of a checkpoint as it ships, and with transformers'
-    `FP8Linear`. Packed experts become parameters, or dense stacks where they have adapters. Use
-    this to merge an adapter, to export, or to compare. `dtype` is the original's by default, and
-    that of the model's configuration for an `FP8Linear` and for experts. It changes the model in
-    place and returns it, as `quantize_model` does.
+    So it does with every other `PackedLinear`, of a checkpoint as it ships, with transformers'
+    `FP8Linear`, and with layers whose weight is a tensor subclass of torchao's. Packed experts
+    become parameters, or dense stacks where they have adapters. Use this to merge an adapter, to
+    export, or to compare. `dtype` is the original's by default, and that of the model's
+    configuration for an `FP8Linear` and for experts. It changes the model in place and returns it,
+    as `quantize_model` does; with torchao's weights go transformers' marks of them.
+
+    Raises:
+        UnreadWeight: a weight of torchao's that none of our formats describes. Nothing has changed.
     """
     said = str(getattr(getattr(model, "config", None), "dtype", None)).removeprefix("torch.")
     of_model: torch.dtype = getattr(torch, said, torch.bfloat16)  # a configuration may have a text
-    plain = {}
+    plain, unmarked = {}, False
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLinear):
             plain[name] = _linear(layer.dequantize(dtype), layer.bias)
@@ -136,11 +141,19 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
             if held is not None and held.quantizes_input and held.read is not None:
                 values = ops.dequantize(*held.read(), dtype or of_model)
                 plain[name] = _linear(values, layer.bias)
+            elif layout(layer.weight) is not None:
+                plain[name] = _linear(dequantize(layer.weight, dtype=dtype), layer.bias)
+                unmarked = True
     for layer in model.modules():
         for name, child in list(layer.named_children()):
             stack: Any = child  # an `ExpertStack`, if one: its package imports this one
             if isinstance(child, Stack) and stack.format != DENSE:
                 stack.unpack(layer, name, dtype or of_model)
+    if unmarked:
+        for module in model.modules():  # PEFT's are around transformers' model
+            quantizer: Any = vars(module).get("hf_quantizer")
+            if quantizer is not None:
+                quantizer.remove_quantization_config(module)
     return replace_layers(model, plain)
 
 

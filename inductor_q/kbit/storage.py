@@ -14,8 +14,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import CannotSave, CorruptQuantState, UnknownFormat
 from inductor_q.files import replacing
+from inductor_q.formats import get_format
 from inductor_q.formats.kbit import KBIT_FORMATS
 from inductor_q.kbit.linear import PACKED, KBitLinear, check_packed
+from inductor_q.kernels.checks import check_operands
 from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, assign, owners, safetensors
 from inductor_q.loading.layers import replace_layers
@@ -57,13 +59,14 @@ def save(model: nn.Module, path: str | Path) -> None:
 def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     """Give `model` the state that `save` wrote, bit for bit.
 
-    Its linear layers that are packed in the file are replaced; layers and experts that are packed
-    already must have the file's format, and adapters of experts take the file's scaling. The model
+    Its linear layers that are packed in the file are replaced, whatever their format; layers and
+    experts that are packed already must have the file's format, and adapters of experts take the
+    file's scaling. The model
     may be on the meta device (see `meta_parameters`). Everything is read and checked before
     anything is changed.
 
     Returns:
-        The model, changed in place; a `KBitLinear` where it is itself a linear layer.
+        The model, changed in place; a packed layer where it is itself a linear layer.
 
     Raises:
         WrongCheckpoint: the file is damaged or was not written by `save`; it lacks tensors of the
@@ -74,14 +77,18 @@ def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu")
     checkpoint = Checkpoint(path)
     header = _header(checkpoint)
     layers = _packed_layers(model, checkpoint, header["layers"])
-    scalings = _check_packed(model, checkpoint, header.get("packed", {}))
+    entries = header.get("packed", {})
+    others = _other_layers(model, checkpoint, entries)
+    scalings = _check_packed(
+        model, checkpoint, {name: e for name, e in entries.items() if name not in others}
+    )
     tensors = {name: checkpoint.read(name) for name in checkpoint.shapes()}
     for name, layer in layers.items():
         own = {b: tensors.get(_join(name, b)) for b in PACKED}
         if missing := [_join(name, b) for b, tensor in own.items() if tensor is None]:
             raise checkpoint.wrong(f"{tensor} is not in it" for tensor in missing)
         check_packed(layer, own, name or "the layer")
-    expected = _expected(model, layers)
+    expected = _expected(model, {**layers, **others})
     problems = [f"{name} is not in it" for name in expected if name not in tensors]
     problems += [f"{name} is not in the model" for name in tensors if name not in expected]
     problems += [
@@ -93,7 +100,7 @@ def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu")
         raise checkpoint.wrong(problems)
     for stack, scaling in scalings:
         stack.scaling = scaling
-    model = replace_layers(model, layers)
+    model = replace_layers(model, {**layers, **others})
     assign(model, {name: tensor.to(device) for name, tensor in tensors.items()})
     return model.to(device)  # buffers that are in no file
 
@@ -206,7 +213,38 @@ def _packed_layers(
     return layers
 
 
-def _expected(model: nn.Module, layers: Mapping[str, KBitLinear]) -> dict[str, Tensor]:
+def _other_layers(
+    model: nn.Module, checkpoint: Checkpoint, entries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, PackedLinear]:
+    """Make a layer for each `nn.Linear` that the file holds packed in other formats than k bits."""
+    modules, held = dict(model.named_modules()), checkpoint.shapes()
+    layers = {}
+    for name, entry in entries.items():
+        old = modules.get(name)
+        if type(old) is not nn.Linear or "scaling" in entry:
+            continue
+        rows, columns = entry["shape"]
+        if (old.out_features, old.in_features) != (rows, columns):
+            here = (old.out_features, old.in_features)
+            raise checkpoint.wrong([f"{name} is {(rows, columns)} in it, {here} here"])
+        fmt = get_format(entry["format"])
+        if missing := [leaf for leaf in fmt.operands if _join(name, leaf) not in held]:
+            raise checkpoint.wrong(f"{_join(name, leaf)} is not in it" for leaf in missing)
+        operands = {leaf: checkpoint.read(_join(name, leaf)) for leaf in fmt.operands}
+        check_operands([*operands.values()], fmt, (rows, columns), torch.float32)
+        sorted_by = _join(name, "columns")
+        layers[name] = PackedLinear(
+            operands,
+            fmt.name,
+            (rows, columns),
+            old.bias,
+            dtype=old.weight.dtype,
+            columns=checkpoint.read(sorted_by) if sorted_by in held else None,
+        )
+    return layers
+
+
+def _expected(model: nn.Module, layers: Mapping[str, PackedLinear]) -> dict[str, Tensor]:
     """Return what the file has to hold, once `layers` are in the model: first names of tied
     tensors.
     """
@@ -214,5 +252,6 @@ def _expected(model: nn.Module, layers: Mapping[str, KBitLinear]) -> dict[str, T
     names = {name: state[name] for name in owners(model)}
     for layer, new in layers.items():
         names.pop(_join(layer, "weight"), None)
-        names |= {_join(layer, buffer): getattr(new, buffer) for buffer in PACKED}
+        own = new.state_dict(keep_vars=True)
+        names |= {_join(layer, leaf): own[leaf] for leaf in own if leaf != "bias"}
     return names

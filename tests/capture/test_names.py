@@ -17,12 +17,13 @@ NAMES = re.compile(
 
 #: Where they stand outside of `capture/`, and why that decides nothing about a graph or a weight.
 ALLOWED = {
-    "inductor_q/__init__.py": "the public `dequantize` is named by its module",
     "inductor_q/commands/cache.py": "packages whose versions say whether a cache fits",
     "inductor_q/exc.py": "a text that names who has packed a weight",
     "inductor_q/integrations/cpu_packing.py": "undoes what that library does to a module",
     "inductor_q/integrations/dora.py": "decodes a module's weight as that library's layer does",
     "inductor_q/loading/readers/__init__.py": "methods that need no reader, by config.json",
+    "inductor_q/asked.py": "what users say to ask for a library's formats",
+    "inductor_q/marks.py": "marks that libraries' users look for",
     "inductor_q/quantization.py": "what a library is asked to write, in its own terms",
     "inductor_q/testing.py": "makes the model that tests and benchmarks run",
     "inductor_q/formats": "the family of formats that bitsandbytes has",

@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 import inductor_q
-from inductor_q import exc, experts, kbit
+from inductor_q import exc, experts, kbit, ops
 from inductor_q.backend import qfuse
 from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
+from inductor_q.experts.packing import pack
 from inductor_q.kbit import meta_parameters
 from inductor_q.loading.files import Checkpoint
 from inductor_q.log import warn_once
@@ -83,7 +84,7 @@ def test_dense_experts_are_transformers_experts(family: str) -> None:
         assert relative_error(grad, grads[name]) < EXACT, name
 
 
-@pytest.mark.parametrize("format", FORMATS[:-1])
+@pytest.mark.parametrize("format", [*FORMATS[:-1], "mxfp4", "mxfp8", "nvfp4", "fp8_row"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_packed_experts(family: str, format: str) -> None:
     net = experts.quantize(model(family), format)
@@ -93,6 +94,31 @@ def test_packed_experts(family: str, format: str) -> None:
     torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_row"])
+def test_blocks_run_along_what_is_summed(format: str) -> None:
+    """Where the columns of a row share a scale, a row makes an output: as gpt-oss has it on disk,
+    though its parameters lie the other way."""
+    net: Any = model("gpt_oss")
+    before = net.model.layers[0].mlp.experts.down_proj.detach().clone()
+    stack = experts.quantize(net, format).model.layers[0].mlp.experts.down_proj  # type: ignore[union-attr, index]
+    assert not stack.transposed and stack.shape == (EXPERTS, HIDDEN, INTERMEDIATE)
+    for values, expert in zip(stack.dequantize(torch.float32), before, strict=True):
+        own = pack(expert.t().contiguous(), stack.format)
+        shape = (HIDDEN, INTERMEDIATE)
+        assert_same_bits(values, ops.dequantize([*own.values()], stack.format, shape, torch.float))
+
+
+def test_tiles_are_not_cut_between_experts() -> None:
+    w = torch.randn(2, 256, 130, generator=torch.Generator().manual_seed(0))
+    codes, scale = pack(w, "fp8_e4m3_128x128").values()
+    for n, expert in enumerate(w):
+        own_codes, own_scale = pack(expert, "fp8_e4m3_128x128").values()
+        assert torch.equal(codes.view(2, -1)[n], own_codes)
+        assert torch.equal(scale.view(2, -1)[n], own_scale)
+    with pytest.raises(exc.WrongScheme, match="its 128 rows to a scale do not divide the 64 of"):
+        pack(w[:, :64], "fp8_e4m3_128x128")
+
+
 def test_only_the_targets_are_packed() -> None:
     net = experts.quantize(model("qwen3_moe"), targets=["down_proj"])
     assert {name.rpartition(".")[2] for name, _ in stacks(net)} == {"down_proj"}
@@ -100,7 +126,7 @@ def test_only_the_targets_are_packed() -> None:
     torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
 
 
-@pytest.mark.parametrize("format", ["nf4_b64", "dense"])
+@pytest.mark.parametrize("format", ["nf4_b64", "mxfp4", "dense"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_peft_adapters(family: str, format: str, tmp_path: Path) -> None:
     """Saved by us and loaded by PEFT over the same weights: the same model, the same gradients."""
@@ -636,7 +662,7 @@ def test_peft_saves_no_adapters_of_experts(told: list[str], tmp_path: Path) -> N
 # --- errors leave a model that computes ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["int8_row", "mxfp4"])
+@pytest.mark.parametrize("format", ["int8_row", "hqq4_g64_bf16"])
 def test_a_format_that_is_only_read(format: str) -> None:
     net = model("olmoe")
     logits, _ = step(net, tokens())
@@ -646,11 +672,12 @@ def test_a_format_that_is_only_read(format: str) -> None:
     torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
 
 
-def test_weights_that_cannot_be_packed() -> None:
+@pytest.mark.parametrize("format", ["kbit4_e4m4", "mxfp4"])
+def test_weights_that_cannot_be_packed(format: str) -> None:
     net = model("olmoe")
     net.model.layers[1].mlp.experts.down_proj.data[0, 0] = torch.nan
     with pytest.raises(exc.NotFinite):
-        experts.quantize(net, "kbit4_e4m4")
+        experts.quantize(net, format)
     logits, _ = step(unpacked(net), tokens())
     torch.testing.assert_close(step(net, tokens())[0], logits, equal_nan=True, **CLOSE)
 

@@ -1,7 +1,8 @@
 """Checkpoints as they ship: packed layers of bitwise the values that their libraries give.
 
 GPTQ's, AWQ's, ModelOpt's and compressed-tensors' are their documented formulas, written here in
-plain torch from the file; where transformers has the function itself, that is run.
+plain torch from the file; where transformers has the function itself, that is run. What
+compressed-tensors packs itself is in test_compressed_tensors.py.
 """
 
 from __future__ import annotations

@@ -107,6 +107,8 @@ def unpacked(packed: Any) -> Any:
         for name, stack in list(layer.named_children()):
             if isinstance(stack, ExpertStack):
                 weight = stack.dequantize(torch.float32)
+                if stack.transposed != layer.is_transposed:
+                    weight = weight.mT.contiguous()
                 delattr(layer, name)
                 setattr(layer, name, nn.Parameter(weight, requires_grad=False))
         # The order in which transformers registers them, which PEFT's names depend on.
