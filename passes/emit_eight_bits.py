@@ -74,13 +74,7 @@ def emit_cast(
 def emit_cast_of_all(
     graph: fx.Graph, inputs: Sequence[fx.Node], factor: fx.Node, like: fx.Node, dtype: torch.dtype
 ) -> list[fx.Node]:
-    """Emit one cast of `inputs` side by side, times `factor`.
-
-    Inputs of one size, as the gradients of a gated layer are, come from one kernel as a rule, which
-    can cast each. Others are read by a kernel of their cast.
-    """
-    if len({tensor(x).shape[1] for x in inputs}) > 1:
-        return emit_cast(graph, emit(graph, CAT, (inputs, 1), like), factor, like, dtype)
+    """Emit one cast of `inputs` side by side, times `factor`."""
     return inline(graph, functools.partial(_cast_together, dtype), [factor, *inputs], like)
 
 

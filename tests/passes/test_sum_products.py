@@ -53,7 +53,7 @@ def test_gradients_of_one_input_are_one_product(adapter_dtype: torch.dtype, resi
     outcome = compiled(block, x, codegen=True)
     assert outcome.applied["quantize_products"] == 6
     assert sorted(*backward_parts(outcome)) == [48, 48, 96]
-    assert outcome.ops["amax"] == 1 + 1  # of the input, and of all gradients
+    assert outcome.ops["amax"] == 1 + 3  # of the input, and of each gradient
     assert outcome.ops["qfuse.add_product"] == 3 + 1
     assert error(outcome.output, expected) < 0.04
     for name, grad in grads.items():
@@ -63,7 +63,7 @@ def test_gradients_of_one_input_are_one_product(adapter_dtype: torch.dtype, resi
 def test_a_sum_is_as_exact_as_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the input is no further from that of the same weights in 64 bits."""
     block, x = Beside(96, 48), tokens()
-    layers = testing.reference_model(block).layers
+    layers: Any = testing.reference_model(block).layers
 
     def wide(x: Tensor) -> Tensor:
         return torch.tanh(torch.cat([layer(torch.tanh(x)) for layer in layers], -1))
@@ -104,7 +104,6 @@ def test_weights_of_two_formats_are_decoded_apart() -> None:
     (joint,) = outcome.joint
     shapes = [tuple(n.meta["val"].shape) for n in joint.find_nodes(op="call_function", target=CAT)]
     assert (64, 144) in shapes  # codes side by side
-    assert outcome.ops["amax"] == 2
     for name, grad in grads.items():
         assert error(outcome.gradients[name], grad) < 0.06, name
 
