@@ -58,6 +58,28 @@ def moe() -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
+def few_tokens() -> str:
+    """Show forward of few tokens by peer, with an adapter and without."""
+    name = "moe_few-h100"
+    peers = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
+    body = []
+    for case in cases(name):
+        times = {peer: 1e6 * seconds(name, peer, **case) for peer in peers}
+        body.append(
+            (
+                case["model"],
+                str(case["T"]),
+                str(case["r"]),
+                *(number(times[peer]) for peer in peers),
+                *(number(1e6 * extra(name, peer, "graph_s", **case)) for peer in peers[2:]),
+                percent(row(name, "qfuse", **case)["roof_fraction"]),
+            )
+        )
+    called = ("bnb", "`dequantize`", "bf16", "qfuse")
+    header = ("model", "tokens", "rank", *called, "in a graph: bf16", "qfuse", "share of the roof")
+    return f"{table(header, body)}\n\n{source(name)}"
+
+
 def merged_is_slowest() -> str:
     """Say in how many cases the provider that is gone was the slowest."""
     name = "moe-h200"

@@ -2,10 +2,10 @@
 
 `x @ W'` becomes a product of x, cast with a scale for each token, and of W, decoded straight to
 eight bits with a scale for each out-feature. In `dY @ W` these scales are multiplied into dY before
-its cast, and W is decoded transposed. A weight that is stored in eight bits with a scale for each
-row needs no decode: it is multiplied as it is, and copied transposed. All of it but the decode
-consists of torch's operators, so the casts join the kernels that produce x and dY; products of one
-input share its cast.
+its cast, and W is decoded transposed. Gradients that are summed are one product (`sum_products`).
+A weight that is stored in eight bits with a scale for each row needs no decode: it is multiplied as
+it is, and copied transposed. All of it but the decode consists of torch's operators, so the casts
+join the kernels that produce x and dY; products of one input share its cast.
 
 An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
 adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
