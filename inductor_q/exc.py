@@ -117,6 +117,16 @@ class NotAModule(QfuseError, TypeError):
     )
 
 
+class NotATrainer(QfuseError, TypeError):
+    """What is to be given a callback takes none."""
+
+    found: str
+    message = (
+        "compile_trainer takes a Trainer of transformers, or one that is made of it as TRL's are, "
+        "and got a {found}. In a loop of your own call inductor_q.compile(model)"
+    )
+
+
 class UnknownPreset(_UnknownName):
     message = "unknown preset {name!r}{where}{hint} Known: auto, none, {known!j}"
 

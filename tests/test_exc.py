@@ -238,6 +238,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         TypeError,
     ),
     (
+        exc.NotATrainer(found="str"),
+        "compile_trainer takes a Trainer of transformers, or one that is made of it as TRL's are, "
+        "and got a str. In a loop of your own call inductor_q.compile(model)",
+        TypeError,
+    ),
+    (
         exc.UnknownRegions(name="layer", known=("auto", "model", "layers")),
         "unknown regions 'layer'; did you mean 'layers'? Known: auto, model, layers",
         ValueError,

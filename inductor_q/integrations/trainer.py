@@ -16,7 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from inductor_q.exc import MissingExtra, NormOfOneRank, OptionsWithoutCompile, ReplicatedModel
+from inductor_q.exc import (
+    MissingExtra,
+    NormOfOneRank,
+    NotATrainer,
+    OptionsWithoutCompile,
+    ReplicatedModel,
+)
 from inductor_q.experts.forward import is_sharded
 from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.cpu_packing import keep_unpacked
@@ -166,7 +172,12 @@ def compile_trainer(trainer: Any, **settings: Any) -> Any:
     """Give a trainer that exists already a `QfuseCallback` with these settings; return the trainer.
 
     Call it before `train()` and before the first evaluation.
+
+    Raises:
+        NotATrainer: `trainer` is something else.
     """
+    if not hasattr(trainer, "add_callback"):
+        raise NotATrainer(found=type(trainer).__name__)
     callback = QfuseCallback(**settings)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.add_callback(callback)

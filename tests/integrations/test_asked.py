@@ -52,6 +52,12 @@ def test_what_is_no_module(name: str, model: Any) -> None:
         CALLS[name](model)
 
 
+def test_what_is_no_trainer() -> None:
+    trainer = pytest.importorskip("inductor_q.integrations.trainer")
+    with pytest.raises(exc.NotATrainer, match=r"takes a Trainer .*got a Linear"):
+        trainer.compile_trainer(nn.Linear(4, 4))
+
+
 def test_a_mode_beside_options() -> None:
     """torch.compile takes one of them; qfuse's options have a place for the mode."""
     torch.compiler.reset()
