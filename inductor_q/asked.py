@@ -110,7 +110,8 @@ def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
     fields = dict(given)
     strange = sorted(map(str, {*fields} - {*FIELDS[library]}))
     if strange:
-        problem = f"{library} has no {', '.join(strange)}; it has {', '.join(FIELDS[library])}"
+        fields_of = ", ".join(FIELDS[library]) or "no settings"
+        problem = f"{library} has no {', '.join(strange)}; it has {fields_of}"
         if any(field.startswith("activation") for field in strange):
             problem += (
                 ". Weights alone are quantized, activations keep the model's dtype: leave it out"

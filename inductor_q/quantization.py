@@ -80,7 +80,8 @@ def quantize(
             shape the library does not take.
         NoValues: a weight is on the meta device, or a configuration was given, and there is no
             checkpoint.
-        NotFinite, ScaleOutOfRange: a weight, by name, that has no K-bit codes.
+        NotFinite: a weight, by name; nothing is changed then, nor for the next.
+        ScaleOutOfRange: a weight, by name, that has no K-bit codes.
         UnknownLayer, NothingToQuantize: there is no such layer, or none that is left.
         AlreadyQuantized, WrongCheckpoint: the checkpoint.
     """
@@ -113,13 +114,13 @@ def quantize(
         _check_read(to, layer, what)
         return layer
 
-    if isinstance(found, str) and found.startswith("kbit"):
-        source.check(layers, found.partition("_")[2])
     if checkpoint is None:  # where layers change one by one, one of each kind is tried before
         weights = ((name, layer.weight) for name, layer in layers.items())
         kinds = {(w.shape, w.dtype, w.device): name for name, w in weights}
         for name in kinds.values():
             made(name, None)
+    is_kbit = isinstance(found, str) and found.startswith("kbit")
+    source.check(layers, str(found).partition("_")[2] if is_kbit else None)
     with progress_bars(progress) as bars:
         for name in bars.track(list(layers), description="quantizing"):
             source.put(name, made(name, layers[name].bias))

@@ -177,6 +177,18 @@ def test_a_layer_that_is_not_taken(asked: str, error: Any, problem: str) -> None
     assert all(parameter.requires_grad for parameter in after.values())
 
 
+@pytest.mark.parametrize("asked", ["nf4", "int8", "fp8_row", "kbit4", "mxfp4"])
+def test_a_weight_that_is_not_finite(asked: str) -> None:
+    """It is named before another is packed, whichever library packs it: it would spoil a block."""
+    net = Net()
+    net.up, net.down = (nn.Linear(64, 64, dtype=BF16) for _ in range(2))
+    net.up.weight.data[3, 5] = float("inf")
+    before = dict(net.named_parameters())
+    with pytest.raises(exc.NotFinite, match="weight of up contains NaN or infinity"):
+        inductor_q.quantize(net, asked, progress=False)
+    assert all(parameter is before[name] for name, parameter in net.named_parameters())
+
+
 @pytest.mark.parametrize("asked", ["nf4", "int8", "kbit4", "mxfp4"])
 def test_a_model_without_values(asked: str) -> None:
     with torch.device("meta"):

@@ -25,7 +25,7 @@ from inductor_q.experts.modules import (
     put_stack,
     take_over,
 )
-from inductor_q.experts.packing import check_written, operand_names, pack
+from inductor_q.experts.packing import check_cut, check_written, operand_names, pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import get_format
 from inductor_q.formats.aliases import ALIASES
@@ -72,10 +72,10 @@ def quantize(
 
     Raises:
         NoExperts, UnknownProjection, UnknownFormat, MissingExtra, NotFinite.
-        WrongScheme: two experts would share a scale.
+        WrongScheme: two experts would share a scale. Nothing is changed then, nor for the next.
         NoQuantizer: the format can only be read, and some projection is not in it.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
-            parameter holds codes. Nothing is changed then, nor for the next.
+            parameter holds codes. Nor is anything changed then.
         UnreadExperts: transformers has swizzled experts in MXFP4, not loaded them, or has them in
             FP8 in other blocks. Nor is anything changed then.
         NothingToQuantize: every projection is packed by an earlier call, in another format.
@@ -85,13 +85,12 @@ def quantize(
     operand_names(format)  # an unknown one changes nothing
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
-    packs = [
-        _values(layer, name) is not None
-        for layer in expert_layers(model).values()
-        for name in projections(layer, targets)
-    ]
-    if any(packs):
-        check_written(format)
+    for layer in expert_layers(model).values():
+        for name in projections(layer, targets):
+            held = _values(layer, name)
+            if held is not None and format != DENSE:
+                check_written(format)
+                check_cut(format, _lying(held, format, layer).shape)
     source = None
     if checkpoint is not None:
         check_not_quantized(checkpoint)
@@ -122,16 +121,17 @@ def quantize(
 
 
 def _pack(values: Tensor, format: str, layer: Any) -> dict[str, Any]:
-    """Pack a projection's values; return what `put_stack` takes of them.
+    """Pack a projection's values; return what `put_stack` takes of them."""
+    lying = _lying(values, format, layer)
+    operands, transposed = pack(lying, format), layer.is_transposed and lying is values
+    return {"operands": operands, "format": format, "shape": lying.shape, "transposed": transposed}
 
-    Where the columns of a row share scales, a row is what makes an output, as in checkpoints.
-    """
-    transposed = layer.is_transposed
-    if transposed and format != DENSE and get_format(format).by_rows:
-        values, transposed = values.mT, False
-    shape = values.shape
-    operands = pack(values, format)
-    return {"operands": operands, "format": format, "shape": shape, "transposed": transposed}
+
+def _lying(values: Tensor, format: str, layer: Any) -> Tensor:
+    """Return a projection's values as they are packed: a row is what makes an output, where the
+    columns of a row share scales."""
+    by_rows = format != DENSE and get_format(format).by_rows
+    return values.mT if layer.is_transposed and by_rows else values
 
 
 def _values(layer: Any, name: str) -> nn.Parameter | None:

@@ -30,12 +30,22 @@ def pack(weight: Tensor, format: str) -> dict[str, Tensor]:
     if format == DENSE:
         return {"weight": weight}
     check_written(format)
+    check_cut(format, weight.shape)
     fmt = get_format(format)
-    if fmt in ENCODED and weight.dim() == 3 and weight[0].numel() % fmt.period(weight.shape[-1]):
-        rows = fmt.period(weight.shape[-1]) // weight.shape[-1]
-        problem = f"its {rows} rows to a scale do not divide the {weight.shape[1]} of an expert"
-        raise WrongScheme(asked=format, problem=problem)
     return dict(zip(fmt.operands, QUANTIZERS[fmt](weight, fmt), strict=True))
+
+
+def check_cut(format: str, shape: Sequence[int]) -> None:
+    """Raise where experts of a stack of this shape would share scales.
+
+    Raises:
+        WrongScheme: the format has scales for several rows, more than divide an expert's.
+    """
+    fmt, *_, rows, columns = get_format(format), *shape
+    if fmt in ENCODED and len(shape) == 3 and rows * columns % fmt.period(columns):
+        together = fmt.period(columns) // columns
+        problem = f"its {together} rows to a scale do not divide the {rows} of an expert"
+        raise WrongScheme(asked=format, problem=problem)
 
 
 def check_written(format: str) -> None:

@@ -5,9 +5,11 @@ How a scale is chosen is no part of a format. Here it is:
 - MXFP4, MXFP8: the power of two that the OCP Microscaling specification (version 1.0, section 6.3)
   names, `2^(floor(log2(amax)) - floor(log2(largest)))` with `largest` of the format's numbers.
   Values above it become the largest number. torchao calls that `ScaleCalculationMode.FLOOR`.
+  Blocks so small that their scale is 2^-127 or would be below have half their values, as there.
 - NVFP4: `amax / (448 * 6)` of the weight, or of each row, and for a block `amax / 6` over it,
   rounded to E4M3 and no subnormal number. Bitwise torchao's.
-- FP8: `amax / 448` of a row, or of a tile of 128 x 128 as in transformers' `Fp8Quantize`.
+- FP8: `amax / 448` of a row, or of a tile of 128 x 128 as in transformers' `Fp8Quantize`; what is
+  smaller than 2^-100 altogether becomes zero.
 
 Of two codes that are equally near, the even one is taken. This file alone needs
 torch, so the package's `__init__` does not import it.
@@ -49,11 +51,16 @@ def encode(weight: Tensor, fmt: QuantFormat, what: str = "the weight") -> list[T
         NotFinite: the weight, which the error calls `what`.
     """
     w = weight.detach().reshape(-1, weight.shape[-1])
-    if not all(bound.isfinite() for bound in w.aminmax()):
-        raise NotFinite(what=what)
+    check_finite(w, what)
     parts = zip(*_SCHEMES[fmt](w, fmt), strict=True)
     first, *scales = (torch.cat([part.reshape(-1) for part in each]) for each in parts)
     return [first, *scales]
+
+
+def check_finite(weight: Tensor, what: str) -> None:
+    """Raise NotFinite for a weight with NaN, infinity, or more than float32 holds. Synchronizes."""
+    if weight.numel() and not torch.stack(weight.detach().aminmax()).float().isfinite().all():
+        raise NotFinite(what=what)
 
 
 Slabs = Iterator[tuple[Tensor, ...]]

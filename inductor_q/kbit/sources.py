@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q.exc import NoValues
+from inductor_q.formats.encode import check_finite
 from inductor_q.kbit.tensor import check_values
 from inductor_q.loading.layers import replace_layers
 
 
 class Source(Protocol):
-    def check(self, names: Iterable[str], absmax: str) -> None:
-        """Raise for a weight that cannot be quantized, where `put` could not be taken back."""
+    def check(self, names: Iterable[str], absmax: str | None) -> None:
+        """Raise for a weight that cannot be quantized, where `put` could not be taken back: to k
+        bits with this kind of scale or, with None, to any format."""
         ...
 
     def weight(self, name: str) -> Tensor: ...
@@ -45,9 +47,13 @@ class InMemory:
         self._layers = dict(layers)
         self._device = device
 
-    def check(self, names: Iterable[str], absmax: str) -> None:
+    def check(self, names: Iterable[str], absmax: str | None) -> None:
         for name in names:
-            check_values(self._layers[name].weight, absmax, f"weight of {name or 'the layer'}")
+            weight, what = self._layers[name].weight, f"weight of {name or 'the layer'}"
+            if absmax is None:
+                check_finite(weight, what)
+            else:
+                check_values(weight, absmax, what)
 
     def weight(self, name: str) -> Tensor:
         weight = self._layers[name].weight.detach()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from inductor_q.capture.packed import packed_tensors
-from inductor_q.exc import CannotSave, CorruptQuantState, UnknownFormat
+from inductor_q.exc import CannotSave, CorruptQuantState, QfuseError, UnknownFormat
 from inductor_q.files import replacing
 from inductor_q.formats import get_format
 from inductor_q.formats.kbit import KBIT_FORMATS
@@ -59,11 +59,10 @@ def save(model: nn.Module, path: str | Path) -> None:
 def load(model: nn.Module, path: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     """Give `model` the state that `save` wrote, bit for bit.
 
-    Its linear layers that are packed in the file are replaced, whatever their format; layers and
-    experts that are packed already must have the file's format, and adapters of experts take the
-    file's scaling. The model
-    may be on the meta device (see `meta_parameters`). Everything is read and checked before
-    anything is changed.
+    Each `nn.Linear` (of no subclass) that is packed in the file is replaced, whatever its format;
+    layers and experts that are packed already must have the file's format, and adapters of experts
+    take the file's scaling. The model may be on the meta device (see `meta_parameters`). Everything
+    is read and checked before anything is changed.
 
     Returns:
         The model, changed in place; a packed layer where it is itself a linear layer.
@@ -223,6 +222,8 @@ def _other_layers(
         old = modules.get(name)
         if type(old) is not nn.Linear or "scaling" in entry:
             continue
+        if "shape" not in entry:
+            raise checkpoint.wrong([f"it does not say the shape of {name}; save the model again"])
         rows, columns = entry["shape"]
         if (old.out_features, old.in_features) != (rows, columns):
             here = (old.out_features, old.in_features)
@@ -231,7 +232,10 @@ def _other_layers(
         if missing := [leaf for leaf in fmt.operands if _join(name, leaf) not in held]:
             raise checkpoint.wrong(f"{_join(name, leaf)} is not in it" for leaf in missing)
         operands = {leaf: checkpoint.read(_join(name, leaf)) for leaf in fmt.operands}
-        check_operands([*operands.values()], fmt, (rows, columns), torch.float32)
+        try:
+            check_operands([*operands.values()], fmt, (rows, columns), torch.float32)
+        except QfuseError as error:
+            raise checkpoint.wrong([f"{name}: {error}"]) from error
         sorted_by = _join(name, "columns")
         layers[name] = PackedLinear(
             operands,

@@ -94,7 +94,7 @@ class FromCheckpoint:
         """The names of the model's tensors that the checkpoint holds packed."""
         return [name for name, place in self._places.items() if place.packed]
 
-    def check(self, names: Iterable[str], absmax: str) -> None:
+    def check(self, names: Iterable[str], absmax: str | None) -> None:
         pass  # nothing is put before everything was read
 
     def weight(self, name: str) -> Tensor:

@@ -19,7 +19,7 @@ from inductor_q.capture.bnb_graph import GEMV, INT8_PRODUCT, overload
 from inductor_q.capture.library import Decoded, Library, Linear, Match, Refused
 from inductor_q.capture.own import OWN
 from inductor_q.capture.transformers import TRANSFORMERS
-from inductor_q.exc import CorruptQuantState, UnsupportedBlocksize
+from inductor_q.exc import CorruptQuantState, UnreadWeight, UnsupportedBlocksize
 from inductor_q.experts.packing import pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import FORMATS
@@ -132,6 +132,18 @@ def test_dequantize_4bit() -> None:
     (found,) = matched(Dequantize(), BITSANDBYTES)
     assert isinstance(found, Decoded)
     assert (found.weight.format, found.dtype) == ("nf4_b64_nested", BF16)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, BF16])
+def test_a_weight_by_itself_is_decoded(storage: torch.dtype) -> None:
+    weight = testing.quantized_linear(values(), quant_storage=storage).weight
+    expected = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+    for given in ((weight,), (weight, weight.quant_state), (weight.data, weight.quant_state)):
+        assert torch.equal(inductor_q.dequantize(*given), expected)
+    plain = torch.randn(4, 4)
+    assert inductor_q.dequantize(plain) is plain
+    with pytest.raises(UnreadWeight, match="they say nothing of how to read"):
+        inductor_q.dequantize(weight.data.view(torch.uint8))
 
 
 def call(name: str, **arguments: Any) -> Any:

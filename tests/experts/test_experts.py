@@ -672,6 +672,20 @@ def test_a_format_that_is_only_read(format: str) -> None:
     torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
 
 
+def test_tiles_that_no_projection_may_share() -> None:
+    """A format that does not fit the last projection changes none."""
+    net = model("qwen3_moe")
+    config = copy.deepcopy(net.config)
+    config.moe_intermediate_size = 64
+    config.hidden_size = 64  # so many rows has the second projection, and 128 the first
+    net = type(net)(config)
+    before = dict(net.named_parameters())
+    with pytest.raises(exc.WrongScheme, match="rows to a scale do not divide"):
+        experts.quantize(net, "fp8_e4m3_128x128")
+    after = dict(net.named_parameters())
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in after)
+
+
 @pytest.mark.parametrize("format", ["kbit4_e4m4", "mxfp4"])
 def test_weights_that_cannot_be_packed(format: str) -> None:
     net = model("olmoe")
