@@ -170,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         parser.error(f"no peer {', '.join(sorted(unknown))}; known: {', '.join(KNOWN)}")
     if strange := {"bitsandbytes", "torchao"} & set(arguments.backends) - {library}:
         parser.error(f"{', '.join(strange)}: --format {arguments.format} is {library}'s")
+    if arguments.cases == "few" and arguments.ep != [1]:
+        parser.error("--cases few is of one device")
     name = "bench_moe" if arguments.format == "nf4" else f"bench_moe_{arguments.format}"
     suite = harness.start(name, arguments)
     if suite.device.type == "cpu" and "triton" in arguments.backends:

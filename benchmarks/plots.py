@@ -108,6 +108,8 @@ def _over_rows(pyplot: Any, result: Mapping[str, Any]) -> Any:
     shapes = list(dict.fromkeys(row["case"]["shape"] for row in rows))
     sizes = (4.2 * len(shapes), 4 * len(formats))
     figure, grid = pyplot.subplots(len(formats), len(shapes), figsize=sizes, squeeze=False)
+    peers = dict.fromkeys(row["peer"] for row in rows)
+    colors = {peer: f"C{i}" for i, peer in enumerate(peers)}
     for axes, (format, shape) in zip(grid.flat, itertools.product(formats, shapes), strict=True):
         where = (format, shape)
         here = [r for r in rows if (r["case"].get("format", ""), r["case"]["shape"]) == where]
@@ -115,13 +117,16 @@ def _over_rows(pyplot: Any, result: Mapping[str, Any]) -> Any:
             of = [row for row in here if row["peer"] == peer]
             times = [row["extra"].get("graph_s", row["timing"][statistic]) for row in of]
             counts = [row["case"]["rows"] for row in of]
-            axes.loglog(counts, [1e6 * t for t in times], "o-", markersize=3, label=peer)
-        axes.axhline(1e6 * here[0]["roof"], color="black", linestyle=":")
+            color = colors[peer]
+            axes.loglog(counts, [1e6 * t for t in times], "o-", c=color, markersize=3, label=peer)
+        for roof in {row["roof"] for row in here}:
+            axes.axhline(1e6 * roof, color="black", linestyle=":")
         axes.set_title(f"{format} {shape}".strip(), fontsize=9)
         axes.set_xlabel("rows")
     for axes in grid[:, 0]:
         axes.set_ylabel("microseconds (dotted: roof)")
-    grid[0][-1].legend(fontsize=8)
+    for axes in grid[:, -1]:
+        axes.legend(fontsize=8)
     figure.suptitle(f"{result['benchmark']}, {result['machine']['name']}", fontsize=10)
     return figure
 

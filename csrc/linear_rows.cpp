@@ -414,7 +414,7 @@ class Product {
         return codes::Panel{codes + r * padded, padded, shift_of(step_),
                             scales_.data() + (first + r) * groups_,
                             {table(values_.data()), table(values_.data() + 16)},
-                            packed + (first + kUnpacked + r) * row_bytes, row_bytes};
+                            packed + std::min(first + kUnpacked + r, rows - 1) * row_bytes, row_bytes};
       };
       float* const out = sums + first * x_.count;
       if (decoder_.format.values > 16) multiply_unpacked<32>(now, panel, out);

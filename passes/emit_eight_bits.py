@@ -48,11 +48,15 @@ def emit_weights(
 
 def _decode_together(products: Sequence[Product], dtype: torch.dtype) -> bool:
     """Whether one call decodes all weights: they are packed in one format, not of eight bits."""
-    if any(product.weight is None for product in products):
+    if not all(is_decoded(product, dtype) for product in products):
         return False
-    weights = [peel_transposes(product.rhs)[0] for product in products]
-    one_format = len({weight.args[1] for weight in weights}) == 1
-    return one_format and all(_stored_codes(weight, dtype) is None for weight in weights)
+    return len({peel_transposes(product.rhs)[0].args[1] for product in products}) == 1
+
+
+def is_decoded(product: Product, dtype: torch.dtype) -> bool:
+    """Whether a product's weight is packed, and not as numbers of this dtype already."""
+    weight = peel_transposes(product.rhs)[0]
+    return product.weight is not None and _stored_codes(weight, dtype) is None
 
 
 def emit_weight(

@@ -2,7 +2,8 @@
 
 `x @ W'` becomes a product of x, cast with a scale for each token, and of W, decoded straight to
 eight bits with a scale for each out-feature. In `dY @ W` these scales are multiplied into dY before
-its cast, and W is decoded transposed. Gradients that are summed are one product (`sum_products`).
+its cast, and W is decoded transposed. In FP8 gradients that are summed are one product
+(`sum_products`).
 A weight that is stored in eight bits with a scale for each row needs no decode: it is multiplied as
 it is, and copied transposed. All of it but the decode consists of torch's operators, so the casts
 join the kernels that produce x and dY; products of one input share its cast.
@@ -46,6 +47,7 @@ from inductor_q.passes.emit_eight_bits import (
     emit_product,
     emit_weight,
     emit_weights,
+    is_decoded,
 )
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import frozen_products
@@ -67,7 +69,7 @@ from inductor_q.passes.products import Product, as_product, packed_weight
 from inductor_q.passes.recompute import is_pointwise, recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 from inductor_q.passes.stack_products import stack_products
-from inductor_q.passes.sum_products import adapters_in, drop_summand, stack_inner, sum_of
+from inductor_q.passes.sum_products import MOST, adapters_of, drop_summand, stack_inner, sum_of
 
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
@@ -95,8 +97,6 @@ class _Summed:
     """Products that become one, which has one cast of their inputs side by side."""
 
     products: list[Product]
-    total: fx.Node
-    """The sum that they are summands of."""
     written: list[bool]
     """Whether something else needs the input in memory too, for each."""
     others: frozenset[fx.Node]
@@ -130,24 +130,27 @@ class QuantizeProducts:
                 yield Site(node, reason, weight, by_choice=True, plain=plain)
                 continue
             # A segment that is computed again is cast on its own, and so is a gradient, whose
-            # product has scales of its own.
+            # product has scales of its own, unless it is summed with others.
             segment, forward = node.meta.get("ac_graph_id"), peel_transposes(product.rhs)[1]
-            if not forward and node in backward and (total := _sum_of(node)) is not None:
-                summed[total, tensor(node).dtype, segment].append(product)
+            total = _sum_of(node, context) if not forward and node in backward else None
+            if total is not None:
+                summed[total, tensor(node).dtype].append(product)
             else:
                 own = None if forward else node
                 shared[product.x, segment, node in backward, own].append(product)
-        for (total, *_), members in summed.items():
-            if len(members) == 1:
-                shared[members[0].x, members[0].node] = members
-                continue
-            reads = [_is_written([member], backward) for member in members]
-            yield from _sites(members, _Summed(members, total, reads, others))
+        for summands in summed.values():
+            for members in (summands[i : i + MOST] for i in range(0, len(summands), MOST)):
+                if len(members) == 1:
+                    shared[members[0].x, members[0].node] = members
+                    continue
+                reads = [_is_written([member], backward) for member in members]
+                yield from _sites(members, _Summed(members, reads, others), context)
         for (x, *_), members in shared.items():
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
             reads_it = _is_written(members, backward)
-            yield from _sites(members, _Shared(members, x if again else None, reads_it, others))
+            plan = _Shared(members, x if again else None, reads_it, others)
+            yield from _sites(members, plan, context)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         plan, dtype = site.plan, eight_bits.DTYPES[context.resolved.compute]
@@ -188,17 +191,22 @@ class QuantizeProducts:
             recompute_in_backward(plan.recomputed)
 
 
-def _sites(members: Sequence[Product], plan: _Shared | _Summed) -> Iterator[Site]:
+def _sites(members: Sequence[Product], plan: _Shared | _Summed, context: Context) -> Iterator[Site]:
+    dtype = eight_bits.DTYPES[context.resolved.compute]
     for i, member in enumerate(members):
+        op = "requantize" if is_decoded(member, dtype) else ""
         stored, plain = _stored(member), member.weight is None
-        only = None if i else plan
-        yield Site(member.node, weight=stored, plan=only, plain=plain, op="requantize")
+        yield Site(member.node, weight=stored, plan=None if i else plan, plain=plain, op=op)
 
 
-def _sum_of(node: fx.Node) -> fx.Node | None:
-    """Return the sum of which a product may be a summand in one with others. A comparison of layers
-    needs the product of each."""
-    return sum_of(node) if node.target is MM and not comparison.active() else None
+def _sum_of(node: fx.Node, context: Context) -> fx.Node | None:
+    """Return the sum of which a product may be a summand in one with others.
+
+    int8 has steps of one size, so that a gradient smaller than the others, whose scale it would
+    share, would be cast to few of them. A comparison of layers needs the product of each.
+    """
+    can = context.resolved.compute == "fp8" and node.target is MM and not comparison.active()
+    return sum_of(node) if can else None
 
 
 def _packed_products(graph: fx.Graph) -> Iterator[Product]:
@@ -245,11 +253,11 @@ def _inputs(weight: fx.Node) -> set[fx.Node]:
 
 
 def _emit_sum(graph: fx.Graph, plan: _Summed, dtype: torch.dtype) -> None:
-    """Emit one product in eight bits for all of a sum, and in FP8 one for their adapters, which is
-    added in place (`add_adapters`): they are summands in the order in which backward got there."""
+    """Emit one product in FP8 for summands of one sum, and one for their adapters, which is added
+    in place (`add_adapters`)."""
     first, *rest = plan.products
     like = first.node
-    adapters = adapters_in(plan.total, like, plan.others) if dtype.is_floating_point else []
+    adapters = adapters_of(plan.products, plan.others)
     with graph.inserting_before(like):
         scale, codes = emit_weights(graph, plan.products, dtype)
         inputs = [

@@ -3,7 +3,8 @@
 Layers of one input give it a gradient each, `dY W`, and backward adds them. A product that cannot
 add to what is there writes each of them, as large as the input, and the sum reads them all; one
 product over all out-features writes the sum alone. The adapters' shares `(dY B) A` of the sum
-become one product likewise.
+become one product likewise. It costs that the codes of all its weights exist at a time, and that
+the first dY waits for the last: so a product takes at most MOST of a sum.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from torch import fx
 from inductor_q.passes.graph import (
     ADD,
     CAT,
+    MM,
+    MUL,
     arg,
     emit,
     is_tensor,
+    is_view,
+    peel_rows,
     replace,
     same_shape,
     shows,
@@ -25,6 +30,8 @@ from inductor_q.passes.graph import (
     tensor,
 )
 from inductor_q.passes.products import Product, as_product, is_rank
+
+MOST = 4  # as many as read one input in a layer, of attention, a gated MLP or a delta net
 
 
 def sum_of(product: fx.Node) -> fx.Node | None:
@@ -39,15 +46,18 @@ def sum_of(product: fx.Node) -> fx.Node | None:
     return found
 
 
-def adapters_in(total: fx.Node, like: fx.Node, others: Collection[fx.Node]) -> list[Product]:
-    """Find the summands of a sum that are adapters' products, of the shape and dtype of `like` and
-    none of `others`, in the order of the graph: so does `stack_gradients` join what they read."""
-    found = []
-    for node in sorted(_summands(total)):
+def adapters_of(products: Sequence[Product], others: Collection[fx.Node]) -> list[Product]:
+    """Find the summands of the sum of `products` that are their adapters': `(dY B) A` of the same
+    dY, of one shape and dtype, and none of `others`; in the order of the graph, in which
+    `stack_gradients` joins what they read, too."""
+    like, inputs = products[0].node, {product.x for product in products}
+    total, found = sum_of(like), []
+    for node in sorted(_summands(total)) if total is not None else ():
         product = as_product(node)
         if product is None or node in others or not is_rank(product.inner, product.cols):
             continue
-        if same_shape(node, like) and tensor(node).dtype is tensor(like).dtype:
+        same = same_shape(node, like) and tensor(node).dtype is tensor(like).dtype
+        if same and _projected(product.lhs) in inputs:
             found.append(product)
     return found
 
@@ -86,6 +96,13 @@ def _summands(total: fx.Node) -> Iterator[fx.Node]:
                 todo.append(below)
             else:
                 yield below
+
+
+def _projected(node: fx.Node) -> fx.Node | None:
+    """Return x of a projection `x B`, which may be scaled."""
+    while is_view(node) or node.target is MUL:
+        node = arg(node, 0)
+    return peel_rows(arg(node, 0)) if node.target is MM else None
 
 
 def _is_sum(node: fx.Node) -> bool:

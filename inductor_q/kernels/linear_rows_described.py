@@ -124,7 +124,9 @@ def scales(fmt: QuantFormat) -> Scales | None:
     if found is None or found.block & (found.block - 1):
         return None
     plain = isinstance(found.codec, Number) and found.codec.factor == 1 and not found.outer
-    return found if plain or isinstance(found.codec, Minifloat) or found.table else None
+    table = found.codec.table  # which the kernel reads at any code of a byte
+    whole = table is not None and table.numel == 256
+    return found if plain or isinstance(found.codec, Minifloat) or whole else None
 
 
 def _scales(scale: Scale) -> Scales | None:

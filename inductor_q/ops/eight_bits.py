@@ -11,7 +11,7 @@ point, is taken as it is, with its own scales (`qfuse::row_scale`).
 
 `dY @ W` contracts over out-features, along which the scales of W differ. They are multiplied into
 dY before its cast, and W is decoded transposed, as tensor cores want their second operand. A sum of
-such products is one product, `[dY1, dY2] @ [W1; W2]`: `requantize` writes several weights, whose
+such products is one in FP8, `[dY1, dY2] @ [W1; W2]`: `requantize` writes several weights, whose
 rows are counted in `parts`, side by side.
 """
 
