@@ -124,7 +124,7 @@ def quantize(
         for name in bars.track(list(layers), description="quantizing"):
             source.put(name, made(name, layers[name].bias))
     model = source.finish()
-    mark(model, config)
+    mark(model, list(layers), config)
     _tell_of_experts(model, to)
     return model
 
