@@ -30,7 +30,7 @@ BUDGET = {
     "inductor_q/integrations": 1595,
     "inductor_q/kbit": 990,
     "inductor_q/kernels": 7075,
-    "inductor_q/loading": 1860,
+    "inductor_q/loading": 1865,
     "inductor_q/ops": 2715,
     "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,

@@ -65,7 +65,8 @@ def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> 
         if _holds_values(base):
             unmerge_values(self)
         elif self.merged and KEPT in self._caches:
-            _put(base, *self._cache_pop(KEPT))
+            _put(base, *self._caches[KEPT])
+            self._caches.clear()  # DoRA's norms are there too; all of it is for unmerging
             self.merged_adapters.clear()
         else:
             own_unmerge(self)
