@@ -536,12 +536,14 @@ class UnreadCheckpoint(QfuseError, ValueError):
 
 
 class CannotMerge(QfuseError, ValueError):
-    """An adapter cannot be added to the weight that it was trained on."""
+    """An adapter cannot be added to the packed weight that it was trained on."""
 
     adapter: str
-    problem: str
-    remedy: str
-    message = "adapter {adapter!r} cannot be merged: {problem}. {remedy}"
+    format: str
+    message = (
+        "adapter {adapter!r} cannot be merged: the weight below it is packed in {format}. "
+        "Decode the model first, with the adapter on it: inductor_q.kbit.dequantize_model(model)"
+    )
 
 
 class CannotSave(QfuseError, ValueError):

@@ -6,32 +6,67 @@ is packed again, and what `config.json` says of the weights.
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import sys
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from inductor_q import capture
 from inductor_q.capture.packed import packed_tensors
-from inductor_q.capture.values import dequantize
-from inductor_q.exc import CannotMerge
+from inductor_q.exc import CannotSave
+from inductor_q.loading.merges import merge_by_values
+from inductor_q.log import warn_once
+
+SEVERAL = "its layers are packed by several libraries or in 4 and 8 bits, and config.json names one"
 
 
-def mark(model: nn.Module, config: Any) -> None:
-    """Mark a model with layers of bitsandbytes, or with weights that torchao packed by `config`.
+def mark(model: nn.Module, names: Iterable[str], config: Any) -> None:
+    """Mark a model in which layers, by name, have just been packed; torchao's by `config`.
 
     Without that, `from_pretrained` of what `save_pretrained` writes would take codes for values,
-    and PEFT would merge no adapter into torchao's weights.
+    and PEFT would merge no adapter into torchao's weights, or lose what DoRA has trained. PEFT and
+    transformers are imported only where the model is one of theirs.
     """
+    packed = [model.get_submodule(name) for name in names]
+    if config is not None:
+        from torchao.quantization import quantize_
+
+        for layer in packed:
+            merge_by_values(layer, functools.partial(quantize_, config=config))
     if isinstance(model, nn.Linear):
         return
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    ours = [m for m in layers if type(m).__name__ in ("Linear4bit", "Linear8bitLt")]
-    if ours:
-        _of_bitsandbytes(model, ours[0])
-    elif config is not None and importlib.util.find_spec("transformers") is not None:
-        _of_torchao(model, config)
+    inside: Any = getattr(model, "get_base_model", None)  # PEFT's
+    base: Any = model if inside is None else inside()
+    layers: list[Any] = [layer for layer in base.modules() if isinstance(layer, nn.Linear)]
+    kinds = {type(layer).__name__: layer for layer in layers}
+    found = [kinds[name] for name in ("Linear4bit", "Linear8bitLt") if name in kinds]
+    for layer in found:
+        # PEFT chooses the class of its layers by it, and TRL the dtype of adapters.
+        setattr(base, f"is_loaded_in_{_bits(layer)}bit", True)
+    transformers_model = getattr(
+        sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()
+    )
+    if not isinstance(base, transformers_model):
+        return
+    if config is not None:
+        how = _of_torchao(base, config)
+    elif found:
+        how = _of_bitsandbytes(base, found[0])
+    else:
+        return
+    base.config.quantization_config = how
+    if len(found) + any(capture.layout(layer.weight) is not None for layer in layers) > 1:
+        del base.config.quantization_config
+        warn_once(f"inductor_q.quantize: save_pretrained cannot write this model: {SEVERAL}")
+        if (quantizer := vars(base).get("hf_quantizer")) is not None:
+            quantizer.is_serializable = functools.partial(_refuse_to_save, type(base).__name__)
+
+
+def _refuse_to_save(name: str) -> bool:
+    remedy = "Quantize all of it by one library, or save the adapter alone"
+    raise CannotSave(what=f"the {name}", problem=SEVERAL, remedy=remedy)
 
 
 def _plain_layers(model: nn.Module) -> list[str]:
@@ -42,18 +77,15 @@ def _plain_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def _of_bitsandbytes(model: nn.Module, layer: Any) -> None:
-    is_4bit = type(layer).__name__ == "Linear4bit"
-    # PEFT chooses the class of its layers by it, and TRL the dtype of adapters.
-    setattr(model, "is_loaded_in_4bit" if is_4bit else "is_loaded_in_8bit", True)
-    if not hasattr(model, "save_pretrained"):
-        return
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+def _bits(layer: nn.Module) -> int:
+    return 4 if type(layer).__name__ == "Linear4bit" else 8
 
-    if not isinstance(model, PreTrainedModel):
-        return  # a PEFT model, which saves its adapters alone
+
+def _of_bitsandbytes(model: nn.Module, layer: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
     how: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
-    if is_4bit:
+    if _bits(layer) == 4:
         how = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": layer.weight.quant_type,
@@ -61,99 +93,16 @@ def _of_bitsandbytes(model: nn.Module, layer: Any) -> None:
             "bnb_4bit_compute_dtype": layer.compute_dtype,
             "bnb_4bit_quant_storage": layer.weight.quant_storage,
         }
-    plain = _plain_layers(model)
-    model.config.quantization_config = BitsAndBytesConfig(**how, llm_int8_skip_modules=plain)
+    return BitsAndBytesConfig(**how, llm_int8_skip_modules=_plain_layers(model))
 
 
-def _of_torchao(model: nn.Module, config: Any) -> None:
-    """PEFT asks a model's `hf_quantizer` how to pack a merged weight again, and `save_pretrained`
+def _of_torchao(model: Any, config: Any) -> Any:
+    """PEFT asks a model's `hf_quantizer` whether a merged weight can be packed, `save_pretrained`
     how tensor subclasses are written. `is_quantized` stays unset, as with other layers here:
     a Trainer would ask that object whether adapters may train, and it says no for 4 bits."""
-    from transformers import PreTrainedModel, TorchAoConfig
+    from transformers import TorchAoConfig
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-    base: Any = model
-    if hasattr(model, "peft_config"):
-        base = base.get_base_model()
-    how = TorchAoConfig(config, modules_to_not_convert=_plain_layers(base))
-    base.hf_quantizer = TorchAoHfQuantizer(how)
-    if isinstance(base, PreTrainedModel):
-        base.config.quantization_config = how
-    if importlib.util.find_spec("peft") is not None:
-        _mend_merges()
-
-
-# --- adapters over torchao's weights --------------------------------------------------------------
-
-
-def _mend_merges() -> None:
-    """Have PEFT's layers over torchao's weights merge any adapter, of any weight that is read here.
-
-    PEFT 0.21 adds `B A` there whatever the variant of LoRA is: a DoRA adapter loses its magnitudes,
-    and nothing says so. And torchao has no function that decodes its tiles of int4.
-    """
-    from peft.tuners.lora.torchao import TorchaoLoraLinear
-
-    for function in (merge, unmerge):
-        setattr(TorchaoLoraLinear, function.__name__, function)
-
-
-def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-    """Add adapters to the base layer's weight, and pack that again as it was."""
-    from peft.tuners.tuners_utils import check_adapters_to_merge
-
-    for name in check_adapters_to_merge(self, adapter_names):
-        if name not in self.lora_A:
-            continue  # it adapts other layers
-        if self.get_apply_tensor_subclass is None and capture.layout(self.get_base_layer().weight):
-            raise CannotMerge(
-                adapter=name,
-                problem="nothing says how torchao packed the weight below it",
-                remedy="Pack the model by inductor_q.quantize or from_pretrained, then attach it",
-            )
-        variant = self.lora_variant.get(name)
-        values = dequantize(self.get_base_layer().weight)
-        if variant is None:
-            values = values + self.get_delta_weight(name)
-        else:
-            values = variant.merge_safe(self, name, values)
-        if safe_merge and not values.isfinite().all():
-            problem = "the merged weight has NaNs or infinities"
-            raise CannotMerge(adapter=name, problem=problem, remedy="Load it again, or train it")
-        _pack_again(self, values, name)
-        self.merged_adapters.append(name)
-
-
-def unmerge(self: Any) -> None:
-    """Take adapters out of the base layer's weight again, the last one first."""
-    while self.merged_adapters:
-        name = self.merged_adapters[-1]
-        variant = self.lora_variant.get(name)
-        values = dequantize(self.get_base_layer().weight)
-        if variant is None:
-            values = values - self.get_delta_weight(name)
-        else:
-            values = variant.unmerge(self, name, values)
-        _pack_again(self, values, name)
-        self.merged_adapters.pop()
-
-
-def _pack_again(layer: Any, values: Tensor, name: str) -> None:
-    """Put values with the adapter `name` in the place of a base layer's weight, packed as that."""
-    from torchao.quantization import quantize_
-
-    base = layer.get_base_layer()
-    with torch.device("meta"):
-        new = nn.Linear(base.in_features, base.out_features, bias=False)
-    new.weight = nn.Parameter(values.to(base.weight.dtype), requires_grad=False)
-    if (before := capture.layout(base.weight)) is not None:
-        quantize_(new, config := layer.get_apply_tensor_subclass())
-        after = capture.layout(new.weight)
-        if after is None or after.format != before.format:
-            raise CannotMerge(
-                adapter=name,
-                problem=f"the weight below it is {before.format}, which is not what torchao packs "
-                f"by the model's {type(config).__name__}",
-                remedy="Decode the model first: inductor_q.kbit.dequantize_model(model)",
-            )
-    base.weight = new.weight
+    how = TorchAoConfig(config, modules_to_not_convert=_plain_layers(model))
+    model.hf_quantizer = TorchAoHfQuantizer(how)
+    return how

@@ -47,7 +47,8 @@ def quantize(
     every shape of the model's, before a layer is replaced. Quantize first, then attach adapters.
     Layers of bitsandbytes and weights of torchao are noted in the configuration of a model of
     transformers, so that `from_pretrained` loads what its `save_pretrained` writes, and PEFT merges
-    adapters into them.
+    adapters into them. For that `merge` and `unmerge` of PEFT's LoRA layers are replaced in the
+    process; over layers that were not packed here they do what PEFT's own do.
 
     Args:
         model: a model, a linear layer, or a causal language model's configuration of transformers'
@@ -125,7 +126,7 @@ def quantize(
         for name in bars.track(list(layers), description="quantizing"):
             source.put(name, made(name, layers[name].bias))
     model = source.finish()
-    mark(model, config)
+    mark(model, list(layers), config)
     _tell_of_experts(model, to)
     return model
 

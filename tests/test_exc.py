@@ -180,8 +180,9 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
-        exc.CannotMerge(adapter="default", problem="it has NaNs", remedy="Train it anew"),
-        "adapter 'default' cannot be merged: it has NaNs. Train it anew",
+        exc.CannotMerge(adapter="default", format="mxfp4"),
+        "adapter 'default' cannot be merged: the weight below it is packed in mxfp4. Decode the "
+        "model first, with the adapter on it: inductor_q.kbit.dequantize_model(model)",
         ValueError,
     ),
     (

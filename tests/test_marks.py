@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import inductor_q
 from inductor_q import exc, kbit, testing
+from tests.support.processes import environment
 from tests.support.quantized_nets import BF16, Net, packed, tiny
 
 torchao: Any = pytest.importorskip("torchao.quantization")
@@ -112,33 +115,96 @@ def test_two_adapters_merge_one_after_the_other() -> None:
     assert testing.relative_error(inductor_q.dequantize(layer.base_layer.weight), before) < 0.1
 
 
-def test_a_weight_in_another_format_than_the_model_is_marked_with() -> None:
-    """The second call marks the model; a weight of the first would be packed as those of the
-    second, so it stays as it was."""
+def test_weights_in_two_formats_of_torchao(tmp_path: Path) -> None:
+    """Each is packed again as it was, and `from_pretrained` loads both."""
     net = tiny("int8", skip=["lm_head", "k_proj"])
     inductor_q.quantize(net, "fp8_row", progress=False)
-    net = adapted(net)
-    layer = net.base_model.model.model.layers[0].self_attn.q_proj
-    before = layer.base_layer.weight
-    with pytest.raises(
-        exc.CannotMerge, match=r"is int8_row, .* by the model's Float8Weight.*Decode"
-    ):
-        net.merge_adapter()
-    assert layer.base_layer.weight is before and not layer.merged_adapters
-
-
-def test_a_weight_that_torchao_packed_by_itself_is_not_merged() -> None:
-    """Nothing says how to pack it again, and it stays as it was."""
-    net: Any = Net()
-    torchao.quantize_(net, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
-    inductor_q.quantize(Net(), "int8", progress=False)  # which mends PEFT's merges
-    peft = pytest.importorskip("peft")
-    with pytest.warns(UserWarning, match="get_apply_tensor_subclass"):
-        whole = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["up"]))
-    weight = net.up.base_layer.weight
-    with pytest.raises(exc.CannotMerge, match=r"'default' .* Pack the model by inductor_q"):
+    formats = packed(net)
+    assert {*formats.values()} == {"int8_row", "fp8_e4m3_row"}
+    net.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    assert packed(loaded) == formats
+    whole = adapted(net)
+    with torch.no_grad():
         whole.merge_adapter()
-    assert net.up.base_layer.weight is weight
+        assert packed(whole.merge_and_unload()) == formats
+
+
+@pytest.mark.parametrize("asked", [("nf4", "int8"), ("int8", "nf4")], ids="-then-".join)
+def test_weights_of_two_libraries(
+    asked: tuple[str, str], default_options: None, told: list[str], tmp_path: Path
+) -> None:
+    """Adapters merge into both. No config.json describes them: saving is an error that says so."""
+    net = tiny(asked[0], skip=["lm_head", "*.mlp.*"])
+    inductor_q.quantize(net, asked[1], progress=False)
+    assert any("save_pretrained cannot write this model" in message for message in told)
+    assert not hasattr(net.config, "quantization_config")
+    with pytest.raises(exc.CannotSave, match=r"Qwen3ForCausalLM .* several libraries"):
+        net.save_pretrained(tmp_path)
+    whole = adapted(net)
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        logits = whole(ids).logits
+        whole.merge_adapter()
+        assert testing.relative_error(whole(ids).logits, logits) < 0.3
+    kbit.dequantize_model(net)  # torchao's alone
+    with pytest.raises(exc.CannotSave):
+        net.save_pretrained(tmp_path)
+
+
+def test_weights_of_bitsandbytes_in_4_and_8_bits(default_options: None, told: list[str]) -> None:
+    net = tiny("nf4", skip=["lm_head", "*.mlp.*"])
+    inductor_q.quantize(net, "llm_int8", progress=False)
+    assert any("in 4 and 8 bits" in message for message in told)
+    assert not hasattr(net.config, "quantization_config")
+
+
+def test_a_part_of_a_model() -> None:
+    """Adapters of the whole model merge into the part that was quantized."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    whole = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    inductor_q.quantize(whole.model, "int8", progress=False)
+    with pytest.warns(UserWarning, match="get_apply_tensor_subclass"):  # PEFT asks the whole one
+        net = adapted(whole)
+    formats = packed(net)
+    net.merge_adapter()
+    assert packed(net) == formats
+
+
+def test_a_plain_module_gets_no_mark() -> None:
+    """Nothing of transformers is put on it, and it is decoded as any other."""
+    net: Any = inductor_q.quantize(Net(), "int8", progress=False)
+    assert not hasattr(net, "hf_quantizer")
+    values = inductor_q.dequantize(net.up.weight)
+    plain: Any = kbit.dequantize_model(net)
+    assert plain is net and not packed(net) and torch.equal(net.up.weight, values)
+
+
+def test_what_somebody_else_marked_without_a_configuration() -> None:
+    net: Any = inductor_q.quantize(Net(), "int8", progress=False)
+    net.hf_quantizer = tiny("int8").hf_quantizer
+    kbit.dequantize_model(net)
+    assert not hasattr(net, "hf_quantizer") and not packed(net)
+
+
+def test_quantizing_a_plain_module_imports_neither_peft_nor_transformers() -> None:
+    """PEFT's layers are mended when it is imported."""
+    program = """
+import sys, torch, inductor_q
+before = {"peft", "transformers"} & {*sys.modules}
+net = inductor_q.quantize(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int8")
+assert {"peft", "transformers"} & {*sys.modules} == before == set()
+import peft
+whole = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"], use_dora=True))
+layer = whole.base_model.model[0]
+layer.lora_magnitude_vector["default"].weight.data *= 2
+values = inductor_q.dequantize(layer.base_layer.weight)
+whole.merge_adapter()
+merged = inductor_q.dequantize(layer.base_layer.weight)
+assert (merged - 2 * values).norm() < 0.02 * merged.norm()
+"""
+    run = [sys.executable, "-W", "ignore", "-c", program]
+    subprocess.run(run, env=environment(), check=True)
 
 
 @pytest.mark.parametrize("asked", OF_TORCHAO)

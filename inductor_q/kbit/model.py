@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.capture import layout, packed_weight
+from inductor_q.capture.packed import packed_tensors
 from inductor_q.capture.values import dequantize
 from inductor_q.exc import NotNames, UnknownLayer
 from inductor_q.kbit.allocate import allocate, check_importance, measure, table
@@ -32,6 +33,7 @@ from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.layers import check_some, linear_layers, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
+from inductor_q.loading.merges import merge_by_values
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 
@@ -149,12 +151,17 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
             stack: Any = child  # an `ExpertStack`, if one: its package imports this one
             if isinstance(child, Stack) and stack.format != DENSE:
                 stack.unpack(layer, name, dtype or of_model)
-    if unmarked:
+    model = replace_layers(model, plain)
+    for new in plain.values():
+        merge_by_values(new, None)  # PEFT's layer above it may be one for packed weights
+    if unmarked and not any(any(packed_tensors(layer)) for layer in model.modules()):
         for module in model.modules():  # PEFT's are around transformers' model
             quantizer: Any = vars(module).get("hf_quantizer")
-            if quantizer is not None:
+            if quantizer is not None and hasattr(module, "config"):
                 quantizer.remove_quantization_config(module)
-    return replace_layers(model, plain)
+            elif quantizer is not None:
+                del module.hf_quantizer
+    return model
 
 
 def _linear(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:

@@ -18,7 +18,8 @@ class PackedLinear(nn.Linear):
 
     It is an `nn.Linear`, because PEFT and others decide by that type. Its `weight` is the packed
     codes, as bitsandbytes' is: it shows the device, and code that takes it for values (merging an
-    adapter) fails on shape and dtype instead of changing a copy. `dequantize()` gives the values,
+    adapter) fails on shape and dtype instead of changing a copy; of PEFT's LoRA, with CannotMerge,
+    once such a layer has been made. `dequantize()` gives the values,
     and PEFT takes them for DoRA's norms; `inductor_q.kbit.dequantize_model` makes ordinary layers.
 
     The state dict has the operands of the format under their names, and the bias. Integers are
@@ -40,6 +41,9 @@ class PackedLinear(nn.Linear):
         dtype: torch.dtype = torch.bfloat16,
         columns: Tensor | None = None,
     ) -> None:
+        from inductor_q.loading.merges import mend_merges  # which knows this class
+
+        mend_merges()
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
         self.dtype = dtype

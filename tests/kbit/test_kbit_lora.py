@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from inductor_q import kbit, testing
+from inductor_q import exc, kbit, testing
 from inductor_q.backend import qfuse
 from tests.support.compiling import SMALL, Between, Compiled, compile_step, no_codegen, step
 
@@ -99,7 +99,7 @@ def test_merging_needs_an_ordinary_layer() -> None:
     )
     expected = model(x_MK())
     for safe in (False, True):
-        with pytest.raises(RuntimeError, match="must match"):
+        with pytest.raises(exc.CannotMerge, match="packed in kbit3_e4m4"):
             copy.deepcopy(model).merge_and_unload(safe_merge=safe)
     plain: Any = kbit.dequantize_model(model, torch.float32).float()
     merged = plain.merge_and_unload()
