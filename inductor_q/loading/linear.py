@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.formats import FORMATS
+from inductor_q.loading.merges import mend_merges
 from inductor_q.loading.savers import check_saver
 
 
@@ -30,6 +31,7 @@ class PackedLinear(nn.Linear):
     """
 
     columns: Tensor | None
+    merges_adapters: ClassVar[bool] = False  # what `loading.merges` asks for
 
     def __init__(
         self,
@@ -41,8 +43,6 @@ class PackedLinear(nn.Linear):
         dtype: torch.dtype = torch.bfloat16,
         columns: Tensor | None = None,
     ) -> None:
-        from inductor_q.loading.merges import mend_merges  # which knows this class
-
         mend_merges()
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape

@@ -18,7 +18,6 @@ from torch import nn
 from inductor_q.capture.values import dequantize
 from inductor_q.exc import CannotMerge
 from inductor_q.late import on_import
-from inductor_q.loading.linear import PackedLinear
 
 #: What packs the values of a linear layer again, an attribute of it; None where they stay values.
 PACK = "pack_again"
@@ -54,7 +53,7 @@ def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> 
         base = self.get_base_layer()
         if _holds_values(base):
             of_values(self, safe_merge, adapter_names)
-        elif isinstance(base, PackedLinear) or vars(base).get(PACK) is not None:
+        elif _refuses(base) or vars(base).get(PACK) is not None:
             _merge(self, adapter_names, functools.partial(of_values, self, safe_merge))
         else:
             own(self, safe_merge, adapter_names)
@@ -79,6 +78,11 @@ def _holds_values(base: Any) -> bool:
     return PACK in vars(base) and type(base.weight) is nn.Parameter
 
 
+def _refuses(base: Any) -> bool:
+    """Whether a layer is one of ours that stays packed: of a class that says so."""
+    return not getattr(base, "merges_adapters", True)
+
+
 def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], None]) -> None:
     """Merge adapters, and those that are merged already, into the values of what was packed first.
 
@@ -92,7 +96,7 @@ def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], Non
     if not names:
         return
     base, merged = layer.get_base_layer(), layer.merged_adapters[:]
-    if isinstance(base, PackedLinear):
+    if _refuses(base):
         raise CannotMerge(adapter=names[0], format=base.format)
     before = base.weight, None if base.bias is None else base.bias.data
     weight, bias = kept = layer._caches.get(KEPT, before) if merged else before
