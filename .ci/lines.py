@@ -26,7 +26,7 @@ BUDGET = {
     "inductor_q/decode": 720,
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1180,
-    "inductor_q/formats": 1915,
+    "inductor_q/formats": 1920,
     "inductor_q/integrations": 1605,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 7075,

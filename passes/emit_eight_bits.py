@@ -69,17 +69,14 @@ def emit_weight(
 
 
 def emit_cast(
-    graph: fx.Graph, x: fx.Node, factor: fx.Node | None, like: fx.Node, dtype: torch.dtype
+    graph: fx.Graph,
+    inputs: Sequence[fx.Node],
+    factor: fx.Node | None,
+    like: fx.Node,
+    dtype: torch.dtype,
 ) -> list[fx.Node]:
-    """Emit the cast of `x * factor`: its codes, and the scales of its rows."""
-    return inline(graph, functools.partial(_cast, dtype), [x, factor], like)
-
-
-def emit_cast_of_all(
-    graph: fx.Graph, inputs: Sequence[fx.Node], factor: fx.Node, like: fx.Node, dtype: torch.dtype
-) -> list[fx.Node]:
-    """Emit one cast of `inputs` side by side, times `factor`."""
-    return inline(graph, functools.partial(_cast_together, dtype), [factor, *inputs], like)
+    """Emit the cast of `inputs` side by side, times `factor`: codes, and the scales of rows."""
+    return inline(graph, functools.partial(_cast, dtype), [factor, *inputs], like)
 
 
 def emit_product(
@@ -130,9 +127,5 @@ def _stored_codes(weight: fx.Node, dtype: torch.dtype) -> int | None:
     return eight_bits.stored_codes([tensor(o) for o in operands], format, shape, dtype)
 
 
-def _cast(dtype: torch.dtype, x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    return eight_bits.cast_rows(x, dtype, factor)
-
-
-def _cast_together(dtype: torch.dtype, factor: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+def _cast(dtype: torch.dtype, factor: Tensor | None, *parts: Tensor) -> tuple[Tensor, Tensor]:
     return eight_bits.cast_together(parts, dtype, factor)

@@ -3,10 +3,10 @@
 `x @ W'` becomes a product of x, cast with a scale for each token, and of W, decoded straight to
 eight bits with a scale for each out-feature. In `dY @ W` these scales are multiplied into dY before
 its cast, and W is decoded transposed. In FP8 gradients that are summed are one product
-(`sum_products`).
-A weight that is stored in eight bits with a scale for each row needs no decode: it is multiplied as
-it is, and copied transposed. All of it but the decode consists of torch's operators, so the casts
-join the kernels that produce x and dY; products of one input share its cast.
+(`sum_products`). A weight that is stored in eight bits with a scale for each row needs no decode:
+it is multiplied as it is, and copied transposed. All of it but the decode consists of torch's
+operators, so the casts join the kernels that produce x and dY; products of one input share its
+cast.
 
 An adapter's products, dropout and the gradients of adapters keep their inputs in 16 bits. So the
 adapter cannot ride in a product (`extend_k`): it is a product of its own that is added, which is
@@ -43,7 +43,6 @@ from inductor_q.ops import eight_bits
 from inductor_q.passes.add_adapters import ADD_PRODUCT, add_adapter
 from inductor_q.passes.emit_eight_bits import (
     emit_cast,
-    emit_cast_of_all,
     emit_product,
     emit_weight,
     emit_weights,
@@ -157,38 +156,7 @@ class QuantizeProducts:
         if isinstance(plan, _Summed):
             _emit_sum(graph, plan, dtype)
         elif isinstance(plan, _Shared):
-            self._emit_shared(graph, plan, dtype, context)
-
-    def _emit_shared(
-        self, graph: fx.Graph, plan: _Shared, dtype: torch.dtype, context: Context
-    ) -> None:
-        cast: list[fx.Node] | None = None
-        for product in plan.products:
-            layer = context.module_path(_stored(product)) if comparison.active() else None
-            like = product.node
-            with graph.inserting_before(like):
-                by_rows = peel_transposes(product.rhs)[1]  # the inner dimension is that of W's rows
-                scale, codes = emit_weight(graph, product, dtype, transposed=not by_rows)
-                if cast is None:
-                    x = product.lhs
-                    if plan.written:
-                        x = emit(graph, MATERIALIZE, (x,), like)
-                    cast = emit_cast(graph, x, None if by_rows else scale, like, dtype)
-                new = emit_product(graph, cast, codes, scale if by_rows else None, like)
-                if like.target is ADDMM:
-                    new = emit(graph, ADD, (new, arg(like, 0)), like)
-            if layer is None:
-                replace(like, new)
-                graph.erase_node(like)
-            else:
-                with graph.inserting_after(new):
-                    exact = emit(graph, COMPARE, (like, new, layer, by_rows), like)
-                replace(like, exact)
-                exact.update_arg(0, like)
-            if dtype is torch.float8_e4m3fn and layer is None and like.target is MM:
-                add_adapter(graph, new, plan.others)
-        if plan.recomputed is not None:
-            recompute_in_backward(plan.recomputed)
+            _emit_shared(graph, plan, dtype, context)
 
 
 def _sites(members: Sequence[Product], plan: _Shared | _Summed, context: Context) -> Iterator[Site]:
@@ -252,6 +220,38 @@ def _inputs(weight: fx.Node) -> set[fx.Node]:
     return {node for node in seen if node.op == "placeholder"}
 
 
+def _emit_shared(graph: fx.Graph, plan: _Shared, dtype: torch.dtype, context: Context) -> None:
+    """Emit products in eight bits that share a cast, each in the place of its own or, where layers
+    are compared, beside it."""
+    cast: list[fx.Node] | None = None
+    for product in plan.products:
+        layer = context.module_path(_stored(product)) if comparison.active() else None
+        like = product.node
+        with graph.inserting_before(like):
+            by_rows = peel_transposes(product.rhs)[1]  # the inner dimension is that of W's rows
+            scale, codes = emit_weight(graph, product, dtype, transposed=not by_rows)
+            if cast is None:
+                x = product.lhs
+                if plan.written:
+                    x = emit(graph, MATERIALIZE, (x,), like)
+                cast = emit_cast(graph, [x], None if by_rows else scale, like, dtype)
+            new = emit_product(graph, cast, codes, scale if by_rows else None, like)
+            if like.target is ADDMM:
+                new = emit(graph, ADD, (new, arg(like, 0)), like)
+        if layer is None:
+            replace(like, new)
+            graph.erase_node(like)
+        else:
+            with graph.inserting_after(new):
+                exact = emit(graph, COMPARE, (like, new, layer, by_rows), like)
+            replace(like, exact)
+            exact.update_arg(0, like)
+        if dtype is torch.float8_e4m3fn and layer is None and like.target is MM:
+            add_adapter(graph, new, plan.others)
+    if plan.recomputed is not None:
+        recompute_in_backward(plan.recomputed)
+
+
 def _emit_sum(graph: fx.Graph, plan: _Summed, dtype: torch.dtype) -> None:
     """Emit one product in FP8 for summands of one sum, and one for their adapters, which is added
     in place (`add_adapters`)."""
@@ -264,7 +264,7 @@ def _emit_sum(graph: fx.Graph, plan: _Summed, dtype: torch.dtype) -> None:
             emit(graph, MATERIALIZE, (product.lhs,), like) if written else product.lhs
             for product, written in zip(plan.products, plan.written, strict=True)
         ]
-        cast = emit_cast_of_all(graph, inputs, scale, like, dtype)
+        cast = emit_cast(graph, inputs, scale, like, dtype)
         new = emit_product(graph, cast, codes, None, like)
         if adapters:
             new = emit(graph, ADD_PRODUCT, (new, *stack_inner(graph, adapters, like)), like)

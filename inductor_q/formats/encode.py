@@ -118,7 +118,9 @@ ENCODED = tuple(_SCHEMES)
 
 
 def _number(fmt: QuantFormat) -> Minifloat:
-    return E2M1 if fmt.codec == E2M1_VALUES else fmt.codec  # type: ignore[return-value]
+    number = E2M1 if fmt.codec == E2M1_VALUES else fmt.codec
+    assert isinstance(number, Minifloat), f"{fmt.name} is of no minifloats"
+    return number
 
 
 def _rows(w: Tensor) -> int:
