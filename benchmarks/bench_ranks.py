@@ -358,7 +358,7 @@ def _link_gbps(device: torch.device, size: int = 2**28) -> float:
     """Return the GB/s that a rank receives from the others in an all-gather."""
     ranks = dist.get_world_size()
     own = torch.ones(size // ranks, dtype=torch.uint8, device=device)
-    every = torch.empty(size, dtype=torch.uint8, device=device)
+    every = torch.empty(ranks * own.numel(), dtype=torch.uint8, device=device)
     samples = []
     for _ in range(8):
         dist.barrier()
@@ -367,7 +367,7 @@ def _link_gbps(device: torch.device, size: int = 2**28) -> float:
         dist.all_gather_into_tensor(every, own)
         harness.synchronize(device)
         samples.append(time.perf_counter() - start)
-    return 1e-9 * (size - own.numel()) / statistics.median(samples)
+    return 1e-9 * (every.numel() - own.numel()) / statistics.median(samples)
 
 
 def _trace_file(folder: Path | None, wrap: str, peer: str) -> Path | None:
