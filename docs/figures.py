@@ -8,7 +8,8 @@ inside a sentence. So `make docs` follows when something is measured again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from docs import format_figures, moe_figures, step_figures, tune_figures
 from docs.read_results import (
@@ -86,38 +87,52 @@ def dequantize(name: str) -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
-def few_rows(name: str = "rows-h200") -> str:
-    peers = ("bitsandbytes", "decode", "dense", "qfuse")
+#: What a linear layer of few rows is held against, and how its ratios call it.
+ROWS = {
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
+    "decode": ("dequantize, then multiply", "dequantize"),
+    "dense": ("a bf16 weight", "bf16"),
+}
+STOCK = {"stock": ("stock Inductor", "stock")}
+
+
+def few_rows(name: str = "rows-h200", others: Mapping[str, tuple[str, str]] = ROWS) -> str:
+    in_graph = [peer for peer in others if peer not in STOCK]  # it has no graph of many
     body = []
     for case in cases(name):
         if not rows(name, "qfuse", **case):
             continue
-        times = [seconds(name, peer, **case) for peer in peers]
-        ratios = [f"{times[3] / other:.2f}" for other in times[:3]]
+        times = [seconds(name, peer, **case) for peer in (*others, "qfuse")]
+        ratios = [f"{times[-1] / other:.2f}" for other in times[:-1]]
         own = row(name, "qfuse", **case)
         shares = [percent(own["roof_fraction"])]
         if graphed := own["extra"].get("graph_s"):
-            others = (row(name, peer, **case)["extra"]["graph_s"] for peer in peers[:3])
-            shares += [number(1e6 * t) for t in (*others, graphed)]
+            theirs = (extra(name, peer, "graph_s", **case) for peer in in_graph)
+            shares += [number(1e6 * t) for t in (*theirs, graphed)]
             shares.append(percent(own["roof"] / graphed))
             adapted = extra(name, "adapter", "graph_s", **case)
             shares += [number(1e6 * adapted), f"{adapted / graphed:.2f}"]
         shown = (case["shape"].replace("x", " x "), str(case["rows"]))
         body.append((*shown, *(number(1e6 * t) for t in times), *ratios, *shares))
-    header = (
-        "N x K",
-        "rows",
-        "bitsandbytes",
-        "dequantize, then multiply",
-        "a bf16 weight",
-        "qfuse",
-    )
-    more = [f"qfuse / {other}" for other in ("bitsandbytes", "dequantize", "bf16")]
-    more.append("qfuse, share of the roof")
+    header = ("N x K", "rows", *(label for label, _ in others.values()), "qfuse")
+    more = [*(f"qfuse / {short}" for _, short in others.values()), "qfuse, share of the roof"]
     if len(body[0]) > len(header) + len(more):
-        labels = (*header[2:], "qfuse, share of the roof", "qfuse with LoRA", "LoRA / without")
+        labels = [*(others[peer][0] for peer in in_graph), "qfuse", "qfuse, share of the roof"]
+        labels += ["qfuse with LoRA", "LoRA / without"]
         more += [f"in a graph: {label}" for label in labels]
     return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def many_rows_over(others: Sequence[str], peer: str = "qfuse", graphs: bool = False) -> float:
+    """Return the largest ratio of a peer's time to the shortest of others, over 32 rows or more."""
+
+    def time(of: str, case: dict[str, Any]) -> float:
+        found = row("rows_many-h200", of, **case)
+        taken: float = found["extra"]["graph_s"] if graphs else found["timing"]["median"]
+        return taken
+
+    every = cases("rows_many-h200")
+    return max(time(peer, case) / min(time(o, case) for o in others) for case in every)
 
 
 def few_rows_cpu(name: str = "rows-cpu") -> str:
@@ -479,6 +494,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dequantize-cpu": lambda: dequantize("dequantize-cpu"),
     "few-rows": few_rows,
     "few-rows-h100": functools.partial(few_rows, "rows-h100"),
+    "many-rows": functools.partial(few_rows, "rows_many-h200", ROWS | STOCK),
     "few-rows-kbit": functools.partial(few_rows_kbit, "rows_kbit_cuda-h100"),
     "few-rows-kbit-triton": few_rows_kbit,
     "few-rows-cpu": few_rows_cpu,
@@ -508,6 +524,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-providers": moe_figures.providers,
     "moe": moe_figures.moe,
     "moe-few": moe_figures.few_tokens,
+    "moe-few-mxfp4": functools.partial(moe_figures.few_tokens, "moe_few_mxfp4-h200"),
     "moe-ranks": moe_figures.ranks,
     "moe-layers": moe_figures.expert_layers,
     "moe-memory": moe_figures.expert_memory,
@@ -531,13 +548,20 @@ VALUES: dict[str, Callable[[], str]] = {
     "decode.ours": lambda: ms(seconds("decode_8b_1_guards-h100", "compile_decoding")),
     "decode.stock": lambda: ms(seconds("decode_8b_1-h100", "inductor")),
     "decode.bf16": lambda: ms(seconds("decode_8b_1-h100", "bf16")),
-    "fp8.ours": lambda: ms(seconds("step_trl_fp8-h100", step_figures.FP8_NOW)),
+    "fp8.8b.stock": lambda: ms(seconds("step-8b-h200", "inductor")),
+    "fp8.ours": lambda: ms(seconds("step_trl_fp8-h100", step_figures.FP8)),
     "fp8.bf16": lambda: ms(seconds("step_trl_fp8-h100", "qfuse")),
     "fp8.stock": lambda: ms(seconds("step_trl_fp8-h100", "inductor")),
     "small.graphs": lambda: ms(seconds("step_small-h100", step_figures.GRAPHS)),
     "small.qfuse": lambda: ms(seconds("step_small-h100", "qfuse")),
     "small.stock": lambda: ms(seconds("step_small-h100", "inductor")),
     "packed.transient": packed_transient,
+    "rows.alone": lambda: percent(many_rows_over(("bitsandbytes", "decode", "stock")) - 1, 1),
+    "rows.graph": lambda: percent(many_rows_over(("bitsandbytes", "decode"), graphs=True) - 1, 1),
+    "rows.bf16": lambda: f"{many_rows_over(('dense',), graphs=True):.2f} times",
+    "rows.lora": lambda: f"{many_rows_over(('qfuse',), 'adapter', graphs=True):.2f} times",
+    "moe.few.alone": lambda: moe_figures.few_over_bf16(lambda r: r["timing"]["median"]),
+    "moe.few.graph": lambda: moe_figures.few_over_bf16(lambda r: r["extra"]["graph_s"]),
     "attention.mask": lambda: ms(seconds("attention-h200", "mask")),
     "attention.causal": lambda: ms(seconds("attention-h200", "causal")),
     "attention.grouped": lambda: ms(seconds("attention-h200", "grouped")),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from docs.read_results import (
+    Row,
     cases,
     exists,
     extra,
@@ -13,6 +16,7 @@ from docs.read_results import (
     percent,
     result,
     row,
+    rows,
     seconds,
     source,
     table,
@@ -58,10 +62,11 @@ def moe() -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
-def few_tokens() -> str:
+def few_tokens(name: str = "moe_few-h100") -> str:
     """Show forward of few tokens by peer, with an adapter and without."""
-    name = "moe_few-h100"
-    peers = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
+    called = {"bitsandbytes": "bnb", "torchao": "torchao", "dequantize": "`dequantize`"}
+    called |= {"grouped_mm": "bf16", "qfuse": "qfuse"}
+    peers = [peer for peer in called if rows(name, peer)]
     body = []
     for case in cases(name):
         times = {peer: 1e6 * seconds(name, peer, **case) for peer in peers}
@@ -71,13 +76,23 @@ def few_tokens() -> str:
                 str(case["T"]),
                 str(case["r"]),
                 *(number(times[peer]) for peer in peers),
-                *(number(1e6 * extra(name, peer, "graph_s", **case)) for peer in peers[2:]),
+                *(number(1e6 * extra(name, peer, "graph_s", **case)) for peer in peers[-2:]),
                 percent(row(name, "qfuse", **case)["roof_fraction"]),
             )
         )
-    called = ("bnb", "`dequantize`", "bf16", "qfuse")
-    header = ("model", "tokens", "rank", *called, "in a graph: bf16", "qfuse", "share of the roof")
+    shown = (called[peer] for peer in peers)
+    header = ("model", "tokens", "rank", *shown, "in a graph: bf16", "qfuse", "share of the roof")
     return f"{table(header, body)}\n\n{source(name)}"
+
+
+def few_over_bf16(taken: Callable[[Row], float]) -> str:
+    """Say which part of bf16's time MXFP4 takes with few tokens, at least and at most."""
+    name = "moe_few_mxfp4-h200"
+    ratios = [
+        taken(row(name, "qfuse", **case)) / taken(row(name, "grouped_mm", **case))
+        for case in cases(name)
+    ]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def merged_is_slowest() -> str:

@@ -46,15 +46,12 @@ MORE_RECIPES = {
 #: The option of the products in eight bits, and the steps that have it, shown once measured.
 FP8 = "qfuse[qfuse.compute=fp8]"
 INT8 = "qfuse[qfuse.compute=int8]"
-#: FP8 with an option that it brings by itself since; where a result has both, this is shown.
-FP8_NOW = "qfuse[qfuse.compute=fp8;allow_buffer_reuse=False]"
 EIGHT_BITS = {
-    "step_fp8-h200": "H200: bare, 8 layers",
-    "step_trainer-h200": "H200: a trainer's defaults, 4 layers",
     "step_fp8-h100": "H100: bare, 8 layers",
-    "step_8b_fp8-h100": "H100: bare, all 36 layers",
-    "step_trainer_fp8-h100": "H100: a trainer's defaults, 4 layers",
+    "step_8b_fp8-h200": "H200: bare, all 36 layers",
+    "step_trainer_fp8-h200": "H200: a trainer's defaults, 4 layers",
     "step_trl_fp8-h100": "H100: TRL's defaults with checkpointing, 4 layers",
+    "step_fp8-h200": "H200, older: bare, 8 layers",
 }
 #: Other projects' kernels, and the step of Surogate's published rates; shown once measured.
 RATES = {
@@ -111,15 +108,9 @@ def rates() -> str:
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
-def fp8_of(name: str) -> str:
-    """Name the peer of a result that is what FP8 is now."""
-    return FP8_NOW if any(row["peer"] == FP8_NOW for row in result(name)["rows"]) else FP8
-
-
 def eight_bits() -> str:
     """Write steps whose products are in FP8 beside the same steps in bfloat16."""
-    files = [name for name in EIGHT_BITS if any(r["peer"] == FP8 for r in result(name)["rows"])]
-    return _eight_bits({name: (EIGHT_BITS[name], fp8_of(name)) for name in files}, "fp8")
+    return _eight_bits({name: (step, FP8) for name, step in EIGHT_BITS.items()}, "fp8")
 
 
 def int8() -> str:
@@ -131,22 +122,37 @@ def int8() -> str:
 def _eight_bits(files: Mapping[str, tuple[str, str]], compute: str) -> str:
     body = []
     for name, (step, peer) in files.items():
-        peers = ("inductor", "qfuse", peer)
-        times = [seconds(name, peer) for peer in peers]
-        least = [row(name, peer)["timing"]["best"] for peer in peers]
-        peaks = [extra(name, peer, "peak_bytes") for peer in peers]
-        deviations = [extra(name, peer, "loss_deviation") for peer in peers]
-        ratio = [f"{values[2] / values[1]:.2f}" for values in (times, least, peaks)]
-        steps = result(name)["settings"]["loss_steps"]
-        label = f"loss, largest deviation in {steps} steps"
+        found = [next(iter(rows(name, each)), None) for each in ("inductor", "qfuse", peer)]
+        deviations = ["" if r is None else _deviation(name, r) for r in found]
+        of = "" if rows(name, "eager") else " from qfuse"
+        label = f"loss, largest deviation{of} in {result(name)['settings']['loss_steps']} steps"
         body += [
-            (step, "step", *map(ms, times), ratio[0]),
-            ("", "the shortest", *map(ms, least), ratio[1]),
-            ("", "peak memory", *map(gb, peaks), ratio[2]),
-            ("", label, *(percent(d, 2) for d in deviations), ""),
+            (step, "step", *_beside_bf16(found, ms, lambda r: r["timing"]["median"])),
+            ("", "the shortest", *_beside_bf16(found, ms, lambda r: r["timing"]["best"])),
+            ("", "peak memory", *_beside_bf16(found, gb, lambda r: r["extra"]["peak_bytes"])),
+            ("", label, *deviations, ""),
         ]
     header = ("", "", "stock Inductor", "qfuse", f"qfuse, {compute}", f"{compute} / bf16")
     return f"{table(header, body)}\n\n{source(*files)}"
+
+
+def _beside_bf16(
+    found: Sequence[Row | None], shown: Callable[[float], str], of: Callable[[Row], float]
+) -> list[str]:
+    """Write a measure of each peer, and the last one's over that of the one before it."""
+    *_, bf16, ours = values = [None if r is None else of(r) for r in found]
+    assert bf16 is not None and ours is not None
+    return [*("" if v is None else shown(v) for v in values), f"{ours / bf16:.2f}"]
+
+
+def _deviation(name: str, found: Row) -> str:
+    """Write how far losses are from eager mode's or, where that did not run, from qfuse's."""
+    if "loss_deviation" in found["extra"]:
+        return percent(found["extra"]["loss_deviation"], 2)
+    qfuse = row(name, "qfuse")["extra"]["losses"]
+    pairs = zip(found["extra"]["losses"], qfuse, strict=True)
+    off = max(abs(loss / other - 1) for loss, other in pairs)
+    return percent(off, 2) if off else ""
 
 
 QUALITY = (

@@ -106,6 +106,11 @@ def _rows_h200() -> str:
     return f"{ours} us against {bnb} us of bitsandbytes and {decode} us of dequantization"
 
 
+def _rows_many_h200() -> str:
+    ours = _us("rows_many-h200", "qfuse", shape="12288x4096", rows=32)
+    return f"a later kernel takes {ours} us with 32 rows"
+
+
 def _attention_rows_h200() -> str:
     guards = "guard_filter_fn=skip_guard_on_all_nn_modules_unsafe"
     peers = (f"qfuse[{guards};qfuse.thresholds=attention_rows.min_keys=1]", f"qfuse[{guards}]")
@@ -198,7 +203,7 @@ def _few_rows() -> str:
 #: Figures of code that a result file has: the words as they have to stand there.
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (
-        *(_gemm_4bit, _rows_h200, _extend_k_h200, _loss_h200),
+        *(_gemm_4bit, _rows_h200, _rows_many_h200, _extend_k_h200, _loss_h200),
         _attention_rows_h200,
     ),
     "inductor_q/presets/generic.py": (

@@ -48,8 +48,9 @@ SM_90 = replace(
             value=32,
             evidence="a linear layer of 12288x4096 in nf4, nested, and 1, 16 or 32 rows: 18, 24, "
             "47 us against 30, 71, 73 us of bitsandbytes and 70, 69, 69 us of dequantization and a "
-            "product; the kernel takes no more rows (one H200, torch 2.11.0+cu130, 2026-11-24, "
-            "benchmarks/results/rows-h200.json)",
+            "product; a later kernel takes 39 us with 32 rows. It takes no more: up to 256 rows "
+            "decoding first is faster than bitsandbytes (one H200, torch 2.11.0+cu130, 2026-11-24 "
+            "and 26, benchmarks/results/rows-h200.json and rows_many-h200.json)",
         ),
         "extend_k.min_rows": Entry(
             value=256,
