@@ -16,6 +16,7 @@ from torch import nn
 from inductor_q import capture
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import CannotSave
+from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.merges import merge_by_values
 from inductor_q.log import warn_once
 
@@ -73,10 +74,12 @@ def _refuse_to_save(name: str) -> bool:
 
 
 def _plain_layers(model: nn.Module) -> list[str]:
+    """Name the layers that no library has packed; a `PackedLinear` is saved only once decoded."""
     return [
         name
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and not any(packed_tensors(layer))
+        if isinstance(layer, PackedLinear)
+        or (type(layer) is nn.Linear and not any(packed_tensors(layer)))
     ]
 
 
