@@ -535,17 +535,6 @@ class UnreadCheckpoint(QfuseError, ValueError):
     message = "{path} is not loaded as it is: {problem}"
 
 
-class CannotMerge(QfuseError, ValueError):
-    """An adapter cannot be added to the packed weight that it was trained on."""
-
-    adapter: str
-    format: str
-    message = (
-        "adapter {adapter!r} cannot be merged: the weight below it is packed in {format}. "
-        "Decode the model first, with the adapter on it: inductor_q.kbit.dequantize_model(model)"
-    )
-
-
 class CannotSave(QfuseError, ValueError):
     """What would be written is not enough to load the model again."""
 

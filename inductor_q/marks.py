@@ -16,6 +16,7 @@ from torch import nn
 from inductor_q import capture
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import CannotSave
+from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.merges import merge_by_values
 from inductor_q.log import warn_once
 
@@ -51,17 +52,20 @@ def mark(model: nn.Module, names: Iterable[str], config: Any) -> None:
     if not isinstance(base, transformers_model):
         return
     if config is not None:
-        how = _of_torchao(base, config)
+        base.hf_quantizer = _quantizer_of_torchao(base, config)
+        how = base.hf_quantizer.quantization_config
     elif found:
         how = _of_bitsandbytes(base, found[0])
     else:
         return
-    base.config.quantization_config = how
-    if len(found) + any(capture.layout(layer.weight) is not None for layer in layers) > 1:
+    if len(found) + any(capture.layout(layer.weight) is not None for layer in layers) <= 1:
+        base.config.quantization_config = how
+        return
+    if hasattr(base.config, "quantization_config"):  # of what an earlier call has packed
         del base.config.quantization_config
-        warn_once(f"inductor_q.quantize: save_pretrained cannot write this model: {SEVERAL}")
-        if (quantizer := vars(base).get("hf_quantizer")) is not None:
-            quantizer.is_serializable = functools.partial(_refuse_to_save, type(base).__name__)
+    warn_once(f"inductor_q.quantize: save_pretrained cannot write this model: {SEVERAL}")
+    if (quantizer := vars(base).get("hf_quantizer")) is not None:
+        quantizer.is_serializable = functools.partial(_refuse_to_save, type(base).__name__)
 
 
 def _refuse_to_save(name: str) -> bool:
@@ -70,10 +74,12 @@ def _refuse_to_save(name: str) -> bool:
 
 
 def _plain_layers(model: nn.Module) -> list[str]:
+    """Name the layers that no library has packed; a `PackedLinear` is saved only once decoded."""
     return [
         name
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and not any(packed_tensors(layer))
+        if isinstance(layer, PackedLinear)
+        or (type(layer) is nn.Linear and not any(packed_tensors(layer)))
     ]
 
 
@@ -96,7 +102,7 @@ def _of_bitsandbytes(model: nn.Module, layer: Any) -> Any:
     return BitsAndBytesConfig(**how, llm_int8_skip_modules=_plain_layers(model))
 
 
-def _of_torchao(model: Any, config: Any) -> Any:
+def _quantizer_of_torchao(model: nn.Module, config: Any) -> Any:
     """PEFT asks a model's `hf_quantizer` whether a merged weight can be packed, `save_pretrained`
     how tensor subclasses are written. `is_quantized` stays unset, as with other layers here:
     a Trainer would ask that object whether adapters may train, and it says no for 4 bits."""
@@ -104,5 +110,4 @@ def _of_torchao(model: Any, config: Any) -> Any:
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
     how = TorchAoConfig(config, modules_to_not_convert=_plain_layers(model))
-    model.hf_quantizer = TorchAoHfQuantizer(how)
-    return how
+    return TorchAoHfQuantizer(how)

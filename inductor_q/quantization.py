@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from inductor_q import capture
 from inductor_q.asked import LEAVE_OUT, OF_TORCHAO_FORMATS, dtypes_of, left_alone, resolve
@@ -89,7 +89,7 @@ def quantize(
     from inductor_q.kbit.model import progress_bars, skip_patterns
     from inductor_q.kbit.sources import InMemory, Source
     from inductor_q.loading.files import Checkpoint, check_not_quantized
-    from inductor_q.loading.layers import check_some, linear_layers
+    from inductor_q.loading.layers import check_some, linear_layers, linear_of
     from inductor_q.loading.sources import FromCheckpoint
 
     found = resolve(to)
@@ -111,7 +111,7 @@ def quantize(
 
     def made(name: str, bias: nn.Parameter | None) -> nn.Module:
         what, weight = f"weight of {name or 'the layer'}", source.weight(name)
-        layer = make(_linear(weight.to(layers[name].weight.dtype), bias), what)
+        layer = make(linear_of(weight.to(layers[name].weight.dtype), bias), what)
         _check_read(to, layer, what)
         return layer
 
@@ -305,14 +305,6 @@ def _torchao_config(name: str) -> Any:
         return ao.Int8WeightOnlyConfig(granularity=shared)
     dtype = torch.float8_e5m2 if family == "fp8_e5m2" else torch.float8_e4m3fn
     return ao.Float8WeightOnlyConfig(weight_dtype=dtype, granularity=shared)
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = bias  # type: ignore[assignment]
-    return linear
 
 
 def _frozen(layer: nn.Module) -> nn.Module:

@@ -180,12 +180,6 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
-        exc.CannotMerge(adapter="default", format="mxfp4"),
-        "adapter 'default' cannot be merged: the weight below it is packed in mxfp4. Decode the "
-        "model first, with the adapter on it: inductor_q.kbit.dequantize_model(model)",
-        ValueError,
-    ),
-    (
         exc.UnreadWeight(kind="Int4OpaqueTensor", reason="only a kernel knows its layout"),
         "cannot decode Int4OpaqueTensor: only a kernel knows its layout. Ask its library for the "
         "values, or quantize the original weight by inductor_q.quantize, whose formats are all "

@@ -13,6 +13,7 @@ from torch import nn
 
 import inductor_q
 from inductor_q import exc, kbit, testing
+from tests.support.merged import merged_by_hand
 from tests.support.processes import environment
 from tests.support.quantized_nets import BF16, Net, packed, tiny
 
@@ -49,16 +50,6 @@ def adapted(model: Any, **more: Any) -> Any:
     peft = pytest.importorskip("peft")
     settings = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
     return peft.get_peft_model(model, peft.LoraConfig(**settings, **more)).eval()
-
-
-def merged_by_hand(layer: Any, weight: torch.Tensor, *, dora: bool) -> torch.Tensor:
-    """`weight + s B A` in float64; under DoRA its rows have the length that the adapter says."""
-    a, b = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
-    merged: torch.Tensor = weight.double() + layer.scaling["default"] * b @ a
-    if dora:
-        magnitude = layer.lora_magnitude_vector["default"].weight.double()
-        merged *= (magnitude / merged.norm(dim=1)).unsqueeze(1)
-    return merged
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -31,7 +31,7 @@ from inductor_q.kbit.tensor import check_codebook, quantize
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, check_not_quantized
-from inductor_q.loading.layers import check_some, linear_layers, matches, replace_layers
+from inductor_q.loading.layers import check_some, linear_layers, linear_of, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.merges import merge_by_values
 from inductor_q.loading.sources import FromCheckpoint
@@ -137,14 +137,15 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     plain, unmarked = {}, False
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLinear):
-            plain[name] = _linear(layer.dequantize(dtype), layer.bias)
+            plain[name] = layer.decoded(dtype)
         elif isinstance(layer, nn.Linear):
             held = packed_weight(layer, "weight")
             if held is not None and held.quantizes_input and held.read is not None:
                 values = ops.dequantize(*held.read(), dtype or of_model)
-                plain[name] = _linear(values, layer.bias)
+                plain[name] = linear_of(values, layer.bias)
             elif layout(layer.weight) is not None:
-                plain[name] = _linear(dequantize(layer.weight, dtype=dtype), layer.bias)
+                values = dequantize(layer.weight, dtype=dtype)
+                plain[name] = linear_of(values, layer.bias)
                 unmarked = True
     for layer in model.modules():
         for name, child in list(layer.named_children()):
@@ -162,14 +163,6 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
             elif quantizer is not None:
                 del module.hf_quantizer
     return model
-
-
-def _linear(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
-    with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.register_parameter("bias", bias)
-    return linear
 
 
 def progress_bars(shown: bool) -> Progress:

@@ -1,4 +1,4 @@
-"""Find which linear layers of a model are quantized, and put a layer in the place of another."""
+"""Find which linear layers of a model are quantized, make one, put one in another's place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 
 from inductor_q.capture.packed import packed_tensors
@@ -121,6 +122,15 @@ def replace_layers(model: nn.Module, new: Mapping[str, nn.Module]) -> nn.Module:
         if id(child) in by_old:
             setattr(parent, name, by_old[id(child)])
     return new.get("", model)
+
+
+def linear_of(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
+    """Return a linear layer that holds a frozen weight and a bias, without copies."""
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", bias)
+    return linear
 
 
 def _edges(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inductor_q import ops
 from inductor_q.formats import FORMATS
+from inductor_q.loading.layers import linear_of
 from inductor_q.loading.merges import mend_merges
 from inductor_q.loading.savers import check_saver
 
@@ -18,10 +19,10 @@ class PackedLinear(nn.Linear):
     """Compute `x @ W.t() + bias` with a frozen W [out_features, in_features] in a format.
 
     It is an `nn.Linear`, because PEFT and others decide by that type. Its `weight` is the packed
-    codes, as bitsandbytes' is: it shows the device, and code that takes it for values (merging an
-    adapter) fails on shape and dtype instead of changing a copy; of PEFT's LoRA, with CannotMerge,
-    once such a layer has been made. `dequantize()` gives the values,
-    and PEFT takes them for DoRA's norms; `inductor_q.kbit.dequantize_model` makes ordinary layers.
+    codes, as bitsandbytes' is: it shows the device, and code that takes it for values fails on
+    shape and dtype instead of changing a copy. `dequantize()` gives the values, and PEFT takes them
+    for DoRA's norms; `decoded()` and `inductor_q.kbit.dequantize_model` make ordinary layers, and
+    so does PEFT's LoRA where it merges adapters (`inductor_q.loading.merges`).
 
     The state dict has the operands of the format under their names, and the bias. Integers are
     frozen parameters, which DDP, unlike buffers, does not send around in every step; floats are
@@ -31,7 +32,6 @@ class PackedLinear(nn.Linear):
     """
 
     columns: Tensor | None
-    merges_adapters: ClassVar[bool] = False  # what `loading.merges` asks for
 
     def __init__(
         self,
@@ -80,6 +80,10 @@ class PackedLinear(nn.Linear):
         if self.columns is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.columns, values)
+
+    def decoded(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """Return an ordinary layer of the same values, which shares the bias."""
+        return linear_of(self.dequantize(dtype), self.bias).train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         device_type = x.device.type

@@ -1,23 +1,29 @@
-"""Have PEFT merge adapters into packed weights by their values, or say that it cannot.
+"""Have PEFT merge adapters into packed weights by their values.
 
 PEFT 0.21 adds `B A` to a weight that a library's tensor packs, whatever the variant of LoRA is: a
 DoRA adapter loses its magnitudes, and nothing says so. Unmerging subtracts that, and rounds once
-more. A `PackedLinear` it takes for an ordinary layer, and changes codes. So two methods of its
+more. A `PackedLinear` it takes for an ordinary layer, and would change codes. So two methods of its
 layers ask first whether the layer below is one of ours; for every other they are PEFT's own.
+
+A library's tensor is decoded, and the sum packed again in the same layer. In the place of a
+`PackedLinear` an ordinary layer is put, of the sum in 16 bits, which `merge_and_unload` leaves in
+the model. What was packed is kept, and unmerging puts that back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from inductor_q.capture.values import dequantize
-from inductor_q.exc import CannotMerge
 from inductor_q.late import on_import
+from inductor_q.log import warn_once
 
 #: What packs the values of a linear layer again, an attribute of it; None where they stay values.
 PACK = "pack_again"
@@ -53,7 +59,7 @@ def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> 
         base = self.get_base_layer()
         if _holds_values(base):
             of_values(self, safe_merge, adapter_names)
-        elif _refuses(base) or vars(base).get(PACK) is not None:
+        elif KEPT in self._caches or _is_ours(base) or vars(base).get(PACK) is not None:
             _merge(self, adapter_names, functools.partial(of_values, self, safe_merge))
         else:
             own(self, safe_merge, adapter_names)
@@ -64,7 +70,7 @@ def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> 
         if _holds_values(base):
             unmerge_values(self)
         elif self.merged and KEPT in self._caches:
-            _put(base, *self._caches[KEPT])
+            _put(self, *self._caches[KEPT])
             self._caches.clear()  # DoRA's norms are there too; all of it is for unmerging
             self.merged_adapters.clear()
         else:
@@ -78,9 +84,9 @@ def _holds_values(base: Any) -> bool:
     return PACK in vars(base) and type(base.weight) is nn.Parameter
 
 
-def _refuses(base: Any) -> bool:
-    """Whether a layer is one of ours that stays packed: of a class that says so."""
-    return not getattr(base, "merges_adapters", True)
+def _is_ours(base: Any) -> bool:
+    """Whether a layer is a `PackedLinear`, in whose place adapters have an ordinary one."""
+    return hasattr(base, "decoded")
 
 
 def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], None]) -> None:
@@ -95,26 +101,86 @@ def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], Non
     names = [name for name in check_adapters_to_merge(layer, asked) if name in layer.lora_A]
     if not names:
         return
-    base, merged = layer.get_base_layer(), layer.merged_adapters[:]
-    if _refuses(base):
-        raise CannotMerge(adapter=names[0], format=base.format)
-    before = base.weight, None if base.bias is None else base.bias.data
-    weight, bias = kept = layer._caches.get(KEPT, before) if merged else before
+    merged, before = layer.merged_adapters[:], _state(layer.get_base_layer())
+    packed, weight, bias = kept = layer._caches.get(KEPT, before) if merged else before
     try:
         layer.merged_adapters.clear()
-        values = nn.Parameter(dequantize(weight), requires_grad=False)
-        _put(base, values, None if bias is None else bias.clone())  # PEFT adds to it in place
-        merge([*merged, *names])
-        getattr(base, PACK)(base)
+        if _is_ours(packed):
+            _put(layer, _values_of(packed))
+            with _in_float32(layer):
+                merge([*merged, *names])
+            _round(layer.get_base_layer(), packed)
+        else:
+            values = dequantize(weight)
+            # PEFT adds to the bias in place.
+            _put(layer, packed, values, None if bias is None else bias.clone())
+            merge([*merged, *names])
+            getattr(packed, PACK)(packed)
     except BaseException:
-        _put(base, *before)
+        _put(layer, *before)
         layer.merged_adapters[:] = merged
         raise
     layer._cache_store(KEPT, kept)
 
 
-def _put(base: Any, weight: Any, bias: Any) -> None:
-    device = base.weight.device  # the layer may have moved since
-    base.weight = nn.Parameter(weight.to(device), requires_grad=False)
+def _state(base: Any) -> tuple[nn.Module, Any, Any]:
+    """Return a layer and, where adapters change it in its place, its weight and bias."""
+    if _is_ours(base):
+        return base, None, None
+    return base, base.weight, None if base.bias is None else base.bias.data
+
+
+def _put(layer: Any, base: Any, weight: Any = None, bias: Any = None) -> None:
+    """Put a layer below PEFT's, and in it a weight and a bias, where there are any."""
+    device = layer.get_base_layer().weight.device  # the model may have moved since
+    while hasattr(layer.base_layer, "base_layer"):  # adapters of another kind are between
+        layer = layer.base_layer
+    if base is not layer.base_layer:
+        layer.base_layer = base.to(device)
+    if weight is not None:
+        base.weight = nn.Parameter(weight.to(device), requires_grad=False)
     if bias is not None:
         base.bias.data = bias.to(device)
+
+
+def _values_of(packed: Any) -> nn.Linear:
+    """Return an ordinary layer of a packed one's values in float32, with a bias of its own."""
+    values: nn.Linear = packed.decoded(torch.float32)
+    if values.bias is not None:
+        values.bias = nn.Parameter(values.bias.detach().float().clone(), requires_grad=False)
+    setattr(values, PACK, None)
+    return values
+
+
+def _round(values: Any, packed: Any) -> None:
+    """Round what adapters have been merged into to the dtypes of the packed layer, and tell it."""
+    delattr(values, PACK)  # until the adapters are taken out the layer is as any other
+    values.weight = nn.Parameter(values.weight.detach().to(packed.dtype), requires_grad=False)
+    if (bias := packed.bias) is not None:
+        rounded = values.bias.detach().to(bias.dtype)
+        values.bias = nn.Parameter(rounded, requires_grad=bias.requires_grad)
+    before = sum(t.nbytes for t in packed.operands) / values.weight.numel()
+    warn_once(
+        "PEFT merges adapters into the values of packed layers, which are ordinary ones then: "
+        f"{packed.dtype} takes {packed.dtype.itemsize} bytes an element, where {packed.format} "
+        f"takes {before:.2f}. The packed weight is kept beside it until the adapters are unmerged "
+        "or unloaded"
+    )
+
+
+@contextlib.contextmanager
+def _in_float32(layer: nn.Module) -> Iterator[None]:
+    """Hold the 16-bit matrices of adapters in float32, so that their product is not rounded."""
+    short = [
+        (module, name, parameter)
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.dtype.itemsize < 4
+    ]
+    try:
+        for module, name, parameter in short:
+            module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in short:
+            module._parameters[name] = parameter

@@ -21,8 +21,8 @@ from inductor_q.diagnostics import check_model
 from inductor_q.integrations.states import States
 from tests.support.compiling import SMALL, gradients, no_codegen
 
-for extra in ("bitsandbytes", "transformers"):
-    pytest.importorskip(extra)
+pytest.importorskip("bitsandbytes")
+transformers: Any = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 hotswap = pytest.importorskip("peft.utils.hotswap")
 
@@ -146,8 +146,17 @@ def test_more_states_than_graphs_of_a_function() -> None:
 
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear")
 @pytest.mark.filterwarnings("ignore:Unmerge lora module to 4-bit linear")
-def test_merge_and_unmerge() -> None:
-    model = llama().eval()
+@pytest.mark.parametrize("asked", ["nf4", "mxfp4"])
+def test_merge_and_unmerge(asked: str) -> None:
+    """Over mxfp4 each merge puts another ordinary layer below the adapter."""
+    if asked == "nf4":
+        model = llama().eval()
+    else:
+        sizes = testing.tiny_llama_config(num_hidden_layers=1)
+        plain = transformers.AutoModelForCausalLM.from_config(sizes, dtype=torch.float32)
+        inductor_q.quantize(plain, asked, progress=False)
+        adapter = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)
+        model = peft.get_peft_model(plain, adapter).eval()
     qfused(model)
     life = Life(model)
     with torch.no_grad():

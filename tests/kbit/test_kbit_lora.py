@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from inductor_q import exc, kbit, testing
+from inductor_q import kbit, testing
 from inductor_q.backend import qfuse
 from tests.support.compiling import SMALL, Between, Compiled, compile_step, no_codegen, step
 
@@ -92,15 +92,15 @@ def test_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(again(x_MK()), expected)
 
 
-def test_merging_needs_an_ordinary_layer() -> None:
-    """PEFT adds to `weight`: into packed words it must not, not even without an effect."""
+def test_an_adapter_merges_into_ordinary_layers() -> None:
+    """PEFT makes them where it merges, or `dequantize_model` before it."""
     model = peft.get_peft_model(
         kbit.quantize_model(One(), 3, progress=False), config(init_lora_weights=False)
     )
     expected = model(x_MK())
-    for safe in (False, True):
-        with pytest.raises(exc.CannotMerge, match="packed in kbit3_e4m4"):
-            copy.deepcopy(model).merge_and_unload(safe_merge=safe)
+    merged = copy.deepcopy(model).merge_and_unload()
+    assert type(merged.proj) is nn.Linear and merged.proj.weight.dtype is BF16
+    assert testing.relative_error(merged(x_MK()), expected) < 0.02
     plain: Any = kbit.dequantize_model(model, torch.float32).float()
     merged = plain.merge_and_unload()
     assert type(merged.proj) is nn.Linear

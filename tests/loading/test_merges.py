@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import inductor_q
 from inductor_q import exc, kbit, testing
 from inductor_q.loading.merges import mend_merges
+from inductor_q.log import warn_once
+from tests.support.merged import merged_by_hand
 from tests.support.quantized_nets import BF16, Net, packed, tiny
 
 peft: Any = pytest.importorskip("peft")
@@ -166,30 +169,149 @@ def test_an_adapter_that_is_gone_is_unmerged() -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("asked", ["mxfp4", "fp8_128x128", "kbit4", "quantize_model"])
-def test_our_own_packed_layers_refuse(asked: str, dora: bool, safe: bool) -> None:
-    """They say what to do instead, which merges; their codes stay."""
+def packed_net(asked: str) -> Any:
     model = Net()
     if asked == "quantize_model":
-        kbit.quantize_model(model, 3, progress=False)
-    else:
-        inductor_q.quantize(model, asked, progress=False)
-    net = adapted(model, target_modules=["up"], use_dora=dora)
+        return kbit.quantize_model(model, 3, progress=False)
+    return inductor_q.quantize(model, asked, progress=False)
+
+
+def assert_rounded_once(merged: torch.Tensor, expected: torch.Tensor) -> None:
+    """`merged` is off by half of its last bit, and by what float32 leaves where terms cancel."""
+    assert merged.dtype is BF16
+    error = (merged.double() - expected).abs()
+    assert (error <= 2**-8 * 1.001 * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("asked", ["mxfp4", "fp8_128x128", "nvfp4_rows", "kbit4", "quantize_model"])
+def test_a_packed_layer_is_an_ordinary_one_while_adapters_are_merged(
+    asked: str, dora: bool, safe: bool, told: list[str]
+) -> None:
+    """Of the values with the adapter, rounded once; unmerging puts back the layer that was there,
+    with the same codes."""
+    warn_once.cache_clear()
+    net = adapted(
+        packed_net(asked), target_modules=["up"], use_dora=dora, lora_bias=not dora, use_rslora=True
+    )
     layer = net.base_model.model.up
-    before = layer.base_layer.weight.clone()
-    format = layer.base_layer.format
-    with pytest.raises(
-        exc.CannotMerge, match=rf"'default' .* {format}\. Decode .*dequantize_model"
-    ):
-        net.merge_adapter(safe_merge=safe)
-    assert torch.equal(layer.base_layer.weight, before) and not layer.merged_adapters
+    below, bias = layer.base_layer, layer.base_layer.bias.clone()
+    before = {name: tensor.clone() for name, tensor in below.state_dict().items()}
+    for part in (layer.lora_A, layer.lora_B):
+        part.to(BF16)  # their product is not rounded all the same
+    if dora:
+        magnitude = layer.lora_magnitude_vector["default"].weight
+        magnitude.data *= torch.linspace(0.5, 2, magnitude.numel(), dtype=magnitude.dtype)
+    expected = merged_by_hand(layer, below.dequantize(torch.float32), dora=dora)
     x = torch.randn(2, 64, dtype=BF16)
     with torch.no_grad():
-        kbit.dequantize_model(net)
-        expected = net(x)
-        assert testing.relative_error(net.merge_and_unload()(x), expected) < 0.02
+        output = net(x)
+        for _ in range(2):
+            net.merge_adapter(safe_merge=safe)
+            assert (
+                type(layer.base_layer) is torch.nn.Linear
+                and layer.lora_A.default.weight.dtype is BF16
+            )
+            assert_rounded_once(layer.base_layer.weight, expected)
+            if not dora:
+                shift = layer.scaling["default"] * layer.lora_B["default"].bias.double()
+                assert_rounded_once(layer.base_layer.bias, bias.double() + shift)
+            assert testing.relative_error(net(x), output) < 0.02
+            net.unmerge_adapter()
+            assert layer.base_layer is below and not layer.merged_adapters and not layer._caches
+            assert all(torch.equal(below.state_dict()[name], before[name]) for name in before)
+            assert torch.equal(net(x), output)
+        merged = net.merge_and_unload(safe_merge=safe)
+    assert type(merged.up) is torch.nn.Linear and type(merged.down) is type(below)
+    assert_rounded_once(merged.up.weight, expected)
+    assert testing.relative_error(merged(x), output) < 0.02
+    [message] = told
+    assert f"torch.bfloat16 takes 2 bytes an element, where {below.format} takes " in message
+
+
+def test_adapters_merge_into_a_packed_layer_at_once_or_one_by_one() -> None:
+    net = adapted(packed_net("mxfp4"), target_modules=["up"])
+    second = peft.LoraConfig(r=2, target_modules=["up"], use_dora=True, init_lora_weights=False)
+    net.add_adapter("second", second)
+    net.base_model.set_adapter(["default", "second"])
+    layer = net.base_model.model.up
+    below, x = layer.base_layer, torch.randn(2, 64, dtype=BF16)
+    with torch.no_grad():
+        output = net(x)
+        net.merge_adapter()
+        at_once = layer.base_layer.weight
+        assert testing.relative_error(net(x), output) < 0.02
+        net.unmerge_adapter()
+        net.merge_adapter(adapter_names=["default"])
+        with pytest.warns(UserWarning, match="Already following adapters were merged default"):
+            net.merge_adapter(adapter_names=["second"])
+    assert layer.merged_adapters == ["default", "second"]
+    assert torch.equal(layer.base_layer.weight, at_once)
+    with pytest.warns(UserWarning, match="All adapters are already merged"):
+        net.merge_adapter()
+    with net.disable_adapter():  # PEFT unmerges then
+        net(x)
+    assert layer.base_layer is below and torch.equal(net(x), output)
+
+
+def test_a_packed_layer_stays_after_an_error() -> None:
+    net = adapted(packed_net("mxfp4"), target_modules=["up"], lora_bias=True)
+    layer = net.base_model.model.up
+    below, parameters = layer.base_layer, dict(layer.named_parameters())
+    bias = below.bias.clone()
+    layer.lora_B["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaNs detected"):
+        net.merge_adapter(safe_merge=True)
+    assert layer.base_layer is below and torch.equal(below.bias, bias)
+    assert all(p is parameters[name] for name, p in layer.named_parameters())
+    assert not layer.merged_adapters and not layer._caches
+
+
+def test_a_copy_of_a_merged_model_is_unmerged_by_itself() -> None:
+    net = adapted(packed_net("mxfp4"), target_modules=["up"])
+    net.merge_adapter()
+    copied = copy.deepcopy(net)
+    copied.unmerge_adapter()
+    layers = [whole.base_model.model.up for whole in (net, copied)]
+    assert [layer.merged for layer in layers] == [True, False]
+    net.unmerge_adapter()
+    codes = [layer.base_layer.weight for layer in layers]
+    assert torch.equal(*codes) and codes[0] is not codes[1]
+
+
+@pytest.mark.parametrize("beside", [None, "nf4", "int8"])
+def test_transformers_loads_a_model_that_packed_layers_were_merged_in(
+    beside: str | None, tmp_path: Any
+) -> None:
+    """Beside layers that a library has packed too: its configuration leaves the merged ones out."""
+    net = tiny("mxfp4", skip=["lm_head", "*.mlp.*"] if beside else ["lm_head"])
+    if beside:
+        inductor_q.quantize(net, beside, progress=False)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    whole = adapted(net, target_modules=names if beside else "all-linear", use_dora=not beside)
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        expected = whole(ids).logits
+        merged = whole.merge_and_unload()
+        logits = merged(ids).logits
+        assert testing.relative_error(logits, expected) < 0.02
+        merged.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+        assert hasattr(loaded.config, "quantization_config") is bool(beside)
+        assert packed(loaded) == packed(merged) and bool(packed(loaded)) is bool(beside)
+        layers = [whole.model.layers[0].self_attn.q_proj for whole in (merged, loaded)]
+        assert torch.equal(*(layer.weight for layer in layers))
+        close = 0.01 if beside else 1e-6  # bitsandbytes multiplies in other steps
+        assert testing.relative_error(loaded(ids).logits, logits) < close
+
+
+def test_layers_that_no_adapter_is_merged_into_stay_packed(tmp_path: Any) -> None:
+    merged = adapted(tiny("mxfp4"), target_modules=["q_proj"]).merge_and_unload()
+    layer = merged.model.layers[0].self_attn
+    assert type(layer.q_proj) is torch.nn.Linear and layer.k_proj.format == "mxfp4"
+    with pytest.raises(exc.CannotSave, match=r"mlp|k_proj|o_proj|v_proj"):
+        merged.save_pretrained(tmp_path)
 
 
 def test_torchaos_own_nf4_merges() -> None:

@@ -30,6 +30,7 @@ from inductor_q.loading.files import Checkpoint
 from inductor_q.loading.linear import PackedLinear
 from inductor_q.testing import relative_error
 from tests.support.compiling import compile_step, no_codegen
+from tests.support.merged import merged_by_hand
 from tests.support.moe_models import model, tokens
 
 transformers: Any = transformers_package
@@ -358,12 +359,17 @@ def adapted_net(case: str, folder: Path, *, dora: bool = False) -> Any:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("case", ["fp8 tiles", "gptq act-order", "awq"])
 def test_an_adapter_is_merged_into_ordinary_layers(case: str, dora: bool, tmp_path: Path) -> None:
-    """Into a packed layer it is not, and that stays as it is."""
+    """Those that PEFT has in the place of packed ones, which come back bit by bit, or decoded."""
     adapted = adapted_net(case, tmp_path, dora=dora)
     x = torch.randn(40, COLUMNS, generator=GENERATOR).to(BF16)
     before, expected = copy.deepcopy(adapted.state_dict()), adapted(x)
-    with pytest.raises(exc.CannotMerge):
-        adapted.merge_adapter()
+    layer = adapted.base_model.model.packed
+    values = layer.base_layer.dequantize(torch.float32)
+    adapted.merge_adapter()
+    weight = merged_by_hand(layer, values, dora=dora)
+    assert relative_error(layer.base_layer.weight, weight) < 2**-9
+    assert relative_error(adapted(x), expected) < 0.02
+    adapted.unmerge_adapter()
     assert all(torch.equal(t, before[name]) for name, t in adapted.state_dict().items())
     plain: Any = kbit.dequantize_model(copy.deepcopy(adapted), torch.float32).float()
     merged = plain.merge_and_unload()
