@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 7950,
     "csrc": 4515,
-    "docs": 1870,
+    "docs": 1880,
     "examples": 1175,
     "inductor_q": 6430,
     "inductor_q/capture": 2560,
@@ -27,16 +27,16 @@ BUDGET = {
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1180,
     "inductor_q/formats": 1920,
-    "inductor_q/integrations": 1605,
+    "inductor_q/integrations": 1625,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 7075,
     "inductor_q/loading": 1955,
     "inductor_q/ops": 2715,
-    "inductor_q/presets": 645,
+    "inductor_q/presets": 665,
     "inductor_q/tuning": 1135,
     "lowerings": 805,
     "passes": 6780,
-    "tests": 45060,
+    "tests": 45080,
 }
 
 

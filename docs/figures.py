@@ -224,10 +224,11 @@ def decode_whole() -> str:
 
 
 def sharded() -> str:
-    """Show steps on two and four GPUs, of which each peer ran by itself."""
+    """Show steps on two to four GPUs, of which each peer ran by itself."""
     peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
     wraps = {"ddp": "DDP", "fsdp2": "FSDP2", "fsdp2-packed-kept": "FSDP2, packed, kept"}
-    names = ["ranks-h100", *(f"ranks_{of}-h100" for of in ("2", "4", "trl_2", "trl_4"))]
+    h100 = (f"ranks_{of}-h100" for of in ("2", "4", "trl_2", "trl_4"))
+    names = ["ranks-h100", *h100, "ranks_3-h200"]
     body = []
     for name, case in ((each, case) for each in names for case in cases(each)):
         settings, wrap = result(name)["settings"], case["wrap"]
@@ -235,7 +236,8 @@ def sharded() -> str:
         parts = [ms(extra(name, "qfuse", key, **case)) for key in ("host_s", "exposed_s")]
         peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
         step = f"{'TRL' if settings.get('recipe') == 'trl' else 'bare'}, {case['layers']} layers"
-        shown = (step, str(settings["ranks"]), wraps[wrap], *map(ms, times))
+        gpus = f"{settings['ranks']} {result(name)['machine']['name'].split()[1]}"
+        shown = (step, gpus, wraps[wrap], *map(ms, times))
         body.append((*shown, f"{times[2] / times[1]:.2f}", *parts, *peaks[1:]))
     header = ("step", "GPUs", "", *peers.values(), "qfuse / stock Inductor")
     more = ("qfuse: until the host has issued it", "qfuse: NCCL alone")
@@ -249,6 +251,8 @@ def ways() -> str:
     by_cpp = "qfuse[cpp_wrapper=True]"
     peers = {"inductor": "stock Inductor", "qfuse": "qfuse", by_cpp: "qfuse, C++ wrapper"}
     peers[graphs] = "qfuse, CUDA graphs"
+    lean = "qfuse[qfuse.passes=-extend_k]"
+    lean_by_cpp = "qfuse[cpp_wrapper=True;qfuse.passes=-extend_k;size_asserts=False]"
     kinds = {
         ("ranks_ways-h100", "fsdp2"): "FSDP2",
         ("ranks_ways_more-h100", "fsdp2-kept"): "weights gathered once a step",
@@ -259,14 +263,19 @@ def ways() -> str:
         ("ranks_parts-h200", "fsdp2-packed-kept-parts"): (
             "the same on H200s, and embeddings and head sharded by themselves"
         ),
+        ("ranks_lean-h200", "fsdp2-packed-kept-parts"): (
+            "that without `extend_k`, on another machine of H200s"
+        ),
         ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
     }
     body = []
     for (name, wrap), label in kinds.items():
-        there = [p for p in peers if rows(name, p, wrap=wrap)]
-        times = {p: ms(seconds(name, p, wrap=wrap)) for p in there}
-        told = [extra(name, "qfuse", key, wrap=wrap) for key in ("host_s", "exposed_s")]
-        peak = gb(extra(name, "qfuse", "peak_bytes", wrap=wrap))
+        stands_for = {"qfuse": lean, by_cpp: lean_by_cpp} if "lean" in name else {}
+        there = {p: q for p in peers if rows(name, q := stands_for.get(p, p), wrap=wrap)}
+        times = {p: ms(seconds(name, q, wrap=wrap)) for p, q in there.items()}
+        ours = there["qfuse"]
+        told = [extra(name, ours, key, wrap=wrap) for key in ("host_s", "exposed_s")]
+        peak = gb(extra(name, ours, "peak_bytes", wrap=wrap))
         late = str(extra(name, graphs, "late", wrap=wrap)) if graphs in there else ""
         body.append((label, *(times.get(p, "") for p in peers), *map(ms, told), peak, late))
     header = (
