@@ -60,11 +60,11 @@ SM_90 = replace(
         ),
         "extend_k.min_rows_sharded": Entry(
             value=4096,
-            evidence="four layers of Qwen3-8B under FSDP2, 2,048 rows a rank, two H200s: a step "
-            "takes 23.9 ms without extend_k, of which the host issues for 20.8, where stock "
-            "Inductor takes 29.4; with extend_k 29.7, the host 29.2, and stock 26.6 on another "
-            "machine. By the GPU's time above, the GPU is the limit with it from about 3,900 rows "
-            "(torch 2.11.0+cu130, 2026-11-26, benchmarks/results/ranks_lean-h200.json and "
+            evidence="four layers of Qwen3-8B under FSDP2, 2,048 rows a rank, two H200s: without "
+            "extend_k a step takes 0.81 of stock Inductor's time, and with it 1.12 on another "
+            "machine, where the host needs all of the step to issue it. By the GPU's time under "
+            "extend_k.min_rows the GPU would be the limit from about 3,900 rows (torch "
+            "2.11.0+cu130, 2026-11-26, benchmarks/results/ranks_lean-h200.json and "
             "ranks_parts-h200.json)",
         ),
         "attention_rows.min_keys": Entry(
