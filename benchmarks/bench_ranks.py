@@ -99,6 +99,10 @@ SHARDED = (
     "fsdp2-packed-kept-parts",
 )
 
+#: Steps that torch's profiler sees, and bytes of the all-gather that tells the link's rate.
+PROFILED = 3
+LINK_BYTES = 2**28
+
 #: What a model on meta gets: weights of adapters and of embeddings are small, norms are one.
 SCALE = 0.02
 
@@ -354,10 +358,10 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _link_gbps(device: torch.device, size: int = 2**28) -> float:
+def _link_gbps(device: torch.device) -> float:
     """Return the GB/s that a rank receives from the others in an all-gather."""
     ranks = dist.get_world_size()
-    own = torch.ones(size // ranks, dtype=torch.uint8, device=device)
+    own = torch.ones(LINK_BYTES // ranks, dtype=torch.uint8, device=device)
     every = torch.empty(ranks * own.numel(), dtype=torch.uint8, device=device)
     samples = []
     for _ in range(8):
@@ -379,12 +383,12 @@ def _trace_file(folder: Path | None, wrap: str, peer: str) -> Path | None:
 
 
 def _profiled(
-    step: Callable[[], object], device: torch.device, trace: Path | None, steps: int = 3
+    step: Callable[[], object], device: torch.device, trace: Path | None
 ) -> dict[str, float]:
     """Return the seconds of a step in which NCCL's kernels run, and those in which no others do;
     how often it calls CUDA, and for how long. torch's profiler, which tells, makes calls longer."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
+        for _ in range(PROFILED):
             step()
         harness.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
@@ -397,8 +401,8 @@ def _profiled(
     calls = [e["dur"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     seconds = {"exposed_s": exposed(spans), "nccl_s": nccl, "calls_s": sum(calls)}
     return {
-        "calls": len(calls) / steps,
-        **{name: value * 1e-6 / steps for name, value in seconds.items()},
+        "calls": len(calls) / PROFILED,
+        **{name: value * 1e-6 / PROFILED for name, value in seconds.items()},
     }
 
 

@@ -26,6 +26,9 @@ import torch
 
 from benchmarks.alone import alone
 
+WARMUP = 3  # calls of a peer before it is timed
+MAX_SAMPLES = 200  # of a peer in a round
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -84,8 +87,6 @@ def time_kernels(
     *,
     rounds: int = 5,
     budget: float = 0.25,
-    warmup: int = 3,
-    max_samples: int = 200,
 ) -> dict[str, Timing]:
     """Measure device time per call, the cache flushed before each.
 
@@ -99,7 +100,7 @@ def time_kernels(
     counts: dict[str, int] = {}
     host: dict[str, float] = {}
     for name, call in candidates.items():
-        for _ in range(warmup):
+        for _ in range(WARMUP):
             call()
         synchronize(device)
         with alone():
@@ -111,7 +112,7 @@ def time_kernels(
             start = time.perf_counter()
             call()
             host[name] = time.perf_counter() - start  # on a GPU: how long the host takes to queue
-        counts[name] = min(max_samples, max(3, int(budget / max(once, 1e-6))))
+        counts[name] = min(MAX_SAMPLES, max(3, int(budget / max(once, 1e-6))))
         synchronize(device)
     if device.type == "cpu":  # peers take turns by call: neighbours come and go within a round
         rounds, counts = rounds * min(counts.values()), dict.fromkeys(counts, 1)
@@ -184,13 +185,12 @@ def time_steps(
     *,
     rounds: int = 5,
     per_round: int = 3,
-    warmup: int = 2,
 ) -> dict[str, Timing]:
     """Measure host-clock time per call over blocks of ``per_round`` calls, synchronized at both
     ends.
     """
     for call in candidates.values():
-        for _ in range(warmup):
+        for _ in range(WARMUP):
             call()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     with alone():

@@ -23,11 +23,10 @@ REMARKS = {
         (("step_small-h100", "ea880fc"), ("step_small_graphs-h100", "ea880fc")),
         "Since then torch divides no graph for CUDA graphs.",
     ),
-    **dict.fromkeys(
-        (("step_fp8-h200", "6ee44c9"), ("step_trainer-h200", "b797a04")),
+    ("step_fp8-h200", "6ee44c9"): (
         "Since then FP8 has a CUDA kernel that writes weights, writes the input of a product once "
         "for its cast and its adapter, adds an adapter's product in place, makes gradients of one "
-        "input one product, and has `allow_buffer_reuse` off.",
+        "input one product, and has `allow_buffer_reuse` off."
     ),
     ("ranks_2-h100", "bcb2ad1"): (
         "Another program compiled on the same machine of four GPUs. Since then gradients are "

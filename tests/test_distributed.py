@@ -265,28 +265,6 @@ def test_sharded_layers_are_no_cuda_graphs(told: list[str]) -> None:
     }
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(
-    ("given", "least"),
-    [
-        ({}, 4096),
-        ({"qfuse.thresholds": {"fuse_dropout.min_rows": 7}}, 4096),
-        ({"qfuse.thresholds": {"extend_k.min_rows": 512}}, 512),
-    ],
-)
-def test_adapters_of_few_rows_ride_in_no_product_of_sharded_layers(
-    given: dict[str, Any], least: int
-) -> None:
-    """A copy of them beside each weight is a launch, and there the host is the limit."""
-    model, options = _sharded(_model(1)), {"qfuse.preset": "sm_90", **given}
-    inductor_q.compile(model, options=options)
-    (states,) = {id(states): states for states in states_of(model)}.values()
-    thresholds = states.settings["options"]["qfuse.thresholds"]
-    assert thresholds == {**given.get("qfuse.thresholds", {}), "extend_k.min_rows": least}
-    inductor_q.compile(model, options=options)
-    assert next(states_of(model)) is states, "the same settings compile nothing anew"
-
-
 def _fsdp1(model: Any) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = ModuleWrapPolicy({type(_layers(model)[0])})

@@ -35,7 +35,7 @@ from inductor_q.integrations.states import (
     without_graphs,
 )
 from inductor_q.log import warn_once
-from inductor_q.options import asked, check_options, current_device, resolve
+from inductor_q.options import check_options, current_device
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -93,8 +93,6 @@ def compile(
     if is_sharded or len(found) > 1:
         settings = _of_layers(settings, is_sharded)
         _tell_of_parametrized(found, is_sharded)
-    if is_sharded:
-        settings = _of_few_launches(settings)
     states = States(model, settings)
     for module in model.modules():
         region = region_of(module)
@@ -183,21 +181,6 @@ def _of_layers(settings: dict[str, Any], is_sharded: bool) -> dict[str, Any]:
         why = 'A layer\'s may overwrite what the next layer reads: use regions="model" with them'
     tell_of_graphs("inductor_q.compile", source, why)
     return without_graphs(settings)
-
-
-def _of_few_launches(settings: dict[str, Any]) -> dict[str, Any]:
-    """Have adapters ride in the main product only from the rows at which the GPU is the limit, if
-    nobody has set from which: FSDP's own work for each weight leaves the host little time."""
-    resolved = resolve(settings["mode"], settings["options"], device=current_device())
-    name, entries = "extend_k.min_rows", resolved.preset.thresholds
-    least = int(entries[f"{name}_sharded"].value)
-    if f"qfuse.thresholds.{name}" in resolved.sources or least <= int(entries[name].value):
-        return settings
-    options = dict(settings["options"] or {})
-    options["qfuse.thresholds"] = {**(asked("qfuse.thresholds", options) or {}), name: least}
-    if mode := settings["mode"]:  # torch takes no mode beside options
-        options["qfuse.mode"] = mode
-    return {**settings, "options": options, "mode": None}
 
 
 def _tell_of_parametrized(layers: list[nn.Module], is_sharded: bool) -> None:

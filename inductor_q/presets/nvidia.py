@@ -58,15 +58,6 @@ SM_90 = replace(
             "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.29 at "
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
-        "extend_k.min_rows_sharded": Entry(
-            value=4096,
-            evidence="four layers of Qwen3-8B under FSDP2, 2,048 rows a rank, two H200s: without "
-            "extend_k a step takes 0.81 of stock Inductor's time, and with it 1.12 on another "
-            "machine, where the host needs all of the step to issue it. By the GPU's time under "
-            "extend_k.min_rows the GPU would be the limit from about 3,900 rows (torch "
-            "2.11.0+cu130, 2026-11-26, benchmarks/results/ranks_lean-h200.json and "
-            "ranks_parts-h200.json)",
-        ),
         "attention_rows.min_keys": Entry(
             value=1024,
             evidence="a decoding step of 8 layers of Qwen3-8B, a cache of 1,024 keys, with and "

@@ -81,12 +81,6 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: with so many rows a wider GEMM "
             "costs less than the adapter's products do; measured where a preset says otherwise",
         ),
-        # The same for layers that FSDP gathers, where the host is often the limit.
-        "extend_k.min_rows_sharded": Entry(
-            value=2048,
-            evidence="a start value, not a measured crossover: copies of adapters beside weights "
-            "are launches more, which the host pays; measured where a preset says otherwise",
-        ),
         # Rows from which a product with a quantized weight is computed in eight bits, if asked for.
         "quantize_products.min_rows": Entry(
             value=1024,

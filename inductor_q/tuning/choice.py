@@ -18,6 +18,7 @@ REFERENCE_VERDICTS = {
     "stock": "Inductor without qfuse, for comparison",
     "eager": "the reference of losses",
 }
+ROUNDS = 2  # the orders in which conditions run, one forwards and one backwards
 ROUNDING = 1e-4  # of the loss, where the base does not differ from eager at all
 
 
@@ -37,14 +38,14 @@ class Judged:
     verdict: str = ""
 
 
-def judge(conditions: Sequence[Condition], runs: Sequence[Run], rounds: int = 2) -> list[Judged]:
-    """Judge each condition against the base; one that lacks runs of the `rounds` does not win."""
+def judge(conditions: Sequence[Condition], runs: Sequence[Run]) -> list[Judged]:
+    """Judge each condition against the base; one that lacks runs of `ROUNDS` does not win."""
     by_name: dict[str, list[Run]] = {}
     for run in runs:
         by_name.setdefault(run.condition, []).append(run)
     base = measured(BASE, by_name)
     bound = allowed(by_name)
-    return [_judged(c, by_name, base, bound, rounds) for c in conditions]
+    return [_judged(c, by_name, base, bound) for c in conditions]
 
 
 def measured(condition: Condition, by_name: Mapping[str, Sequence[Run]]) -> Judged:
@@ -84,7 +85,6 @@ def _judged(
     by_name: Mapping[str, Sequence[Run]],
     base: Judged,
     bound: float,
-    rounds: int,
 ) -> Judged:
     runs = by_name.get(condition.name, [])
     found = measured(condition, by_name)
@@ -99,7 +99,7 @@ def _judged(
         verdict = REFERENCE_VERDICTS[condition.name]
     elif not found.loss_deviation <= bound:
         verdict = f"rejected: its loss is {found.loss_deviation:.2g} off, {bound:.2g} is allowed"
-    elif len(runs) < rounds:
+    elif len(runs) < ROUNDS:
         verdict = "measured in one order alone: the budget ended"
     elif found.peak > max(MOST_PEAK * base.peak, base.peak + LITTLE * found.memory):
         verdict = f"rejected: takes {found.peak / base.peak:.2f} times the memory"

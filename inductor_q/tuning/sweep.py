@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from inductor_q.exc import BaseFailed
 from inductor_q.presets import Preset
 from inductor_q.tuning import plan
-from inductor_q.tuning.choice import Judged, judge
+from inductor_q.tuning.choice import ROUNDS, Judged, judge
 from inductor_q.tuning.plan import BASE, EAGER, REFERENCES, Condition
 from inductor_q.tuning.runs import Run, Runs
 
@@ -93,7 +93,7 @@ class Sweep:
 
         The first two rounds say it. Those after them measure the base again, which would change who
         won when a sweep is resumed."""
-        won = _won(judge(self.conditions, [run for run in self.known if run.round <= 2]))
+        won = _won(judge(self.conditions, [run for run in self.known if run.round <= ROUNDS]))
         return [j.condition for j in sorted(won, key=lambda j: -j.step_s)]
 
     def _failed(self, condition: Condition) -> bool:
