@@ -174,6 +174,12 @@ def test_a_new_adapter_changes_nothing() -> None:
     assert stack.lora_A is None
 
 
+def test_rank_stabilized_adapters() -> None:
+    net = model("olmoe").requires_grad_(False)
+    experts.add_lora(net, r=4, alpha=6, rslora=True)
+    assert {s.scaling for _, s in stacks(net)} == {6 / 4**0.5}
+
+
 @pytest.mark.parametrize("implementation", ["grouped_mm", "qfuse"])
 def test_expert_parallel_shards_add_up(implementation: str) -> None:
     """Each device has half of the experts; the other's are sentinels, and their terms are zero."""
@@ -406,6 +412,8 @@ def test_an_adapter_comes_back(tmp_path: Path) -> None:
     loaded = experts.load_adapter(other, tmp_path)
     assert len(loaded) == 8 and all(p.requires_grad for p in loaded)
     torch.testing.assert_close(step(other, tokens())[0], step(net, tokens())[0], rtol=0, atol=0)
+    short = experts.load_adapter(model("gpt_oss"), tmp_path, dtype=torch.bfloat16)
+    assert [p.tolist() for p in short] == [p.bfloat16().tolist() for p in loaded]
 
 
 def test_only_one_projection_adapted(tmp_path: Path) -> None:

@@ -86,6 +86,15 @@ def test_texts_share_a_graph(model: Any) -> None:
     assert list(model.state_dict()) == list(copy.deepcopy(model).state_dict())
 
 
+def test_steps_are_compiled_with_the_options(model: Any) -> None:
+    compile_decoding(model, options={"qfuse.passes": "-canonicalize"}, mode="default")
+    text(model, 5)
+    report = inductor_q.last_report()
+    assert report is not None and "canonicalize" not in report.applied()
+    with pytest.raises(inductor_q.exc.UnknownOption, match=r"qfuse\.pases"):
+        compile_decoding(model, options={"qfuse.pases": ""})
+
+
 def test_other_calls_run_as_before(model: Any) -> None:
     compile_decoding(model)
     ids = torch.randint(0, 256, (1, 6))

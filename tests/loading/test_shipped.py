@@ -344,6 +344,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_tensors_lie_where_they_are_asked_for(tmp_path: Path) -> None:
+    config, state, _, _ = CASES["awq"]()
+    write(tmp_path, config, state)
+    with meta_parameters():
+        net = Net()
+    inductor_q.load_checkpoint(net, tmp_path, device="meta", progress=False)
+    assert {t.device.type for t in net.state_dict().values()} == {"meta"}
+
+
 def adapted_net(case: str, folder: Path, *, dora: bool = False) -> Any:
     peft: Any = pytest.importorskip("peft")
     config, state, _, _ = CASES[case]()
