@@ -14,7 +14,6 @@ the product, in the tokens that have an outlier, by the norm of that share.
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,13 +55,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     inputs = _inputs(model, windows(texts.held_out_book, size, device)[:WINDOWS])
     rows = [row for product in PRODUCTS for row in _measure(product, inputs[product])]
     result: dict[str, Any] = {
-        "schema": harness.SCHEMA,
-        "benchmark": NAME,
-        "device": device.type,
-        "machine": harness.machine(device),
-        "versions": harness.versions(),
-        "commit": commit,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **harness.heading(NAME, device, commit),
         "settings": {"size": name, "base_steps": arguments.base_steps, "loss": losses[-1]},
         "texts": texts.as_dict(),
         "rows": rows,

@@ -12,7 +12,6 @@ product. On a CPU products in FP8 are emulated: the casts are real, the time is 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import math
 import re
@@ -73,13 +72,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     texts = Texts.read()
     began = time.perf_counter()
     result: dict[str, Any] = {
-        "schema": harness.SCHEMA,
-        "benchmark": NAME,
-        "device": device.type,
-        "machine": harness.machine(device),
-        "versions": harness.versions(),
-        "commit": commit,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **harness.heading(NAME, device, commit),
         "settings": {
             "base_steps": arguments.base_steps,
             "steps": arguments.steps,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -50,13 +49,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     commit = origin.commit()
     origin.require(commit, _path(arguments, device).name)
     result: dict[str, Any] = {
-        "schema": harness.SCHEMA,
-        "benchmark": NAME,
-        "device": device.type,
-        "machine": harness.machine(device),
-        "versions": harness.versions(),
-        "commit": commit,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **harness.heading(NAME, device, commit),
         "numbers": numbers(arguments.numel, device),
         "scales": scales(arguments.numel, device),
         "model": model(arguments, device),

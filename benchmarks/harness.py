@@ -24,16 +24,8 @@ from benchmarks.measure import (
     time_steps,
 )
 from benchmarks.peers import PEERS, available, compile_as
-from benchmarks.place import (
-    RESULTS,
-    ROOT,
-    device_slug,
-    load,
-    machine,
-    portable,
-    versions,
-)
-from benchmarks.suite import SCHEMA, Row, Suite, console, duration, size
+from benchmarks.place import RESULTS, ROOT, device_slug, load, machine, portable
+from benchmarks.suite import SCHEMA, Row, Suite, console, duration, heading, size
 
 
 def parser(doc: str | None, *, peers: Sequence[str] = PEERS) -> argparse.ArgumentParser:
@@ -141,11 +133,10 @@ __all__ = [
     "duration",
     "finish",
     "first_call",
+    "heading",
     "held_bytes",
     "in_sequence",
     "keep",
-    "load",
-    "machine",
     "measure_ceilings",
     "parser",
     "peak_bytes",
@@ -156,5 +147,4 @@ __all__ = [
     "synchronize",
     "time_kernels",
     "time_steps",
-    "versions",
 ]

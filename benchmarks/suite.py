@@ -24,6 +24,19 @@ SCHEMA = 1
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
+def heading(benchmark: str, device: torch.device, commit: dict[str, Any]) -> dict[str, Any]:
+    """Return what every result begins with: what ran, where, of which commit, and when."""
+    return {
+        "schema": SCHEMA,
+        "benchmark": benchmark,
+        "device": device.type,
+        "machine": machine(device),
+        "versions": versions(),
+        "commit": commit,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
 @dataclass
 class Row:
     """Hold one peer on one case.
@@ -96,14 +109,8 @@ class Suite:
             }
             rows.append(entry)
         return {
-            "schema": SCHEMA,
-            "benchmark": self.name,
-            "device": self.device.type,
-            "machine": machine(self.device),
-            "versions": versions(),
-            "commit": self.commit,
+            **heading(self.name, self.device, self.commit),
             "load": load(),
-            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "ceilings": asdict(self.ceilings),
             "settings": {**self.settings, "statistic": self.statistic},
             "rows": rows,
