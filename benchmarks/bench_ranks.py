@@ -12,7 +12,9 @@ and norms are whole on each rank, and one all-reduce behind backward averages th
 What is compiled is each layer, or under DDP with ``--regions model`` all of the model: by
 ``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
 ``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``).
-Peers come one after the other, so that a peak is of one model alone. ``inductor`` is stock Inductor
+Peers come one after the other, so that a peak is of one model alone, and then once more in the
+reverse order (``--orders 1`` leaves that out), since the host's speed drifts within a process: a
+time is the median over both runs. ``inductor`` is stock Inductor
 behind our capture of bitsandbytes' gathered weights, without which it breaks at each linear layer
 under FSDP2.
 
@@ -117,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--vocab", type=int, help="default: that of the model")
     parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
     parser.add_argument("--steps", type=int, help="timed steps a peer; default: 12, and 5 if large")
+    parser.add_argument("--orders", type=int, choices=(1, 2), default=2)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--traces", type=Path, help="folder for the profiler's traces of rank 0")
     arguments = parser.parse_args(argv)
@@ -129,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         warnings.filterwarnings("ignore", category=FutureWarning)
         suite = harness.start("bench_ranks", arguments)
         suite.settings |= {"ranks": dist.get_world_size(), "regions": arguments.regions}
+        suite.settings["orders"] = arguments.orders
         suite.settings["recipe"] = arguments.recipe
         if suite.device.type == "cuda":
             suite.settings["link_gbps"] = _link_gbps(suite.device)
@@ -163,9 +167,10 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
     config = make(num_hidden_layers=layers, **sizes)
     recipe = RECIPES[arguments.recipe]
     ids = _ids(config.vocab_size, arguments.seq_len or (2048 if on_gpu else 32), suite.device)
-    timings: dict[str, harness.Timing] = {}
+    samples: dict[str, list[float]] = {}
     extra: dict[str, dict[str, Any]] = {}
-    for peer in harness.available(arguments.backends):
+    peers = harness.available(arguments.backends)
+    for peer in [*peers, *peers[::-1]][: len(peers) * arguments.orders]:
         before = _allocated(suite.device)
         if is_moe:
             model = moe_model(config, suite.device, recipe, packed=True, experts=True)
@@ -199,10 +204,19 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
 
         trace = _trace_file(arguments.traces, wrap, peer)
         steps = arguments.steps or 12
-        timings[peer], extra[peer] = _time(step, model, steps, suite.device, before, trace)
+        found, told = _time(step, model, steps, suite.device, before, trace)
+        samples[peer] = samples.get(peer, []) + found
+        extra[peer] = _together(extra[peer], told) if peer in extra else told
         del step, call, forward, model, small, trained
         _forget()
+    timings = {peer: harness.Timing.of(found) for peer, found in samples.items()}
     suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
+
+
+def _together(first: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Return what the first run of a peer told, with the mean of both runs' times of a step."""
+    steps = {name for name in TIMES if name != "first_s" and name in first}
+    return {**first, **{name: (first[name] + again[name]) / 2 for name in steps}}
 
 
 def _parallel(
@@ -303,8 +317,8 @@ def _time(
     device: torch.device,
     before: int,
     trace: Path | None = None,
-) -> tuple[harness.Timing, dict[str, Any]]:
-    """Time steps, each from a barrier to the end of this rank's work.
+) -> tuple[list[float], dict[str, Any]]:
+    """Return the seconds of steps, each from a barrier to the end of this rank's work, and more.
 
     `before` are the bytes that the device had allocated when there was no model; `trace` is the
     file for what the profiler sees.
@@ -351,7 +365,7 @@ def _time(
     told = inductor_q.report(model)
     if told.graphs:
         extra["fused"] = f"{told.fused} of {len(told.layers)}"
-    return harness.Timing.of(samples), extra
+    return samples, extra
 
 
 def _allocated(device: torch.device) -> int:
@@ -447,10 +461,10 @@ def _large(suite: harness.Suite, arguments: argparse.Namespace) -> None:
 
         if on_gpu:
             built["build_peak_bytes"] = torch.cuda.max_memory_allocated(suite.device)
-        timing, extra = _time(step, model, arguments.steps or 5, suite.device, before)
+        samples, extra = _time(step, model, arguments.steps or 5, suite.device, before)
         suite.add(
             {"wrap": "fsdp2", "layers": layers, "tokens": ids.numel()},
-            {peer: timing},
+            {peer: harness.Timing.of(samples)},
             extra={peer: {**built, **extra}},
         )
         del step, model, optimizer, trained
