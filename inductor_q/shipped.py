@@ -22,8 +22,9 @@ def load_checkpoint(
     Nothing is quantized, and no packed weight is held in 16 bits: linear layers become
     `PackedLinear`, experts `inductor_q.experts.ExpertStack`s, and what is not packed is loaded in
     the model's dtypes. Make `model` under `inductor_q.kbit.meta_parameters()` from its
-    configuration; it changes when everything has been read. Then attach adapters. Its configuration
-    loses the quantization_config, which does not say how the model is packed now: save it by
+    configuration; it changes when everything has been read. Then attach adapters; where PEFT merges
+    them into linear layers, those become ordinary ones. Its configuration loses the
+    quantization_config, which does not say how the model is packed now: save it by
     `inductor_q.kbit.save`, or `inductor_q.kbit.dequantize_model` before `save_pretrained`. Tensors
     of the checkpoint that nothing in the model takes are told in a warning.
 

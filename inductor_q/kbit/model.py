@@ -33,7 +33,7 @@ from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.layers import check_some, linear_layers, linear_of, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
-from inductor_q.loading.merges import merge_by_values
+from inductor_q.loading.merges import dtype_of_inputs, forget_packed, merge_by_values, widen
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 
@@ -124,16 +124,21 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
 
     So it does with every other `PackedLinear`, of a checkpoint as it ships, with transformers'
     `FP8Linear`, and with layers whose weight is a tensor subclass of torchao's. Packed experts
-    become parameters, or dense stacks where they have adapters. Use this to merge an adapter, to
-    export, or to compare. `dtype` is the original's by default, and that of the model's
-    configuration for an `FP8Linear` and for experts. It changes the model in place and returns it,
-    as `quantize_model` does; with torchao's weights go transformers' marks of them.
+    become parameters, or dense stacks where they have adapters. Use this to export, to compare, or
+    to merge an adapter that PEFT cannot merge into packed layers. `dtype` is by default that of the
+    original, or of the last cast of the layer, and float32 where the model's embedding is; for an
+    `FP8Linear` and for experts it is that of the embedding. It changes the model in place and
+    returns it, as `quantize_model` does; with torchao's weights go transformers' marks of them.
+    Where adapters are merged, nothing packed is kept to be put back: PEFT subtracts them then.
 
     Raises:
         UnreadWeight: a weight of torchao's that none of our formats describes. Nothing has changed.
     """
     said = str(getattr(getattr(model, "config", None), "dtype", None)).removeprefix("torch.")
-    of_model: torch.dtype = getattr(torch, said, torch.bfloat16)  # a configuration may have a text
+    # A configuration may have a text, and no cast of the model changes it.
+    of_config: torch.dtype = getattr(torch, said, torch.bfloat16)
+    of_model = dtype_of_inputs(model) or of_config
+    widen(model)
     plain, unmarked = {}, False
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLinear):
@@ -152,6 +157,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
             stack: Any = child  # an `ExpertStack`, if one: its package imports this one
             if isinstance(child, Stack) and stack.format != DENSE:
                 stack.unpack(layer, name, dtype or of_model)
+    forget_packed(model)
     model = replace_layers(model, plain)
     for new in plain.values():
         merge_by_values(new, None)  # PEFT's layer above it may be one for packed weights

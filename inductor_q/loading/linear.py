@@ -26,9 +26,9 @@ class PackedLinear(nn.Linear):
 
     The state dict has the operands of the format under their names, and the bias. Integers are
     frozen parameters, which DDP, unlike buffers, does not send around in every step; floats are
-    buffers, and `to(dtype)`, `half()` and the like leave their dtype alone. Where the library has
-    sorted the columns (act-order), `columns` is the weight's column of each stored one, and inputs
-    are put in that order.
+    buffers, and `to(dtype)`, `half()` and the like leave their dtype alone, but change `dtype`,
+    that of decoded values. Where the library has sorted the columns (act-order), `columns` is the
+    weight's column of each stored one, and inputs are put in that order.
     """
 
     columns: Tensor | None
@@ -82,8 +82,11 @@ class PackedLinear(nn.Linear):
         return torch.empty_like(values).index_copy_(1, self.columns, values)
 
     def decoded(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """Return an ordinary layer of the same values, which shares the bias."""
-        return linear_of(self.dequantize(dtype), self.bias).train(self.training)
+        """Return an ordinary layer of the same values, which shares the bias, or has it cast."""
+        weight, bias = self.dequantize(dtype), self.bias
+        if bias is not None and bias.dtype is not weight.dtype:
+            bias = nn.Parameter(bias.detach().to(weight.dtype), requires_grad=bias.requires_grad)
+        return linear_of(weight, bias).train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         device_type = x.device.type
@@ -108,4 +111,6 @@ class PackedLinear(nn.Linear):
             after = self.get_buffer(name)
             if after.dtype != before.dtype:  # a cast of the module: move, do not round
                 setattr(self, name, before.to(after.device))
+        cast = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        self.dtype = cast if cast.is_floating_point else self.dtype
         return self

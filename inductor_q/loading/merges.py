@@ -6,8 +6,9 @@ more. A `PackedLinear` it takes for an ordinary layer, and would change codes. S
 layers ask first whether the layer below is one of ours; for every other they are PEFT's own.
 
 A library's tensor is decoded, and the sum packed again in the same layer. In the place of a
-`PackedLinear` an ordinary layer is put, of the sum in 16 bits, which `merge_and_unload` leaves in
-the model. What was packed is kept, and unmerging puts that back.
+`PackedLinear` an ordinary layer is put, of the sum in the layer's dtype, which `merge_and_unload`
+leaves in the model. What was packed is kept, and unmerging puts that back. Both layers have one
+parameter as their bias, so that an optimizer keeps it, and what it learns while merged stays.
 """
 
 from __future__ import annotations
@@ -16,19 +17,34 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from inductor_q.capture.values import dequantize
 from inductor_q.late import on_import
 from inductor_q.log import warn_once
 
+if TYPE_CHECKING:
+    from inductor_q.loading.linear import PackedLinear
+
 #: What packs the values of a linear layer again, an attribute of it; None where they stay values.
 PACK = "pack_again"
 #: The name under which PEFT's layer keeps what was below it before the first merge.
 KEPT = "inductor_q.kept"
+
+
+class _Below(NamedTuple):
+    """What is below PEFT's layer: a layer and, where adapters change it in its place, its weight.
+
+    The bias is the one before a merge, and `merged_bias` the one after.
+    """
+
+    base: Any
+    weight: Any
+    bias: Tensor | None
+    merged_bias: Tensor | None = None
 
 
 def merge_by_values(layer: nn.Module, pack: Callable[[nn.Module], object] | None) -> None:
@@ -43,12 +59,58 @@ def mend_merges() -> None:
     on_import("peft.tuners.lora.model", _mend)
 
 
+def forget_packed(model: nn.Module) -> None:
+    """Drop what was packed before merges: adapters come out of ordinary layers as PEFT has it."""
+    layer: Any
+    for layer in model.modules():
+        caches = vars(layer).get("_caches")
+        if isinstance(caches, dict) and caches.pop(KEPT, None):
+            merge_by_values(layer.get_base_layer(), None)
+
+
+def dtype_of_inputs(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of a model's embedding, which that of the inputs of its layers follows."""
+    find: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        weight: Any = getattr(find(), "weight", None) if find else None
+    except NotImplementedError:  # transformers', of a model without one
+        return None
+    dtype: torch.dtype | None = getattr(weight, "dtype", None)
+    return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+
+
+def widen(model: nn.Module) -> None:
+    """Have packed layers decode to float32 where the embedding is float32.
+
+    PEFT's `prepare_model_for_kbit_training` casts embeddings and norms without a call of the
+    layers, and their inputs are float32 then.
+    """
+    if dtype_of_inputs(model) is torch.float32:
+        for layer in model.modules():
+            if _is_ours(layer):
+                layer.dtype = torch.float32
+
+
 def _mend() -> None:
+    whole: Any = vars(sys.modules["peft.tuners.lora.model"])["LoraModel"]
+    for name in ("merge_adapter", "merge_and_unload"):
+        setattr(whole, name, _widened(getattr(whole, name)))
     plain: Any = vars(sys.modules["peft.tuners.lora.layer"])["Linear"]
     of_values = plain.merge, plain.unmerge
     for kind in (plain, *plain.__subclasses__()):
         if "merge" in vars(kind):
             kind.merge, kind.unmerge = _mended(kind.merge, kind.unmerge, *of_values)
+
+
+def _widened(own: Any) -> Any:
+    """Return a method of PEFT's model that merges, which looks at the whole model first."""
+
+    @functools.wraps(own)
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        widen(self.model)
+        return own(self, *args, **kwargs)
+
+    return merge
 
 
 def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> tuple[Any, Any]:
@@ -70,7 +132,7 @@ def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> 
         if _holds_values(base):
             unmerge_values(self)
         elif self.merged and KEPT in self._caches:
-            _put(self, *self._caches[KEPT])
+            _put_back(self, self._caches[KEPT])
             self._caches.clear()  # DoRA's norms are there too; all of it is for unmerging
             self.merged_adapters.clear()
         else:
@@ -84,9 +146,11 @@ def _holds_values(base: Any) -> bool:
     return PACK in vars(base) and type(base.weight) is nn.Parameter
 
 
-def _is_ours(base: Any) -> bool:
+def _is_ours(base: Any) -> TypeGuard[PackedLinear]:
     """Whether a layer is a `PackedLinear`, in whose place adapters have an ordinary one."""
-    return hasattr(base, "decoded")
+    from inductor_q.loading.linear import PackedLinear  # which has its layers merged by values
+
+    return isinstance(base, PackedLinear)
 
 
 def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], None]) -> None:
@@ -102,36 +166,75 @@ def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], Non
     if not names:
         return
     merged, before = layer.merged_adapters[:], _state(layer.get_base_layer())
-    packed, weight, bias = kept = layer._caches.get(KEPT, before) if merged else before
+    first = before
+    if merged and KEPT in layer._caches:
+        kept = layer._caches[KEPT]
+        first = kept._replace(bias=_unmerged_bias(kept, before.bias))
     try:
         layer.merged_adapters.clear()
-        if _is_ours(packed):
-            _put(layer, _values_of(packed))
-            with _in_float32(layer):
-                merge([*merged, *names])
-            _round(layer.get_base_layer(), packed)
-        else:
-            values = dequantize(weight)
-            # PEFT adds to the bias in place.
-            _put(layer, packed, values, None if bias is None else bias.clone())
-            merge([*merged, *names])
-            getattr(packed, PACK)(packed)
+        with _exactly(layer):
+            merge_all = functools.partial(merge, [*merged, *names])
+            if _is_ours(first.base):
+                _merge_decoded(layer, first, merge_all)
+            else:
+                bias = None if first.bias is None else first.bias.clone()  # PEFT adds in place
+                _put(layer, _Below(first.base, dequantize(first.weight), bias))
+                merge_all()
+                getattr(first.base, PACK)(first.base)
+            after = _state(layer.get_base_layer()).bias
+            first = first._replace(merged_bias=None if after is None else after.clone())
     except BaseException:
-        _put(layer, *before)
+        _put(layer, before)
         layer.merged_adapters[:] = merged
         raise
-    layer._cache_store(KEPT, kept)
+    layer._cache_store(KEPT, first)
 
 
-def _state(base: Any) -> tuple[nn.Module, Any, Any]:
-    """Return a layer and, where adapters change it in its place, its weight and bias."""
-    if _is_ours(base):
-        return base, None, None
-    return base, base.weight, None if base.bias is None else base.bias.data
+def _merge_decoded(layer: Any, first: _Below, merge: Callable[[], None]) -> None:
+    """Put an ordinary layer in the place of a packed one, and merge into that in float32."""
+    base, packed = layer.get_base_layer(), first.base
+    dtype = base.dtype if _is_ours(base) else base.weight.dtype  # of the last cast
+    values = packed.decoded(torch.float32)
+    setattr(values, PACK, None)
+    if first.bias is not None:
+        values.bias = nn.Parameter(first.bias.to(torch.float32, copy=True), False)
+    _put(layer, _Below(values, None, None))
+    with _in_float32(layer):
+        merge()
+    delattr(values, PACK)  # until the adapters are taken out the layer is as any other
+    values.weight = nn.Parameter(values.weight.detach().to(dtype), requires_grad=False)
+    if first.bias is not None:
+        base.bias.data = values.bias.detach().to(dtype)
+        values.bias = base.bias
+    warn_once(
+        "PEFT merges adapters into the values of packed layers, which are ordinary ones then: "
+        f"{dtype} takes {dtype.itemsize} bytes an element, more than {packed.format} did. The "
+        "packed weight is kept beside it until the adapters are unmerged or unloaded"
+    )
 
 
-def _put(layer: Any, base: Any, weight: Any = None, bias: Any = None) -> None:
+def _state(base: Any) -> _Below:
+    """Return what is below PEFT's layer."""
+    bias = None if base.bias is None else base.bias.data
+    return _Below(base, None if _is_ours(base) else base.weight, bias)
+
+
+def _put_back(layer: Any, kept: _Below) -> None:
+    """Put back what was packed, with what has happened to the layer in its place since."""
+    base, packed = layer.get_base_layer(), kept.base
+    with _exactly(layer):
+        bias = _unmerged_bias(kept, _state(base).bias)
+        if packed is not base:
+            packed.train(base.training)
+            packed.bias = base.bias
+            if not _is_ours(base):
+                packed.dtype = base.weight.dtype
+        _put(layer, kept._replace(bias=bias))
+
+
+def _put(layer: Any, below: _Below) -> None:
     """Put a layer below PEFT's, and in it a weight and a bias, where there are any."""
+    base, weight, bias, _ = below
     device = layer.get_base_layer().weight.device  # the model may have moved since
     while hasattr(layer.base_layer, "base_layer"):  # adapters of another kind are between
         layer = layer.base_layer
@@ -143,29 +246,27 @@ def _put(layer: Any, base: Any, weight: Any = None, bias: Any = None) -> None:
         base.bias.data = bias.to(device)
 
 
-def _values_of(packed: Any) -> nn.Linear:
-    """Return an ordinary layer of a packed one's values in float32, with a bias of its own."""
-    values: nn.Linear = packed.decoded(torch.float32)
-    if values.bias is not None:
-        values.bias = nn.Parameter(values.bias.detach().float().clone(), requires_grad=False)
-    setattr(values, PACK, None)
-    return values
+def _unmerged_bias(kept: _Below, now: Tensor | None) -> Tensor | None:
+    """Return the bias before the merge, with what training has changed in it since."""
+    if now is None or kept.bias is None or kept.merged_bias is None:
+        return kept.bias
+    dtype = kept.bias.dtype if now.dtype is kept.merged_bias.dtype else now.dtype
+    before, then = kept.bias.to(now.device), kept.merged_bias.to(now.device, now.dtype)
+    if torch.equal(now, then):
+        return before.to(dtype)
+    return (before.double() + (now.double() - then.double())).to(dtype)
 
 
-def _round(values: Any, packed: Any) -> None:
-    """Round what adapters have been merged into to the dtypes of the packed layer, and tell it."""
-    delattr(values, PACK)  # until the adapters are taken out the layer is as any other
-    values.weight = nn.Parameter(values.weight.detach().to(packed.dtype), requires_grad=False)
-    if (bias := packed.bias) is not None:
-        rounded = values.bias.detach().to(bias.dtype)
-        values.bias = nn.Parameter(rounded, requires_grad=bias.requires_grad)
-    before = sum(t.nbytes for t in packed.operands) / values.weight.numel()
-    warn_once(
-        "PEFT merges adapters into the values of packed layers, which are ordinary ones then: "
-        f"{packed.dtype} takes {packed.dtype.itemsize} bytes an element, where {packed.format} "
-        f"takes {before:.2f}. The packed weight is kept beside it until the adapters are unmerged "
-        "or unloaded"
-    )
+@contextlib.contextmanager
+def _exactly(layer: nn.Module) -> Iterator[None]:
+    """Have what is made here train later, and no product be rounded to autocast's dtype."""
+    device_type = next(layer.parameters()).device.type
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch.amp.is_autocast_available(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 @contextlib.contextmanager

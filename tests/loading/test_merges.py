@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 import inductor_q
 from inductor_q import exc, kbit, testing
-from inductor_q.loading.merges import mend_merges
+from inductor_q.loading.merges import KEPT, mend_merges
 from inductor_q.log import warn_once
 from tests.support.merged import merged_by_hand
 from tests.support.quantized_nets import BF16, Net, packed, tiny
@@ -28,6 +28,9 @@ def put_back() -> None:
     for kind in (peft.tuners.lora.layer.Linear, library.TorchaoLoraLinear):
         for name in ("merge", "unmerge"):
             setattr(kind, name, inspect.unwrap(vars(kind)[name]))
+    for name in ("merge_adapter", "merge_and_unload"):
+        whole = peft.tuners.lora.model.LoraModel
+        setattr(whole, name, inspect.unwrap(getattr(whole, name)))
     mend_merges.cache_clear()
 
 
@@ -227,7 +230,7 @@ def test_a_packed_layer_is_an_ordinary_one_while_adapters_are_merged(
     assert_rounded_once(merged.up.weight, expected)
     assert testing.relative_error(merged(x), output) < 0.02
     [message] = told
-    assert f"torch.bfloat16 takes 2 bytes an element, where {below.format} takes " in message
+    assert f"torch.bfloat16 takes 2 bytes an element, more than {below.format} did" in message
 
 
 def test_adapters_merge_into_a_packed_layer_at_once_or_one_by_one() -> None:
@@ -278,6 +281,151 @@ def test_a_copy_of_a_merged_model_is_unmerged_by_itself() -> None:
     net.unmerge_adapter()
     codes = [layer.base_layer.weight for layer in layers]
     assert torch.equal(*codes) and codes[0] is not codes[1]
+
+
+def test_the_warning_is_said_once_a_format(told: list[str]) -> None:
+    """For layers of any size: the codebook is a larger part of a small one."""
+    warn_once.cache_clear()
+    net: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1024)).to(BF16)
+    kbit.quantize_model(net, 4, progress=False)
+    adapted(net, target_modules=["0", "1"]).merge_adapter()
+    assert len(told) == 1
+
+
+def prepared(net: Any) -> Any:
+    return peft.prepare_model_for_kbit_training(net, use_gradient_checkpointing=False)
+
+
+#: How a model is cast after it has been packed, and the dtype of its layers' inputs then.
+CASTS: dict[str, tuple[Callable[[Any], Any], torch.dtype]] = {
+    "to": (lambda net: net.to(torch.float16), torch.float16),
+    "float": (lambda net: net.float(), torch.float32),
+    "prepare_model_for_kbit_training": (prepared, torch.float32),
+}
+
+
+@pytest.mark.parametrize("how", CASTS)
+@pytest.mark.parametrize("packed_by", ["mxfp4", "quantize_model"])
+@pytest.mark.parametrize("adapted_first", [False, True], ids=["", "adapted_first"])
+def test_a_model_that_was_cast_runs_once_merged_or_decoded(
+    how: str, packed_by: str, adapted_first: bool
+) -> None:
+    """Packed layers compute in any dtype; ordinary ones have that of their inputs."""
+    cast, dtype = CASTS[how]
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(  # which has biases
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2},
+    )
+    net = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    if packed_by == "quantize_model":
+        kbit.quantize_model(net, 4, progress=False)
+    else:
+        inductor_q.quantize(net, packed_by, progress=False)
+    net = cast(adapted(net)) if adapted_first else adapted(cast(net))
+    layer, ids = layer_of(net), torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        output = net(ids).logits
+        plain: Any = kbit.dequantize_model(copy.deepcopy(net))
+        assert layer_of(plain).base_layer.weight.dtype is dtype
+        assert testing.relative_error(plain(ids).logits, output) < 0.02
+        bias = layer.base_layer.bias.clone()
+        net.merge_adapter()
+        assert layer.base_layer.weight.dtype is layer.base_layer.bias.dtype is dtype
+        assert testing.relative_error(net(ids).logits, output) < 0.02
+        net.unmerge_adapter()
+        assert torch.equal(layer.base_layer.bias, bias) and torch.equal(net(ids).logits, output)
+        merged = net.merge_and_unload()
+        assert testing.relative_error(merged(ids).logits, output) < 0.02
+
+
+def test_casts_do_not_stop_at_packed_layers() -> None:
+    layer = packed_net("mxfp4").up
+    assert layer.to("meta").dtype is BF16 and layer.to_empty(device="cpu").dtype is BF16
+    assert layer.half().share_memory().dtype is layer.decoded().bias.dtype is torch.float16
+    assert layer.decoded().bias is layer.bias
+
+
+def test_a_bias_in_float32_comes_back() -> None:
+    """PEFT adds to a bias in its place."""
+    net = adapted(packed_net("mxfp4").float(), target_modules=["up"], lora_bias=True)
+    bias = net.base_model.model.up.base_layer.bias
+    before = bias.clone()
+    for _ in range(2):
+        net.merge_adapter()
+        assert not torch.equal(bias, before)
+        net.unmerge_adapter()
+        assert torch.equal(bias, before)
+
+
+@pytest.mark.parametrize("asked", ["mxfp4", "int8"])
+def test_what_is_merged_for_inference_trains_later(asked: str) -> None:
+    with_bias = asked == "mxfp4"  # PEFT's adapters of torchao's weights have none
+    net = adapted(packed_net(asked), target_modules=["up"], lora_bias=with_bias)
+    layer = net.base_model.model.up
+    with torch.inference_mode():
+        net.merge_adapter()
+    assert not any(t.is_inference() for t in (layer.base_layer.weight, layer.base_layer.bias))
+    with torch.inference_mode():
+        net.unmerge_adapter()
+    assert not any(t.is_inference() for t in layer.base_layer.parameters())
+    net(torch.randn(2, 64, dtype=BF16)).sum().backward()
+
+
+@pytest.mark.parametrize("asked", ["mxfp4", "int8"])
+def test_autocast_does_not_round_what_is_merged(asked: str) -> None:
+    nets = [adapted(packed_net(asked).float(), target_modules=["up"]) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    nets[0].merge_adapter()
+    with torch.autocast("cpu", BF16):
+        nets[1].merge_adapter()
+    weights = [inductor_q.dequantize(net.base_model.model.up.base_layer.weight) for net in nets]
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("asked", ["mxfp4", "int8"])
+def test_nothing_packed_comes_back_into_a_decoded_model(asked: str, dora: bool) -> None:
+    net = adapted(packed_net(asked), target_modules=["up"], use_dora=dora)
+    layer, x = net.base_model.model.up, torch.randn(2, 64, dtype=BF16)
+    with torch.no_grad():
+        output = net(x)
+        net.merge_adapter()
+        kbit.dequantize_model(net)
+        assert KEPT not in layer._caches
+        close = 0.02 if asked == "mxfp4" else 0.05  # the sum has been packed again
+        for act in (net.unmerge_adapter, net.merge_adapter):
+            act()
+            assert testing.relative_error(net(x), output) < close
+            assert type(layer.base_layer) is torch.nn.Linear and not packed(net)
+
+
+@pytest.mark.parametrize("asked", ["mxfp4", "int8"])
+def test_what_happens_to_a_merged_model_stays(asked: str) -> None:
+    """Its mode, the dtype of a cast, and what a bias has learned, in the optimizer's parameter."""
+    more: Any = {"target_modules": ["up"], "lora_bias": asked == "mxfp4"}
+    net = adapted(packed_net(asked), **more, bias="all").train()
+    net.add_adapter("second", peft.LoraConfig(r=2, **more, init_lora_weights=False))
+    layer = net.base_model.model.up
+    bias = layer.base_layer.bias
+    before = bias.detach().clone()
+    assert bias.requires_grad
+    for name in ("default", "second"):
+        net.merge_adapter(adapter_names=[name])
+        assert layer.base_layer.bias is bias
+        with torch.no_grad():
+            bias[:64] += 1
+    bias.requires_grad_(False)
+    net.eval()
+    if asked == "mxfp4":
+        net.float()
+    net.unmerge_adapter()
+    base = layer.base_layer
+    assert base.bias is bias and not bias.requires_grad and not base.training
+    assert torch.equal(bias[64:], before[64:].to(bias.dtype))
+    assert torch.allclose(bias[:64].float(), before[:64].float() + 2, atol=0.05)
+    dtype = torch.float32 if asked == "mxfp4" else BF16
+    assert bias.dtype is dtype is base.weight.dtype or base.dtype is dtype
 
 
 @pytest.mark.parametrize("beside", [None, "nf4", "int8"])

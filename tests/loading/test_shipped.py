@@ -368,7 +368,7 @@ def adapted_net(case: str, folder: Path, *, dora: bool = False) -> Any:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("case", ["fp8 tiles", "gptq act-order", "awq"])
 def test_an_adapter_is_merged_into_ordinary_layers(case: str, dora: bool, tmp_path: Path) -> None:
-    """Those that PEFT has in the place of packed ones, which come back bit by bit, or decoded."""
+    """PEFT puts them in the place of packed ones, which come back bit by bit, or decoded."""
     adapted = adapted_net(case, tmp_path, dora=dora)
     x = torch.randn(40, COLUMNS, generator=GENERATOR).to(BF16)
     before, expected = copy.deepcopy(adapted.state_dict()), adapted(x)
