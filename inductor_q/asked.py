@@ -79,6 +79,7 @@ BY_LAYER = (
     "torchao.quantization.quantize_(model, config, filter_fn=None), whose weights are read as well"
 )
 LEAVE_OUT = "Leave the layer out with skip=[...], or ask for another format"
+ON_A_GPU = "Say device=, or ask for another format"
 
 
 def _resolve_mapping(asked: Mapping[str, Any]) -> Any:

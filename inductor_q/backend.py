@@ -311,7 +311,7 @@ def _warn_of_breaks() -> None:
     if alive := len(live.quantized_layers()):
         log.warning(
             "qfuse: 0 of %d quantized layers fused so far; 3 graphs, %d breaks: `qfuse explain` "
-            "names them; a Trainer needs inductor_q.integrations.QfuseCallback()",
+            "names them. A Trainer without inductor_q.integrations.QfuseCallback() breaks so",
             *(alive, graph_breaks()),
         )
 

@@ -205,6 +205,8 @@ class _Layer:
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read our options raw and Inductor's checked, both by their full canonical names. Dynamo's are
     left out."""
+    if not isinstance(options, Mapping):
+        raise InvalidOptionValue(name="options", value=options, expected="a mapping of their names")
     ours: dict[str, Any] = {}
     patches: dict[str, Any] = {}
     translated: dict[str, tuple[str, Any]] = {}

@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 from inductor_q import capture
-from inductor_q.asked import LEAVE_OUT, OF_TORCHAO_FORMATS, dtypes_of, left_alone, resolve
+from inductor_q.asked import (
+    LEAVE_OUT,
+    OF_TORCHAO_FORMATS,
+    ON_A_GPU,
+    dtypes_of,
+    left_alone,
+    resolve,
+)
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import MissingExtra, NoQuantizer, NotAModel, NoValues, WrongScheme
 from inductor_q.formats import FORMATS
@@ -273,6 +280,8 @@ def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
         raise WrongScheme(asked=to, problem=f"torchao lacks what packs it: {error}") from error
     except (AssertionError, RuntimeError, ValueError) as error:
         problem = f"torchao does not take the {what} ({error}). {LEAVE_OUT}"
+        if hasattr(config, "int4_packing_format") and linear.weight.device.type == "cpu":
+            problem = f"torchao packs these codes on a GPU alone ({error}). {ON_A_GPU}"
         raise WrongScheme(asked=to, problem=problem) from error
     return _frozen(holder[0])
 

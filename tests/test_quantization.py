@@ -177,6 +177,12 @@ def test_a_layer_that_is_not_taken(asked: str, error: Any, problem: str) -> None
     assert all(parameter.requires_grad for parameter in after.values())
 
 
+def test_codes_that_a_gpu_has_to_pack() -> None:
+    layer = nn.Linear(128, 128, bias=False, dtype=BF16)
+    with pytest.raises(exc.WrongScheme, match=r"on a GPU alone \(.*\). Say device="):
+        inductor_q.quantize(layer, "int4", progress=False)
+
+
 @pytest.mark.parametrize("asked", ["nf4", "int8", "fp8_row", "kbit4", "mxfp4"])
 def test_a_weight_that_is_not_finite(asked: str) -> None:
     """It is named before another is packed, whichever library packs it: it would spoil a block."""

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from inductor_q import capture
 from inductor_q.capture.live import module_path
-from inductor_q.exc import NoRegion, NotAModule, UnknownRegions
+from inductor_q.exc import InvalidOptionValue, NoRegion, NotAModule, UnknownRegions
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
@@ -80,6 +80,8 @@ def compile(
     """
     check_module(model, "inductor_q.compile")
     check_options(options, mode)
+    if dynamic not in (True, False, None):
+        raise InvalidOptionValue(name="dynamic", value=dynamic, expected="True, False or None")
     found, is_sharded = compiled_regions(model, regions), _is_sharded(model)
     for path, error in capture.damaged(model):
         raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")

@@ -129,6 +129,9 @@ class Region:
     """Call a module compiled for its state, unless keys and values are cached, or it is inside of a
     function that somebody else compiles.
 
+    A model of transformers whose configuration has `use_cache` makes an empty cache in each forward
+    and gives it to its layers. Where they train they get none, as under gradient checkpointing.
+
     Under DDP torch would split the graph where a bucket of gradients is full, to overlap their
     all-reduce with the rest of backward. Adapters' gradients are small, and a part without the
     embeddings or the mask has less that can be fused, so the graph stays whole here. How many
@@ -141,8 +144,22 @@ class Region:
     shares: bool = False  # with others like it, one after the other: the layers of a model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self.module._call_impl(*args, **kwargs)
+        if (cache := kwargs.get("past_key_values")) is not None:
+            if not (self.shares and self.module.training and torch.is_grad_enabled()):
+                return self.module._call_impl(*args, **kwargs)
+            if not _is_new(cache):
+                warn_once(
+                    "inductor_q.compile: layers run in eager mode in a training step that reads "
+                    "keys and values of tokens before it (past_key_values)"
+                )
+                return self.module._call_impl(*args, **kwargs)
+            warn_once(
+                "inductor_q.compile: layers that train keep no keys and values, so the cache that "
+                "a step returns is empty. model.config.use_cache = False leaves it out altogether"
+            )
+            kwargs["past_key_values"] = None
         if self.states.lengths_vary:
             mark_lengths(kwargs)
         if args and self.shares and torch.is_grad_enabled():
@@ -155,6 +172,18 @@ class Region:
             needed["capture_dynamic_output_shape_ops"] = True
         with dynamo_config.patch(needed) if needed else contextlib.nullcontext():
             return call(*args, **kwargs)
+
+
+def _is_new(cache: Any) -> bool:
+    """Whether a cache of transformers has no keys and values yet."""
+    layers = getattr(cache, "layers", None)
+    return layers is not None and not any(map(_holds_something, layers))
+
+
+def _holds_something(layer: Any) -> bool:
+    """Whether a layer of a cache has keys and values, or the states of linear attention."""
+    states: Any = getattr(layer, "is_conv_states_initialized", {})
+    return bool(getattr(layer, "is_initialized", not states)) or any(states.values())
 
 
 def asks_for_graphs(settings: Mapping[str, Any], device: torch.device) -> str:

@@ -39,6 +39,7 @@ from inductor_q.integrations.states import (
 from inductor_q.log import log
 from inductor_q.options import check_options
 from inductor_q.process import report
+from inductor_q.verdict import LOST
 
 try:
     from tqdm import tqdm
@@ -158,7 +159,7 @@ class QfuseCallback(TrainerCallback):
         line = now.summary()
         if line != self._said and state.is_world_process_zero:
             tqdm.write(line)  # above the progress bar, which may stand on the same terminal
-            if now.layers and not now.fused:
+            if now.layers and not now.fused and LOST not in now.reasons():
                 log.warning("qfuse: the model has quantized layers, and none is fused")
         self._said = line
 

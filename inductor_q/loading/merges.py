@@ -17,7 +17,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from torch import Tensor, nn
 from inductor_q.capture.values import dequantize
 from inductor_q.late import on_import
 from inductor_q.log import warn_once
-
-if TYPE_CHECKING:
-    from inductor_q.loading.linear import PackedLinear
 
 #: What packs the values of a linear layer again, an attribute of it; None where they stay values.
 PACK = "pack_again"
@@ -85,6 +82,7 @@ def widen(model: nn.Module) -> None:
     PEFT's `prepare_model_for_kbit_training` casts embeddings and norms without a call of the
     layers, and their inputs are float32 then.
     """
+    layer: Any
     if dtype_of_inputs(model) is torch.float32:
         for layer in model.modules():
             if _is_ours(layer):
@@ -146,11 +144,9 @@ def _holds_values(base: Any) -> bool:
     return PACK in vars(base) and type(base.weight) is nn.Parameter
 
 
-def _is_ours(base: Any) -> TypeGuard[PackedLinear]:
+def _is_ours(base: Any) -> bool:
     """Whether a layer is a `PackedLinear`, in whose place adapters have an ordinary one."""
-    from inductor_q.loading.linear import PackedLinear  # which has its layers merged by values
-
-    return isinstance(base, PackedLinear)
+    return hasattr(base, "decoded")
 
 
 def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], None]) -> None:

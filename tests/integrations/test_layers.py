@@ -143,6 +143,51 @@ def test_gradients_by_torch_func() -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
+def test_layers_train_without_the_cache_that_a_configuration_asks_for(told: list[str]) -> None:
+    """transformers' default: a model makes an empty cache in each forward."""
+    model = qwen3(2)
+    expected = step(model)
+    model.config.use_cache = True
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = step(model)
+    assert (trace.graphs, trace.breaks, trace.recompiles) == (1, [], [])
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
+    assert [line for line in told if "keep no keys and values" in line] == told
+    with torch.no_grad():
+        cache = model(input_ids=IDS).past_key_values
+    assert cache.get_seq_length() == IDS.shape[1], "without gradients the cache is kept"
+
+
+def test_layers_that_read_a_cache_say_that_they_are_not_compiled(told: list[str]) -> None:
+    model = qwen3(2)
+
+    def losses() -> list[float]:
+        with torch.no_grad():
+            before = model(input_ids=IDS[:, :8], use_cache=True).past_key_values
+        call = {"past_key_values": before, "use_cache": True, "labels": IDS[:, 8:]}
+        return [model(input_ids=IDS[:, 8:], **call).loss.item()]
+
+    expected = losses()
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        assert losses() == pytest.approx(expected, rel=CLOSE)
+    assert trace.graphs == 0
+    assert [line for line in told if "reads keys and values of tokens before it" in line] == told
+
+
+@pytest.mark.parametrize(
+    "settings", [{"options": "fast"}, {"dynamic": "yes"}], ids=["options", "dynamic"]
+)
+def test_settings_of_no_known_kind(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(
+        inductor_q.exc.InvalidOptionValue, match=f"option '{name}': '{settings[name]}'"
+    ):
+        inductor_q.compile(nn.Linear(4, 4), **settings)
+
+
 def test_layers_are_no_cuda_graphs(told: list[str]) -> None:
     """Each would overwrite what the one before it has returned, and it reads, without backward."""
     model, graphs = qwen3(2), {"triton.cudagraphs": True}
