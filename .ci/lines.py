@@ -32,7 +32,7 @@ BUDGET = {
     "inductor_q/kernels": 7075,
     "inductor_q/loading": 2060,
     "inductor_q/ops": 2715,
-    "inductor_q/presets": 665,
+    "inductor_q/presets": 645,
     "inductor_q/tuning": 1135,
     "lowerings": 805,
     "passes": 6780,

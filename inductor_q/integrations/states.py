@@ -144,21 +144,10 @@ class Region:
     shares: bool = False  # with others like it, one after the other: the layers of a model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        cache = kwargs.get("past_key_values")
+        if torch.compiler.is_compiling() or (cache is not None and not self._leaves_out(cache)):
             return self.module._call_impl(*args, **kwargs)
-        if (cache := kwargs.get("past_key_values")) is not None:
-            if not (self.shares and self.module.training and torch.is_grad_enabled()):
-                return self.module._call_impl(*args, **kwargs)
-            if not _is_new(cache):
-                warn_once(
-                    "inductor_q.compile: layers run in eager mode in a training step that reads "
-                    "keys and values of tokens before it (past_key_values)"
-                )
-                return self.module._call_impl(*args, **kwargs)
-            warn_once(
-                "inductor_q.compile: layers that train keep no keys and values, so the cache that "
-                "a step returns is empty. model.config.use_cache = False leaves it out altogether"
-            )
+        if cache is not None:
             kwargs["past_key_values"] = None
         if self.states.lengths_vary:
             mark_lengths(kwargs)
@@ -172,6 +161,22 @@ class Region:
             needed["capture_dynamic_output_shape_ops"] = True
         with dynamo_config.patch(needed) if needed else contextlib.nullcontext():
             return call(*args, **kwargs)
+
+    def _leaves_out(self, cache: Any) -> bool:
+        """Whether this is a layer that trains, and does without a cache; say once what follows."""
+        if not (self.shares and self.module.training and torch.is_grad_enabled()):
+            return False
+        if not _is_new(cache):
+            warn_once(
+                "inductor_q.compile: layers run in eager mode in a training step that reads keys "
+                "and values of tokens before it (past_key_values)"
+            )
+            return False
+        warn_once(
+            "inductor_q.compile: layers that train keep no keys and values, so the cache that a "
+            "step returns is empty. model.config.use_cache = False leaves it out altogether"
+        )
+        return True
 
 
 def _is_new(cache: Any) -> bool:

@@ -70,7 +70,7 @@ def dtype_of_inputs(model: nn.Module) -> torch.dtype | None:
     find: Any = getattr(model, "get_input_embeddings", None)
     try:
         weight: Any = getattr(find(), "weight", None) if find else None
-    except NotImplementedError:  # transformers', of a model without one
+    except NotImplementedError:  # transformers raises it for a model without an embedding
         return None
     dtype: torch.dtype | None = getattr(weight, "dtype", None)
     return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
