@@ -13,10 +13,9 @@ What is compiled is each layer, or under DDP with ``--regions model`` all of the
 ``inductor_q.compile`` for ``qfuse``, by torch.compile otherwise. A step is forward and backward.
 ``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``).
 Peers come one after the other, so that a peak is of one model alone, and then once more in the
-reverse order (``--orders 1`` leaves that out), since the host's speed drifts within a process: a
-time is the median over both runs. ``inductor`` is stock Inductor
-behind our capture of bitsandbytes' gathered weights, without which it breaks at each linear layer
-under FSDP2.
+reverse order, since the host's speed drifts within a process: a step's time is the median over both
+runs. ``inductor`` is stock Inductor behind our capture of bitsandbytes' gathered weights, without
+which it breaks at each linear layer under FSDP2.
 
 ``--wraps experts`` takes layers of Qwen3-30B-A3B with LoRA on attention and experts, of which each
 rank keeps its share (``experts.shard``), beside DDP for all else; ``experts-ddp`` is the same model
@@ -119,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--vocab", type=int, help="default: that of the model")
     parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
     parser.add_argument("--steps", type=int, help="timed steps a peer; default: 12, and 5 if large")
-    parser.add_argument("--orders", type=int, choices=(1, 2), default=2)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--traces", type=Path, help="folder for the profiler's traces of rank 0")
     arguments = parser.parse_args(argv)
@@ -132,7 +130,6 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         warnings.filterwarnings("ignore", category=FutureWarning)
         suite = harness.start("bench_ranks", arguments)
         suite.settings |= {"ranks": dist.get_world_size(), "regions": arguments.regions}
-        suite.settings["orders"] = arguments.orders
         suite.settings["recipe"] = arguments.recipe
         if suite.device.type == "cuda":
             suite.settings["link_gbps"] = _link_gbps(suite.device)
@@ -170,7 +167,7 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
     samples: dict[str, list[float]] = {}
     extra: dict[str, dict[str, Any]] = {}
     peers = harness.available(arguments.backends)
-    for peer in [*peers, *peers[::-1]][: len(peers) * arguments.orders]:
+    for peer in [*peers, *reversed(peers)]:
         before = _allocated(suite.device)
         if is_moe:
             model = moe_model(config, suite.device, recipe, packed=True, experts=True)
