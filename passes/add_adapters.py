@@ -1,9 +1,9 @@
 """Add an adapter's product in place to the product of its layer's weight.
 
 `y = x W' + (x A') B'` in eight bits is two products. Each is as large as y, and if both are
-written, whatever reads the sum reads both. cuBLAS can add the second to the first in place, which
-moves as many bytes. Then nothing of the size of y is held beside y, and what is kept for backward
-is the sum: otherwise it is the first product, and backward computes the second again.
+written, whatever reads the sum reads both. `qfuse::add_product` adds the second to the first in
+place, which moves as many bytes. Then nothing of the size of y is held beside y, and what is kept
+for backward is the sum: otherwise it is the first product, and backward computes the second again.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inductor_q.kernels import (
+    add_product_reference,
+    add_product_triton,
     attention_rows_reference,
     attention_rows_triton,
     dropout_reference,
@@ -101,6 +103,10 @@ PROVIDERS: dict[str, Table] = {
     "dropout_grad_x": {
         "cpu": (dropout_reference.GRAD_X,),
         "cuda": (dropout_triton.GRAD_X, dropout_reference.GRAD_X),
+    },
+    "add_product": {
+        "cpu": (add_product_reference.KERNEL,),
+        "cuda": (add_product_triton.KERNEL, add_product_reference.KERNEL),
     },
     "tile_map": {
         "cpu": (tile_map_reference.KERNEL,),

@@ -149,3 +149,19 @@ class SoftmaxLoss(Call):
     @property
     def device(self) -> torch.device:
         return self.logits.device
+
+
+@dataclass(frozen=True)
+class AddProduct(Call):
+    """One call as a kernel gets it: add `a @ b` to `base`, rounded once."""
+
+    base: Tensor  # [M, N], overwritten by the sum
+    a: Tensor  # [M, K]
+    b: Tensor  # [K, N]
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def kind(self) -> Hashable:
+        return self.base.device, laid_out(self.base, self.a, self.b)

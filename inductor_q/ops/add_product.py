@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from inductor_q.kernels.calls import AddProduct
+from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.library import define
 
 aten = torch.ops.aten
@@ -27,9 +29,9 @@ def add_product(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `base` in place. (cuBLAS reads and writes it; out of place, `torch.addmm`
-    copies it first.)"""
-    torch.addmm(base, a, b, out=base)
+    """Add `a @ b` to `base` [M, N] in place, rounded once."""
+    if base.numel():
+        serve("add_product", AddProduct(base, a, b))
 
 
 def takes_base(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
+    add_product_triton,
     attention_rows_triton,
     dequantize_triton,
     dropout_kernels_triton,
@@ -65,6 +66,20 @@ def test_softmax_loss(gradient: bool) -> None:
     pointers = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "scale": "*fp32"}
     text = ptx(softmax_loss_triton._kernel(), constants, pointers)
     assert ("st.global.v4" in text) == gradient
+
+
+@pytest.mark.parametrize("rank", [16, add_product_triton.MOST])
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_add_product(arch: int, by_columns: bool, rank: int) -> None:
+    tile = {"ROWS": add_product_triton.ROWS, "COLUMNS": add_product_triton.COLUMNS}
+    constants = {"BY_COLUMNS": by_columns, **tile, "RANK": rank}
+    pointers = dict.fromkeys(("base", "a", "b"), "*bf16")
+    kernel = add_product_triton._kernel()
+    options = {"num_warps": add_product_triton.WARPS}
+    made = compiled(kernel, constants, pointers, arch=arch, **options)
+    assert made.metadata.shared <= 48 << 10
+    assert re.search(r"mma\.sync|wgmma", made.asm["ptx"])
 
 
 @pytest.mark.parametrize(("rows", "features", "dtype"), [(16, 128, "bf16"), (16, 256, "fp32")])

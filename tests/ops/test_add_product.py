@@ -12,8 +12,12 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from inductor_q import lowerings
+from inductor_q.kernels import add_product_triton
+from inductor_q.kernels.calls import AddProduct
+from inductor_q.kernels.dispatch import served_by
 from inductor_q.lowerings.calls import qfuse_add_product
 from inductor_q.ops.registry import define_ops
+from inductor_q.testing import relative_error
 
 define_ops()
 ADD_PRODUCT: Any = torch.ops.qfuse.add_product
@@ -40,8 +44,44 @@ def test_ops(rows: int, dtype: torch.dtype, device: str) -> None:
         assert torch.equal(ADD_PRODUCT(*args), expected)
         into = base.clone()
         qfuse_add_product(into, *args[1:])
-        assert torch.equal(into, expected)
+        exact = torch.addmm(*[arg.double() for arg in args])
+        limit = 1.25 * relative_error(expected, exact)
+        assert relative_error(into, exact) <= max(limit, 1e-15)
+        assert device == "cuda" or torch.equal(into, expected)
     opcheck(torch.ops.qfuse.add_product_.default, (base.clone(), a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("inner", [1, 8, 16, 48, 64, 65])
+def test_on_a_gpu(inner: int, dtype: torch.dtype) -> None:
+    """Rows and columns that fill no tile, factors that are parts of wider matrices, and launches
+    after the first, which skip Triton's own."""
+    generator = torch.Generator("cuda").manual_seed(inner)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    for rows, columns in ((1, 1), (300, 136), (1000, 4096)):
+        wide = random(rows, inner + 16)
+        for b in (random(inner, columns), random(columns, inner).t()):
+            for a in (wide[:, 16:], wide[:, :inner], wide[:, 16:].contiguous()):
+                base = random(rows, columns)
+                expected = torch.addmm(base, a, b)
+                exact = torch.addmm(base.double(), a.double(), b.double())
+                qfuse_add_product(base, a, b)
+                limit = 1.25 * relative_error(expected, exact)
+                assert relative_error(base, exact) <= max(limit, torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.gpu
+def test_the_kernel_serves_few_ranks() -> None:
+    for inner, provider in ((16, "triton"), (add_product_triton.MOST + 1, "reference")):
+        base, a, b = (
+            torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+            for shape in ((64, 128), (64, inner), (inner, 128))
+        )
+        assert served_by("add_product", AddProduct(base, a, b)) == provider
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

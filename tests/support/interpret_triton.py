@@ -2,8 +2,8 @@
 
 This is a program of its own, because Triton decides at import whether it interprets. It prints how
 many cases of dequantize, of quantize_kbit and of requantize to int8 were equal to the reference bit
-for bit (the interpreter truncates to e4m3), and how many of softmax_loss up to the rounding of
-float32 sums; the first case that is not raises. Names on the command line choose formats.
+for bit (the interpreter truncates to e4m3), and how many of softmax_loss and of add_product up to
+the rounding of sums; the first case that is not raises. Names on the command line choose formats.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
+    add_product_reference,
+    add_product_triton,
     dequantize_reference,
     dequantize_triton,
     quantize_kbit_triton,
@@ -23,7 +25,7 @@ from inductor_q.kernels import (
     softmax_loss_reference,
     softmax_loss_triton,
 )
-from inductor_q.kernels.calls import Dequantize, QuantizeKbit, Requantize, SoftmaxLoss
+from inductor_q.kernels.calls import AddProduct, Dequantize, QuantizeKbit, Requantize, SoftmaxLoss
 from inductor_q.kernels.quantize_kbit_reference import reference
 from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
 from tests.support.processes import asked_for
@@ -131,5 +133,26 @@ def softmax_loss() -> int:
     return cases
 
 
+def add_product() -> int:
+    cases = 0
+    for (rows, columns), inner, transposed in itertools.product(
+        ((1, 1), (65, 144)), (1, 16, 48), (False, True)
+    ):
+        generator = torch.Generator().manual_seed(cases)
+        base = torch.randn(rows, columns, generator=generator).half()
+        a = torch.randn(rows, inner + 8, generator=generator).half()[:, 8:]  # of a wider matrix
+        b = torch.randn(inner, columns, generator=generator).half()
+        b = b.t().contiguous().t() if transposed else b
+        results = []
+        for kernel in (add_product_triton.KERNEL, add_product_reference.KERNEL):
+            call = AddProduct(base.clone(), a, b)
+            assert not kernel.refuses(call)
+            kernel.run(call)
+            results.append(call.base)
+        torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
+        cases += 1
+    return cases
+
+
 if __name__ == "__main__":
-    print(dequantize(), quantize(), softmax_loss(), requantize())
+    print(dequantize(), quantize(), softmax_loss(), requantize(), add_product())
