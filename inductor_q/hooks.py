@@ -21,7 +21,7 @@ from inductor_q.log import log, warn_once
 from inductor_q.memory import Pair, plan
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.graph import is_nested
-from inductor_q.passes.runner import run
+from inductor_q.passes.runner import PARTITIONED, run
 from inductor_q.resolved import Resolved
 from inductor_q.seedless import partition_seedless
 
@@ -107,7 +107,7 @@ class JointPasses(_Passes, CustomGraphPass):
 
 class Partitioner(_Passes, CustomPartitionerFn):
     """Run the partition stage: tag what must not be saved, then partition as functorch does; then
-    the backward stage, on the graph that backward got."""
+    the backward stage, on the graph that backward got, and the partitioned stage, on both."""
 
     def __call__(
         self,
@@ -122,7 +122,9 @@ class Partitioner(_Passes, CustomPartitionerFn):
         kwargs["static_lifetime_input_indices"] = static_lifetime_input_indices
         forward, backward = self._planned(gm, joint_inputs, **kwargs)
         run_stage("backward", backward.graph, self.context)
-        backward.recompile()
+        for part in (forward, backward):
+            run_stage(PARTITIONED, part.graph, self.context)
+            part.recompile()
         return forward, backward
 
     def _planned(

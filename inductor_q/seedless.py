@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 
 from inductor_q.memory import Pair
 from inductor_q.passes.graph import argument
-from inductor_q.passes.keep_checkpointed import RECOMPUTED
+from inductor_q.passes.recompute import RECOMPUTED
 
 _ATTENTION = "aten::_scaled_dot_product_"
 

@@ -37,6 +37,7 @@ _OTHER_PASSES = CAPTURED_PASSES | {
     "recompute_products",
     "keep_checkpointed",
     "decode_again",
+    "project_in_place",
 }
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")

@@ -95,6 +95,8 @@ def _wide(
     in_place: dict[int, ir.TensorBox] = {}
     start = 0
     for block, width in zip(blocks, widths, strict=True):
+        if len(block.get_size()) != len(size):
+            block = lowering.view(block, [*lead, width])
         place = ir.SliceView.create(storage, len(lead), start, start + width, clamp=False)
         part = ir.ConcatKernel.realize_into(block, place)
         parts.append(part)

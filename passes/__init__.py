@@ -12,7 +12,7 @@ quantize_products stands between them: products in eight bits are none that an a
 can ride in, so extend_k finds those that were refused there.
 stack_gradients follows when extend_k has laid the gradients side by side. recompute_products,
 keep_checkpointed, which reads its marks, and keep_packed run in the partitioner, on what is left,
-and decode_again on the backward graph that it makes.
+decode_again on the backward graph that it makes, and project_in_place on both graphs.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
@@ -30,6 +30,7 @@ from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.passes.group_queries import GroupQueries
 from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
+from inductor_q.passes.project_in_place import ProjectInPlace
 from inductor_q.passes.quantize_products import QuantizeProducts
 from inductor_q.passes.read_packed import ReadPacked
 from inductor_q.passes.recompute_products import RecomputeProducts
@@ -59,6 +60,7 @@ PIPELINE: tuple[Pass, ...] = (
     KeepCheckpointed(),  # small parts of checkpointed segments are saved, not recomputed
     KeepPacked(),  # dequantized weights are recomputed, not saved
     DecodeAgain(),  # a decode for each wide product of backward
+    ProjectInPlace(),  # a projection that is not kept goes into the buffer it is computed for
 )
 
 __all__ = ["PIPELINE", "Pass", "Site"]

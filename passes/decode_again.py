@@ -18,8 +18,8 @@ from torch import fx
 
 from inductor_q.context import Context
 from inductor_q.passes.graph import CAT
-from inductor_q.passes.keep_checkpointed import RECOMPUTED
 from inductor_q.passes.products import DEQUANTIZE, packed_weight
+from inductor_q.passes.recompute import RECOMPUTED
 from inductor_q.passes.runner import Site
 
 

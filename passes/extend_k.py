@@ -12,7 +12,9 @@ cast, and is itself rounded once.
 
 It pays only if both wide operands are written in place: `qfuse::extend` lets the producer of x and
 the projection write into one buffer, and the weight is decoded into its columns (or rows) of
-another. The pass refuses what does not allow that: an x that an opaque kernel (attention) makes,
+another. (In a checkpointed segment the projection stays a product of its own, which
+`keep_checkpointed` can keep, and `project_in_place` puts it into the buffer that it is computed
+for.) The pass refuses what does not allow that: an x that an opaque kernel (attention) makes,
 unless little is copied, and an x that backward would compute again from what forward has written
 over. It also refuses fewer rows than `extend_k.min_rows` of the preset, an adapter in another
 dtype, and everything under numerics "strict".
@@ -72,7 +74,7 @@ from inductor_q.passes.products import (
     packed_weight,
     sums,
 )
-from inductor_q.passes.recompute import recompute_in_backward, recomputed_from
+from inductor_q.passes.recompute import is_checkpointed, recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 
 COLUMN_MULTIPLE = 64  # cuBLAS takes longer for a K that is no multiple of it
@@ -378,12 +380,16 @@ def _extend_group(graph: fx.Graph, members: Sequence[_Sum], backward: set[fx.Nod
     padded = -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     first = members[0].node
     blocks = list(members[0].blocks)
+    apart = len(projections) == 1 and bool(backward) and is_checkpointed(projections[0].node)
     with graph.inserting_before(first):
-        wide = _emit_extend(graph, blocks, members[0].bases, projections, padded - width, first)
+        if apart:
+            wide = _emit_beside(graph, members[0].bases, projections[0], padded - width, first)
+        else:
+            wide = _emit_extend(graph, blocks, members[0].bases, projections, padded - width, first)
         for member in members:
             _emit_sum(graph, member, wide, offsets, padded)
         base_width = sum(tensor(x).shape[-1] for x in blocks)
-        for projection in projections:
+        for projection in () if apart else projections:
             start = base_width + offsets[projection.node]
             part = emit(graph, SLICE, (wide, 1, start, start + projection.cols), projection.node)
             if projection.node not in backward:
@@ -418,6 +424,19 @@ def _emit_extend(
         rights[-1] = emit(graph, PAD, (rights[-1], [0, padding]), like)
     wide = emit(graph, EXTEND, (blocks, lefts, rights), like)
     return as_matrix(graph, wide)
+
+
+def _emit_beside(
+    graph: fx.Graph, bases: Sequence[Product], projection: Product, padding: int, like: fx.Node
+) -> fx.Node:
+    """Emit `qfuse::extend` of inputs and a projection of them that is computed by itself."""
+    blocks = [base.x for base in bases]
+    if any(tensor(x).shape[:-1] != tensor(blocks[0]).shape[:-1] for x in blocks):
+        blocks = [base.lhs for base in bases]
+    part = as_matrix(graph, projection.node)
+    if padding:
+        part = emit(graph, PAD, (part, [0, padding]), projection.node)
+    return as_matrix(graph, emit(graph, EXTEND, ([*blocks, part], [], []), like))
 
 
 def _emit_sum(

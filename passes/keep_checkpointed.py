@@ -3,8 +3,8 @@
 Checkpointing computes a segment again in backward, and all of it, in a graph: torch marks every
 node of a segment. Some values are cheap to keep, and save more than their share:
 
-- an adapter's projection `x A'` that extend_k has not taken: r columns beside the input's
-  thousands, where computing it again reads the whole input;
+- an adapter's projection `x A'`: r columns beside the input's thousands, where computing it again
+  reads the whole input, and under dropout makes its mask again;
 - which experts each token of a mixture chooses, by which gates, and the order of its rows: a few
   numbers a token, for which many small kernels would choose and sort again;
 - what the rest of the model reads of the last segment, as eager mode keeps it: else the segment's
@@ -33,11 +33,11 @@ from inductor_q.passes.fuse_dropout import PROJECT
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import VIEWS, arg, backward_nodes, tensor
 from inductor_q.passes.products import as_product, is_projection
+from inductor_q.passes.recompute import is_checkpointed
 from inductor_q.passes.runner import Site
 
 aten = torch.ops.aten
 
-RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _ATTENTION = "_scaled_dot_product_"
 
 
@@ -69,11 +69,6 @@ class KeepCheckpointed:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def is_checkpointed(node: fx.Node) -> bool:
-    """Whether checkpointing alone wants a value to be computed again: nobody asked for this one."""
-    return node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _outside(graph: fx.Graph, inside: set[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
     """Find what forward computes from its last segment for its outputs. (That a node has no tag
     says less: nodes that Inductor's own passes make inside of a segment have none.)"""
@@ -97,8 +92,7 @@ def _below_views(node: fx.Node) -> fx.Node:
 
 
 def _projected(node: fx.Node) -> fx.Node | None:
-    """Return x where the node is an adapter's `x A'`. (A product of a wide buffer is none, and what
-    extend_k projects into one comes with the buffer, which is filled again anyway.)"""
+    """Return x where the node is an adapter's `x A'`. (A product of a wide buffer is none.)"""
     if node.target is PROJECT:
         return arg(node, 0)
     product = as_product(node)

@@ -16,7 +16,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.passes.graph import VIEWS, is_nested, is_view
 
+RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+
 _ops = functools.cache(get_default_op_list)
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether checkpointing alone wants a value to be computed again: nobody asked for this one."""
+    return node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_in_backward(x: fx.Node) -> None:

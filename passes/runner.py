@@ -31,6 +31,9 @@ from inductor_q.passes.graph import is_nested
 #: The stage of Dynamo's graph, which may mutate and switch modes: AOTAutograd removes dead nodes.
 CAPTURED = "captured"
 
+#: The stage of the graphs that partitioning makes of one: forward's, then backward's.
+PARTITIONED = "partitioned"
+
 
 @dataclass(frozen=True)
 class Site:

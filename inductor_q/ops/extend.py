@@ -21,7 +21,8 @@ def extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[T
     """Return `cat([*blocks, *(lefts[j] @ rights[j])], -1)`.
 
     Args:
-        blocks: [..., K_i] with the same leading dimensions and dtype.
+        blocks: [..., K_i] with the same leading dimensions and dtype; all but the first may be
+            matrices of as many rows.
         lefts: [..., L_j] with those leading dimensions, most often blocks again.
         rights: [L_j, R_j].
 
@@ -34,7 +35,8 @@ def extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[T
 
 def _extend(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     parts = [left @ right for left, right in zip(lefts, rights, strict=True)]
-    return torch.cat([*blocks, *parts], -1)
+    lead = blocks[0].shape[:-1]
+    return torch.cat([part.reshape(*lead, part.shape[-1]) for part in (*blocks, *parts)], -1)
 
 
 def _fake(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
@@ -44,6 +46,7 @@ def _fake(blocks: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Te
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     blocks, lefts, rights = inputs
+    ctx.shapes = [block.shape for block in blocks]
     ctx.widths = [t.shape[-1] for t in (*blocks, *rights)]
     ctx.save_for_backward(*lefts, *rights)
 
@@ -54,7 +57,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], list[Tensor], list[
     grads = grad.split(ctx.widths, -1)
     blocks, parts = grads[: len(grads) - len(rights)], grads[len(grads) - len(rights) :]
     return (
-        list(blocks),
+        [grad.reshape(shape) for grad, shape in zip(blocks, ctx.shapes, strict=True)],
         [g @ right.t() for g, right in zip(parts, rights, strict=True)],
         [
             left.reshape(-1, left.shape[-1]).t() @ g.reshape(-1, g.shape[-1])

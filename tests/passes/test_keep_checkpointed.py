@@ -17,8 +17,10 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.graph_report import Report
 from inductor_q.integrations import prepare_checkpointing
+from inductor_q.passes.extend_k import EXTEND
 from inductor_q.passes.graph import CAT
 from inductor_q.passes.products import DEQUANTIZE
+from inductor_q.passes.recompute import RECOMPUTED
 from tests.support.compiling import count_ops, gradients, partition
 
 for extra in ("bitsandbytes", "peft", "transformers"):
@@ -139,24 +141,40 @@ def test_wide_buffers_and_attention() -> None:
     # Attention's result and its logsumexp are kept, or neither.
     assert count_ops(before.backward)[SDPA] == LAYERS
     assert count_ops(after.forward)[SDPA] == LAYERS and count_ops(after.backward)[SDPA] == 0
-    kept = {(64, 16): LAYERS, (2, 32, 64): 1, (2, 4, 32, 16): LAYERS}  # o_proj's projection
+    # The projections of o_proj and down_proj, of gate_proj and up_proj together, but not of q_proj,
+    # k_proj and v_proj, as wide as their input here.
+    kept = {(64, 16): 2 * LAYERS, (64, 32): LAYERS, (2, 32, 64): 1, (2, 4, 32, 16): LAYERS}
     assert after.kept - before.kept == kept
+    # Forward projects into the wide buffers; backward copies what was kept, or projects there too.
+    # It has no wide buffer of down_proj, whose product is not needed again.
+    for graph, count, projects in ((after.forward, 3, 3), (after.backward, 2, 1)):
+        wide = graph.find_nodes(op="call_function", target=EXTEND)
+        of_segments: list[Any] = [n.args for n in wide if n.meta.get("recompute") in RECOMPUTED]
+        assert len(of_segments) == count * LAYERS
+        assert sum(bool(lefts) for _, lefts, _ in of_segments) == projects * LAYERS
+        assert all(lefts or len(blocks) == 2 for blocks, lefts, _ in of_segments)
 
 
 @pytest.mark.parametrize("extended", [False, True])
 def test_projections_under_dropout(extended: bool) -> None:
-    """They are kept as others are. A product of a buffer that is wide by them is no projection."""
+    """They are kept as others are, and no mask of theirs is made again. A product of a buffer that
+    is wide by them is no projection."""
     thresholds = {**(WIDE if extended else PLAIN), "fuse_dropout.min_rows": 1}
     options = {"qfuse.thresholds": thresholds}
     forward, backward = partition(step, checkpointed(dropout=0.1), options)
     run = Run(forward, backward, _last())
     assert run.report.applied()["fuse_dropout"] == 7 * LAYERS
-    # Of o_proj and down_proj, or where attention cannot write into a wider buffer; the last result.
-    projections = LAYERS if extended else 2 * LAYERS
-    assert run.report.applied()["keep_checkpointed"] == projections + 1
-    assert run.kept[64, 16] == projections
+    # Of what reads one input together, where that is not too wide; and the last result.
+    kept = {(64, 16): 2, (64, 32): 1, (64, 48): 1} if extended else {(64, 16): 2}
+    assert run.report.applied()["keep_checkpointed"] == sum(kept.values()) * LAYERS + 1
+    assert {shape: run.kept[shape] for shape in kept} == {s: n * LAYERS for s, n in kept.items()}
     if extended:
         assert run.report.applied()["decode_again"]
+        assert run.report.applied()["project_in_place"] == 3 * LAYERS
+        wide, again = count_ops(forward), count_ops(backward)
+        assert wide["qfuse.extend_dropped"] == 3 * LAYERS and not wide["qfuse.extend"]
+        assert wide["qfuse.dropout_project"] == LAYERS  # attention cannot write into a wider buffer
+        assert not again["qfuse.extend_dropped"] and not again["qfuse.dropout_project"]
     for node in backward.find_nodes(op="call_function", target=DEQUANTIZE):
         assert [user.target for user in node.users].count(CAT) <= 1
 

@@ -92,7 +92,10 @@ def test_all_of_it_is_fused(recipe: str, packed: bool) -> None:
     refused = report.rejections()
     refused.pop("chunk_loss", None)  # a vocabulary of some hundreds
     for reason in refused.pop("keep_checkpointed", {}):
-        assert reason.startswith("attention of 32 positions is computed again")
+        wide = reason.startswith(
+            "its input is 1 times as large"
+        )  # q, k and v are projected together
+        assert wide or reason.startswith("attention of 32 positions is computed again")
     assert not refused
 
 

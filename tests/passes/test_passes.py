@@ -471,7 +471,9 @@ def test_without_passes_the_graph_is_as_bitsandbytes_wrote_it() -> None:
 
 def test_order_of_the_passes_is_the_pipeline() -> None:
     result = compiled(Between(lora()), x_MK())
-    assert [record.name for record in result.report.passes] == [p.name for p in PIPELINE]
+    ran = [record.name for record in result.report.passes]
+    assert list(dict.fromkeys(ran)) == [p.name for p in PIPELINE]
+    assert [name for name in dict.fromkeys(ran) if ran.count(name) > 1] == ["project_in_place"]
 
 
 @pytest.mark.parametrize(
