@@ -40,7 +40,6 @@ LINEAR = {
 }
 EIGHT_BITS = {
     "inductor": "stock Inductor",
-    step_figures.INT8: "qfuse, int8",
     "qfuse": "qfuse",
     step_figures.FP8: "qfuse, fp8",
 }
@@ -61,10 +60,9 @@ def linear(name: str, peers: Mapping[str, str] = LINEAR) -> str:
 
 
 def _compared(peers: Mapping[str, str]) -> list[str]:
-    """List the peers that the last one is held against; a product alone is no layer, and int8 is
-    for other GPUs."""
+    """List the peers that the last one is held against; a product alone is no layer."""
     *others, _ = peers
-    return [peer for peer in others if peer not in ("matmul", step_figures.INT8)]
+    return [peer for peer in others if peer != "matmul"]
 
 
 def dequantize(name: str) -> str:
@@ -561,6 +559,11 @@ VALUES: dict[str, Callable[[], str]] = {
     "fp8.ours": lambda: ms(seconds("step_trl_fp8-h100", step_figures.FP8)),
     "fp8.bf16": lambda: ms(seconds("step_trl_fp8-h100", "qfuse")),
     "fp8.stock": lambda: ms(seconds("step_trl_fp8-h100", "inductor")),
+    "fp8.ours.host": lambda: ms(seconds("step_trl_fp8_host-h100", step_figures.FP8)),
+    "fp8.bf16.host": lambda: ms(seconds("step_trl_fp8_host-h100", "qfuse")),
+    "ranks.extended": lambda: ms(seconds("ranks_extend_k-h100", "qfuse")),
+    "ranks.lean": lambda: ms(seconds("ranks_extend_k-h100", "qfuse[qfuse.passes=-extend_k]")),
+    "ranks.stock": lambda: ms(seconds("ranks_extend_k-h100", "inductor")),
     "small.graphs": lambda: ms(seconds("step_small-h100", step_figures.GRAPHS)),
     "small.qfuse": lambda: ms(seconds("step_small-h100", "qfuse")),
     "small.stock": lambda: ms(seconds("step_small-h100", "inductor")),

@@ -1,7 +1,7 @@
 """A product of few ranks added to a matrix in place on a GPU, at the speed of memory.
 
 A program has a tile of the matrix: it reads it once, multiplies all ranks of its rows and columns
-on tensor cores, and writes the sum. cuBLAS takes about 1.5 times as long for that.
+on tensor cores, and writes the sum. cuBLAS takes longer for that than a copy of the matrix.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
