@@ -53,8 +53,11 @@ def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
         with functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True):
             for body in bodies:
                 for node in body.graph.nodes:
-                    if node.op == "call_function" and not _is_grad_mode(node):
-                        check_node_safe(node)
+                    if node.op != "call_function" or _is_grad_mode(node):
+                        continue
+                    if _is_unnamed(node):
+                        return False
+                    check_node_safe(node)
     except Exception as error:
         from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
@@ -66,6 +69,12 @@ def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
 
 def _is_grad_mode(node: fx.Node) -> bool:
     return node.target is torch._C._set_grad_enabled
+
+
+def _is_unnamed(node: fx.Node) -> bool:
+    """Whether the target is a method such as `torch.Tensor.set_`, which says no module that it is
+    of; torch's check, which asks every target for one, would fail."""
+    return not hasattr(node.target, "__module__")
 
 
 def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> str:

@@ -44,6 +44,12 @@ class ProcessReport:
         return sum(verdict.status == "fused" for verdict in self.layers.values())
 
     @property
+    def fused_once(self) -> bool:
+        """Whether some graph has fused a layer, which another, as of evaluation, may not have."""
+        judged = (verdict for one in self.reports for verdict in one.verdicts().values())
+        return any(verdict.status == "fused" for verdict in judged)
+
+    @property
     def is_clean(self) -> bool:
         """Whether each layer is fused, or left to its library by choice, without a break, and
         nothing was refused a graph."""

@@ -276,7 +276,7 @@ def _impossible(found: _Sum) -> str:
     layer = {tensor(base.node).dtype for base in found.bases}
     whole = tensor(found.node).dtype
     if not dtypes <= layer or (layer != {whole} and not _are_widened(layer, whole)):
-        return f"the adapter computes in {dtypes}, the layer in {layer}"
+        return _in_two_dtypes(dtypes, layer)
     if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
         return "one term uses its weight transposed, another does not"
     for one, other in itertools.combinations(found.lows, 2):
@@ -286,6 +286,14 @@ def _impossible(found: _Sum) -> str:
     if len(set(found.blocks)) < len(found.blocks):
         return "two quantized layers of the sum share an input"
     return ""
+
+
+def _in_two_dtypes(adapters: set[torch.dtype], layer: set[torch.dtype]) -> str:
+    both = [" and ".join(sorted(map(str, dtypes))) for dtypes in (adapters, layer)]
+    found = f"the adapter computes in {both[0]}, the layer in {both[1]}"
+    if adapters != {torch.float32} or not layer <= HALVES:
+        return found
+    return f"{found} (autocast or 16-bit adapters let them join the main product)"
 
 
 def _are_widened(layer: set[torch.dtype], whole: torch.dtype) -> bool:

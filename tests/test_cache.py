@@ -310,6 +310,20 @@ def test_an_autograd_function_in_a_checkpointed_segment_is_cacheable() -> None:
     assert bodies_are_cacheable(captured[0])
 
 
+def test_a_segment_that_sets_data_is_not_cacheable() -> None:
+    """As a layer of LLM.int8 does. The node's target is a method of C, which says no module that it
+    is of, and torch's check would fail for want of one."""
+    from inductor_q.cache import bodies_are_cacheable
+
+    body = torch.fx.Graph()
+    weight, codes = body.placeholder("weight"), body.placeholder("codes")
+    set_: Any = torch.Tensor.set_
+    body.output(body.call_function(set_, (weight, codes)))
+    whole = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+    whole.add_submodule("segment", torch.fx.GraphModule(torch.nn.Module(), body))
+    assert not bodies_are_cacheable(whole)
+
+
 def test_reports_are_kept_by_all_that_a_compile_depends_on() -> None:
     from inductor_q.cache import report_key
     from inductor_q.context import Context, new_report

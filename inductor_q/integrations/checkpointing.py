@@ -8,11 +8,16 @@ whatever was asked for, needs no such hook: the adapters inside the segment are 
 Experts that `replace_parameter_4bit` has packed have hooks which keep a decoded weight while their
 module runs, in dictionaries of torch that no segment may change. A graph needs them no more: there
 a weight that is read twice is one node.
+
+A layer of LLM.int8 notes in each forward whether it trains and where its codes are. Eager
+checkpointing does that again in backward, and Dynamo, which cannot, traces such a segment only
+where it is told that nobody needs it again.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +64,12 @@ def input_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         for key, hook in list(module._forward_hooks.items()):
             if getattr(hook, "__name__", "") in _HOOKS:
                 yield path, module, key
+
+
+def notes_in_forward(model: nn.Module) -> bool:
+    """Whether `model` has layers of LLM.int8, whose forward writes the same to them each time."""
+    kind = getattr(sys.modules.get("bitsandbytes.nn"), "Linear8bitLt", ())
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def _in_eager_mode(hook: Callable[..., None]) -> Callable[..., None]:

@@ -167,6 +167,26 @@ def test_only_the_hook_is_removed() -> None:
     assert list(embedding._forward_hooks.values()) == [another]
 
 
+def test_layers_of_llm_int8_are_in_the_graph_of_a_checkpointed_layer() -> None:
+    """Their forward writes to the layer, which Dynamo lets no segment do unless it is told to."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    base = inductor_q.quantize(auto.from_config(config, dtype=torch.bfloat16), "llm_int8")
+    lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    enable(False)(model)
+    eager = step(model, model)
+    inductor_q.compile(model)
+    torch._dynamo.reset()
+    with testing.CompileTrace() as trace:
+        compiled = step(model, model)
+    assert (trace.graphs, trace.breaks) == (1, [])
+    assert testing.relative_error(compiled, eager) < 0.02
+
+
 def with_packed_experts(layers: int = 1) -> Any:
     config = testing.tiny_qwen3_moe_config(num_hidden_layers=layers)
     auto = pytest.importorskip("transformers").AutoModelForCausalLM

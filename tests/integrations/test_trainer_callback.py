@@ -17,7 +17,7 @@ from torch import nn
 
 import inductor_q
 from examples.common import byte_tokenizer
-from inductor_q import backend
+from inductor_q import backend, testing
 from inductor_q.exc import (
     NoProfileSteps,
     NoRegion,
@@ -38,18 +38,20 @@ from tests.support.trainers import COMMON, model, rows, train
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
+from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
     Trainer,
     TrainingArguments,
 )
 
 
-def trainer(out: Path, *, layers: int = 1, **settings: Any) -> Any:
+def trainer(out: Path, *, layers: int = 1, net: Any = None, **settings: Any) -> Any:
     arguments: Any = TrainingArguments(output_dir=str(out), **{**COMMON, **settings})
     pad: Any = DataCollatorForLanguageModeling(byte_tokenizer(), mlm=False)
     data: Any = rows(40)
-    return Trainer(model(layers), arguments, pad, data, data[:4])
+    return Trainer(model(layers) if net is None else net, arguments, pad, data, data[:4])
 
 
 @pytest.mark.slow
@@ -171,6 +173,27 @@ def test_cuda_graphs_and_gradients_that_add_up(
     graphs = report.options.get("triton.cudagraphs", {"value": "False"})
     assert graphs["value"] == str(batches == 1)
     assert (f"CUDA graphs (triton.cudagraphs: {told}) stay off" in caplog.text) == bool(told)
+
+
+def test_layers_fused_in_training_are_not_said_to_be_fused_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where an evaluation's graph leaves them to their library, as that of LLM.int8 does."""
+
+    config = testing.tiny_qwen3_config(num_hidden_layers=1, pad_token_id=258)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    inductor_q.quantize(base, "llm_int8")
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    settings: dict[str, Any] = {
+        "max_steps": 1,
+        "bf16": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    net = get_peft_model(base, lora)
+    train(lambda: trainer(tmp_path, net=net, **settings), compiled=True)
+    assert "codes with codes" in caplog.text
+    assert "none is fused" not in caplog.text
 
 
 def test_evaluation_keeps_its_predictions_out_of_cuda_graphs(tmp_path: Path) -> None:

@@ -112,3 +112,15 @@ def test_the_plan_with_dropout_and_checkpointing_is_that_of_bfloat16() -> None:
     assert found["fuse_dropout"] == 7 * LAYERS
     assert found == expected
     assert products(own) == products(graphs)
+
+
+def test_without_autocast_the_reason_names_the_way_out() -> None:
+    """Adapters and activations are float32, and the 4-bit layers compute in bfloat16."""
+    partition(lambda run: step(run, autocast=False), qlora(), {"qfuse.numerics": "relaxed", **ROWS})
+    report = inductor_q.last_report()
+    assert report is not None
+    reasons = {verdict.reason for verdict in report.verdicts().values()}
+    assert reasons == {
+        "the adapter computes in torch.float32, the layer in torch.bfloat16 "
+        "(autocast or 16-bit adapters let them join the main product)"
+    }
