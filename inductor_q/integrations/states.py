@@ -27,6 +27,7 @@ from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.checkpointing import notes_in_forward
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
+from inductor_q.integrations.router_logits import prepare_router_logits
 from inductor_q.log import warn_once
 from inductor_q.options import resolve
 
@@ -46,7 +47,8 @@ class States:
         self.functions: dict[tuple[Any, State], Callable[..., Any]] = {}
         self.latest: State | None = None
         self.is_sharded = is_sharded(model)
-        self.notes_in_forward = notes_in_forward(model)
+        collects = prepare_router_logits(model)
+        self.notes_in_forward = collects or notes_in_forward(model)
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.keeps_results = False  # of calls without gradients, where a CUDA graph overwrites them
         self.told_by: Any = None  # the callback that says what came of it

@@ -19,6 +19,7 @@ NAMES = re.compile(
 ALLOWED = {
     "inductor_q/commands/cache.py": "packages whose versions say whether a cache fits",
     "inductor_q/exc.py": "a text that names who has packed a weight",
+    "inductor_q/integrations/checkpointing.py": "knows a layer whose forward writes to itself",
     "inductor_q/integrations/cpu_packing.py": "undoes what that library does to a module",
     "inductor_q/integrations/dora.py": "decodes a module's weight as that library's layer does",
     "inductor_q/loading/readers/__init__.py": "methods that need no reader, by config.json",

@@ -207,6 +207,29 @@ def moe_step(model: Any, run: Callable[..., Any]) -> torch.Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients({}, model).values()])
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_router_logits_are_in_the_graph(checkpointed: bool) -> None:
+    """Of a mixture whose auxiliary loss is asked for, as TRL does, with that loss's gradients."""
+    pytest.importorskip("transformers.utils.output_capturing")
+    model = with_packed_experts(layers=2)
+    model.config.output_router_logits = True
+    found = {}
+    for coefficient in (0.0, 5.0):
+        model.get_base_model().router_aux_loss_coef = coefficient
+        model.zero_grad()
+        found[coefficient] = moe_step(model, model)
+    assert testing.relative_error(found[0.0], found[5.0]) > 0.1
+    if checkpointed:
+        enable(False)(model)
+    inductor_q.compile(model)
+    torch._dynamo.reset()
+    model.zero_grad()
+    with testing.CompileTrace() as trace:
+        compiled = moe_step(model, model)
+    assert (trace.graphs, trace.breaks) == (1, [])
+    assert testing.relative_error(compiled, found[5.0]) < 0.03
+
+
 def test_packed_experts_are_in_the_graph_of_a_checkpointed_layer() -> None:
     model = with_packed_experts()
     enable(False)(model)
