@@ -27,6 +27,7 @@ from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.checkpointing import notes_in_forward
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
+from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.router_logits import prepare_router_logits
 from inductor_q.log import warn_once
 from inductor_q.options import resolve
@@ -110,8 +111,9 @@ class States:
         PEFT gives one list of active adapters to all layers, or each its own, depending on what was
         called. Dynamo guards on which it is, so layers with equal lists share one. States of
         adapters that were deleted are dropped, and their graphs with them. New adapters of DoRA are
-        prepared for one graph.
+        prepared for one graph, and NEFTune's hooks, which come and go with training.
         """
+        prepare_neftune(self.model)
         if self.latest is None or state[0] != self.latest[0]:
             prepare_dora(self.model)
             # Not a wrapper of modules_to_save, which never merges and has the name in its class.
