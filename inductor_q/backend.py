@@ -311,7 +311,7 @@ def _warn_of_breaks() -> None:
     if alive := len(live.quantized_layers()):
         log.warning(
             "qfuse: 0 of %d quantized layers fused so far; 3 graphs, %d breaks: `qfuse explain` "
-            "names them. In a Trainer inductor_q.integrations.QfuseCallback() prevents most",
+            "names them. In a Trainer inductor_q.integrations.QfuseCallback() prevents most breaks",
             *(alive, graph_breaks()),
         )
 

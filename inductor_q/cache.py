@@ -55,7 +55,7 @@ def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
                 for node in body.graph.nodes:
                     if node.op != "call_function" or _is_grad_mode(node):
                         continue
-                    if _is_unnamed(node):
+                    if _has_no_module(node):
                         return False
                     check_node_safe(node)
     except Exception as error:
@@ -71,9 +71,9 @@ def _is_grad_mode(node: fx.Node) -> bool:
     return node.target is torch._C._set_grad_enabled
 
 
-def _is_unnamed(node: fx.Node) -> bool:
-    """Whether the target is a method such as `torch.Tensor.set_`, which says no module that it is
-    of; torch's check, which asks every target for one, would fail."""
+def _has_no_module(node: fx.Node) -> bool:
+    """Whether the target has no `__module__`, as methods written in C such as `torch.Tensor.set_`
+    have none. torch's check reads it from every target and would raise."""
     return not hasattr(node.target, "__module__")
 
 

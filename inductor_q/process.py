@@ -44,8 +44,9 @@ class ProcessReport:
         return sum(verdict.status == "fused" for verdict in self.layers.values())
 
     @property
-    def fused_once(self) -> bool:
-        """Whether some graph has fused a layer, which another, as of evaluation, may not have."""
+    def fused_anywhere(self) -> bool:
+        """Whether any graph has fused any layer. `fused` judges each layer by its worst graph,
+        which may be that of evaluation."""
         judged = (verdict for one in self.reports for verdict in one.verdicts().values())
         return any(verdict.status == "fused" for verdict in judged)
 

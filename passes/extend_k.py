@@ -388,7 +388,8 @@ def _extend_group(graph: fx.Graph, members: Sequence[_Sum], backward: set[fx.Nod
     padded = -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     first = members[0].node
     blocks = list(members[0].blocks)
-    apart = len(projections) == 1 and bool(backward) and is_checkpointed(projections[0].node)
+    nodes = [projection.node for projection in projections]
+    apart = len(nodes) == 1 and nodes[0] not in backward and is_checkpointed(nodes[0])
     with graph.inserting_before(first):
         if apart:
             wide = _emit_beside(graph, members[0].bases, projections[0], padded - width, first)
@@ -441,9 +442,9 @@ def _emit_beside(
     blocks = [base.x for base in bases]
     if any(tensor(x).shape[:-1] != tensor(blocks[0]).shape[:-1] for x in blocks):
         blocks = [base.lhs for base in bases]
-    part = as_matrix(graph, projection.node)
+    part = projection.node
     if padding:
-        part = emit(graph, PAD, (part, [0, padding]), projection.node)
+        part = emit(graph, PAD, (part, [0, padding]), part)
     return as_matrix(graph, emit(graph, EXTEND, ([*blocks, part], [], []), like))
 
 

@@ -3,7 +3,8 @@
 In a checkpointed segment extend_k puts `x A'` beside x as a value of its own, so that
 keep_checkpointed can keep it. Backward, which finds it kept, copies its few columns. In the graph
 that computes it this pass makes the two one operation, and readers of the projection get a copy:
-otherwise x would be computed to where the projection reads it, and copied.
+otherwise x would get a buffer of its own for the projection to read, and be copied into the wide
+one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class ProjectInPlace:
             part = blocks[-1]
             node = peel_rows(arg(part, 0) if part.target is PAD else part)
             if node.target is PROJECT:
-                yield Site(wide, plan=(node, blocks[0]))
+                if len(blocks) == 2 and peel_rows(blocks[0]) is peel_rows(arg(node, 0)):
+                    yield Site(wide, plan=(node, blocks[0]))
             elif (product := as_product(node)) is not None and product.weight is None:
                 source = next((x for x in blocks[:-1] if peel_rows(x) is product.x), None)
                 if source is not None:

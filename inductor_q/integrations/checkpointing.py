@@ -11,7 +11,7 @@ a weight that is read twice is one node.
 
 A layer of LLM.int8 notes in each forward whether it trains and where its codes are. Eager
 checkpointing does that again in backward, and Dynamo, which cannot, traces such a segment only
-where it is told that nobody needs it again.
+where `skip_fwd_side_effects_in_bwd_under_checkpoint` says that nobody needs it again.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def input_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
                 yield path, module, key
 
 
-def notes_in_forward(model: nn.Module) -> bool:
-    """Whether `model` has layers of LLM.int8, whose forward writes the same to them each time."""
+def has_llm_int8(model: nn.Module) -> bool:
+    """Whether `model` has layers of LLM.int8, whose forward changes the layer."""
     kind = getattr(sys.modules.get("bitsandbytes.nn"), "Linear8bitLt", ())
     return any(isinstance(module, kind) for module in model.modules())
 

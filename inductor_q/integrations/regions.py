@@ -51,7 +51,8 @@ def compile(
     """Compile a model in place with qfuse, and return it.
 
     A model that is compiled so already stays as it is, under other settings it is compiled anew.
-    Gradient checkpointing and DoRA are prepared for one graph, and bitsandbytes is kept from
+    Gradient checkpointing, DoRA, NEFTune and router logits of experts (where the configuration asks
+    for them) are prepared for one graph, and bitsandbytes is kept from
     repacking 4-bit weights on a CPU. transformers' layers of FP8 checkpoints multiply with their
     decoded weights from then on (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics"
     is "strict". `generate` and other calls with a cache of keys and values run in eager mode: they
@@ -101,6 +102,7 @@ def compile(
         if region and (module not in found or region.states.settings != settings):
             set_region(module, None)
         elif region:
+            region.states.skips_effects |= states.skips_effects
             states = region.states
     for module in found:
         if is_sharded:

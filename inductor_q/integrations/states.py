@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from inductor_q.backend import qfuse_backend
 from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS, wants_graphs
-from inductor_q.integrations.checkpointing import notes_in_forward
+from inductor_q.integrations.checkpointing import has_llm_int8
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
 from inductor_q.integrations.neftune import prepare_neftune
@@ -48,8 +48,8 @@ class States:
         self.functions: dict[tuple[Any, State], Callable[..., Any]] = {}
         self.latest: State | None = None
         self.is_sharded = is_sharded(model)
-        collects = prepare_router_logits(model)
-        self.notes_in_forward = collects or notes_in_forward(model)
+        # Of what forward notes in these, nobody reads what backward would note again.
+        self.skips_effects = prepare_router_logits(model) or has_llm_int8(model)
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.keeps_results = False  # of calls without gradients, where a CUDA graph overwrites them
         self.told_by: Any = None  # the callback that says what came of it
@@ -165,7 +165,7 @@ class Region:
             needed["optimize_ddp"] = False
         if self.states.is_sharded:
             needed["capture_dynamic_output_shape_ops"] = True
-        if self.states.notes_in_forward:
+        if self.states.skips_effects:
             needed["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
         with dynamo_config.patch(needed) if needed else contextlib.nullcontext():
             return call(*args, **kwargs)

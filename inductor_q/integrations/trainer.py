@@ -159,7 +159,7 @@ class QfuseCallback(TrainerCallback):
         line = now.summary()
         if line != self._said and state.is_world_process_zero:
             tqdm.write(line)  # above the progress bar, which may stand on the same terminal
-            if now.layers and not now.fused_once and LOST not in now.reasons():
+            if now.layers and not now.fused_anywhere and LOST not in now.reasons():
                 log.warning("qfuse: the model has quantized layers, and none is fused")
         self._said = line
 

@@ -57,7 +57,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], list[Tensor], list[
     grads = grad.split(ctx.widths, -1)
     blocks, parts = grads[: len(grads) - len(rights)], grads[len(grads) - len(rights) :]
     return (
-        [grad.reshape(shape) for grad, shape in zip(blocks, ctx.shapes, strict=True)],
+        [g.reshape(shape) for g, shape in zip(blocks, ctx.shapes, strict=True)],
         [g @ right.t() for g, right in zip(parts, rights, strict=True)],
         [
             left.reshape(-1, left.shape[-1]).t() @ g.reshape(-1, g.shape[-1])

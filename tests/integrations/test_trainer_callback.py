@@ -179,7 +179,6 @@ def test_layers_fused_in_training_are_not_said_to_be_fused_nowhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where an evaluation's graph leaves them to their library, as that of LLM.int8 does."""
-
     config = testing.tiny_qwen3_config(num_hidden_layers=1, pad_token_id=258)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     inductor_q.quantize(base, "llm_int8")

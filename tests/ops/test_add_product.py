@@ -84,6 +84,33 @@ def test_the_kernel_serves_few_ranks() -> None:
         assert served_by("add_product", AddProduct(base, a, b)) == provider
 
 
+@pytest.mark.parametrize(("rows", "inner"), [(0, 4), (8, 0)])
+def test_nothing_to_add(rows: int, inner: int, device: str) -> None:
+    x, w, a, b = operands(rows, inner, device=device)
+    base = x @ w
+    expected = base.clone()
+    qfuse_add_product(base, a, b)
+    assert torch.equal(base, expected)
+
+
+def test_what_the_kernel_refuses() -> None:
+    """Each with a reason; cuBLAS serves them."""
+    _, _, a, b = operands()
+    base = torch.zeros(8, 24, dtype=torch.bfloat16)
+    wide, high = base.new_empty(8, 65), base.new_empty(65, 24)
+    far = torch.empty_strided((4, 24), (2**30, 1), dtype=base.dtype, device="meta")
+    for call, reason in (
+        (AddProduct(base.float(), a, b), "bfloat16"),
+        (AddProduct(base.to(torch.int16), a.to(torch.int16), b.to(torch.int16)), "bfloat16"),
+        (AddProduct(base, wide, high), "65 ranks"),
+        (AddProduct(base.t().contiguous().t(), a, b), "not contiguous"),
+        (AddProduct(base, a.t().contiguous().t(), b), "lie apart"),
+        (AddProduct(base, a, far), "32 bits"),
+    ):
+        assert reason in add_product_triton.KERNEL.refuses(call)
+    assert not add_product_triton.KERNEL.refuses(AddProduct(base, a, b))
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     _, _, a, b = operands()
     meta = [torch.empty(8, 23, device="meta"), a.to("meta"), b.to("meta")]

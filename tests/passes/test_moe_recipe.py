@@ -92,9 +92,8 @@ def test_all_of_it_is_fused(recipe: str, packed: bool) -> None:
     refused = report.rejections()
     refused.pop("chunk_loss", None)  # a vocabulary of some hundreds
     for reason in refused.pop("keep_checkpointed", {}):
-        wide = reason.startswith(
-            "its input is 1 times as large"
-        )  # q, k and v are projected together
+        # Of q, k and v, which are projected together.
+        wide = reason.startswith("its input is 1 times as large")
         assert wide or reason.startswith("attention of 32 positions is computed again")
     assert not refused
 
