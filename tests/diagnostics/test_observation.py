@@ -387,7 +387,8 @@ def test_the_recipe_of_trainers() -> None:
         }
 
     with no_codegen():
-        done = run(qfuse, **{"qfuse.thresholds": ALWAYS, "qfuse.loss": "chunked"})
+        thresholds = {**ALWAYS, "keep_checkpointed.min_ratio": 1}
+        done = run(qfuse, **{"qfuse.thresholds": thresholds, "qfuse.loss": "chunked"})
     assert not done.breaks
     again = (
         "attention of 32 positions is computed again, fewer than "
@@ -396,7 +397,8 @@ def test_the_recipe_of_trainers() -> None:
     assert told(done) == {
         "attention": [("fused", "")],
         "loss": [("fused", "")],
-        "checkpointing": [("canonical", again), ("fused", "")],
+        # The projections of q, k and v together, of o, gate and up, and down; the layer's result.
+        "checkpointing": [("fused", ""), ("canonical", again), *[("fused", "")] * 4],
     }
     [loss] = done.loss
     provider = "qfuse.linear_cross_entropy, logits on demand"
