@@ -498,7 +498,8 @@ def _read_blocks_from(graph: fx.Graph, wide: fx.Node, member: _Sum, backward: se
 
     In backward, other products of a block (dB = dY' @ xA) read a slice. In forward they do not: a
     slice would have to be saved whole where x itself may be recomputed. Views of a block come after
-    the wide buffer in any case, since a view fixes the layout of what it looks at.
+    the wide buffer, since a view fixes the layout of what it looks at; but the view that a
+    projection beside the buffer reads stays in front, and goes with it (`project_in_place`).
     """
     start = 0
     for base in member.bases:

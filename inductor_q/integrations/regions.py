@@ -52,8 +52,8 @@ def compile(
 
     A model that is compiled so already stays as it is, under other settings it is compiled anew.
     Gradient checkpointing, DoRA, NEFTune and router logits of experts (where the configuration asks
-    for them) are prepared for one graph, and bitsandbytes is kept from
-    repacking 4-bit weights on a CPU. transformers' layers of FP8 checkpoints multiply with their
+    for them) are prepared for one graph, and bitsandbytes is kept from repacking 4-bit weights on a
+    CPU. transformers' layers of FP8 checkpoints multiply with their
     decoded weights from then on (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics"
     is "strict". `generate` and other calls with a cache of keys and values run in eager mode: they
     would need a graph for every length, unless `inductor_q.integrations.compile_decoding` has
