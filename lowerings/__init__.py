@@ -12,6 +12,7 @@ def register() -> None:
     Only our namespace is touched: `backend="inductor"` lowers everything else as before.
     """
     from inductor_q.lowerings import (
+        adapter_grads,
         add_product,
         copies,
         dequantize,
@@ -23,6 +24,7 @@ def register() -> None:
     from inductor_q.ops.registry import define_ops
 
     define_ops()
+    adapter_grads.register()
     add_product.register()
     copies.register()
     dequantize.register()

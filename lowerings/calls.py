@@ -14,6 +14,7 @@ from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
+from inductor_q.ops.adapter_grads import adapter_grads_out
 from inductor_q.ops.add_product import add_product_
 from inductor_q.ops.linear import compute
 
@@ -44,6 +45,20 @@ def qfuse_requantize(
 def qfuse_add_product(base: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to `base`."""
     add_product_(base, a, b)
+
+
+def qfuse_adapter_grads(
+    grad: Tensor,
+    p: Tensor,
+    b: Tensor,
+    of_b: Tensor,
+    factor_p: float,
+    factor_b: float,
+    *,
+    out: Tensor,
+) -> None:
+    """Write `factor_p * (grad @ b)` into `out`, and `factor_b * (grad' @ p)` into `of_b`."""
+    adapter_grads_out(grad, p, b, factor_p, factor_b, out, of_b)
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:

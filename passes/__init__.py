@@ -12,7 +12,8 @@ quantize_products stands between them: products in eight bits are none that an a
 can ride in, so extend_k finds those that were refused there.
 stack_gradients follows when extend_k has laid the gradients side by side. recompute_products,
 keep_checkpointed, which reads its marks, and keep_packed run in the partitioner, on what is left,
-decode_again on the backward graph that it makes, and project_in_place on both graphs.
+decode_again on the backward graph that it makes, and project_in_place and read_gradients on both
+graphs.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
@@ -32,6 +33,7 @@ from inductor_q.passes.keep_checkpointed import KeepCheckpointed
 from inductor_q.passes.keep_packed import KeepPacked
 from inductor_q.passes.project_in_place import ProjectInPlace
 from inductor_q.passes.quantize_products import QuantizeProducts
+from inductor_q.passes.read_gradients import ReadGradients
 from inductor_q.passes.read_packed import ReadPacked
 from inductor_q.passes.recompute_products import RecomputeProducts
 from inductor_q.passes.rotary_tables import RotaryTables
@@ -61,6 +63,7 @@ PIPELINE: tuple[Pass, ...] = (
     KeepPacked(),  # dequantized weights are recomputed, not saved
     DecodeAgain(),  # a decode for each wide product of backward
     ProjectInPlace(),  # a projection that is not kept goes into the buffer it is computed for
+    ReadGradients(),  # both products of an adapter with its layer's gradient, which is read once
 )
 
 __all__ = ["PIPELINE", "Pass", "Site"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from inductor_q.kernels import (
+    adapter_grads_reference,
+    adapter_grads_triton,
     add_product_reference,
     add_product_triton,
     attention_rows_reference,
@@ -107,6 +109,10 @@ PROVIDERS: dict[str, Table] = {
     "add_product": {
         "cpu": (add_product_reference.KERNEL,),
         "cuda": (add_product_triton.KERNEL, add_product_reference.KERNEL),
+    },
+    "adapter_grads": {
+        "cpu": (adapter_grads_reference.KERNEL,),
+        "cuda": (adapter_grads_triton.KERNEL, adapter_grads_reference.KERNEL),
     },
     "tile_map": {
         "cpu": (tile_map_reference.KERNEL,),

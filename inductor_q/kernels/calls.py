@@ -165,3 +165,24 @@ class AddProduct(Call):
 
     def kind(self) -> Hashable:
         return self.base.device, laid_out(self.base, self.a, self.b)
+
+
+@dataclass(frozen=True)
+class AdapterGrads(Call):
+    """One call as a kernel gets it: write the two products of `grad` into `of_p` and `of_b`."""
+
+    grad: Tensor  # [M, N]
+    p: Tensor  # [M, r]
+    b: Tensor  # [N, r]
+    factor_p: float
+    factor_b: float
+    of_p: Tensor  # [M, r], overwritten by factor_p * grad @ b
+    of_b: Tensor  # [N, r], overwritten by factor_b * grad' @ p
+
+    @property
+    def device(self) -> torch.device:
+        return self.grad.device
+
+    def kind(self) -> Hashable:
+        layout = laid_out(self.grad, self.p, self.b, self.of_p, self.of_b)
+        return self.grad.device, self.factor_p, self.factor_b, layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from inductor_q.ops.adapter_grads import define_adapter_grads
 from inductor_q.ops.add_product import define_add_product
 from inductor_q.ops.attention import define_attention
 from inductor_q.ops.attention_rows import define_attention_rows
@@ -29,6 +30,7 @@ from inductor_q.ops.tile_map import define_tile_map
 def define_ops() -> None:
     """Define the `qfuse::` ops (further calls do nothing)."""
     for define in (
+        define_adapter_grads,
         define_add_product,
         define_attention,
         define_attention_rows,

@@ -17,9 +17,10 @@ from tests.support.quantized import needs_0_50
 @pytest.mark.parametrize("few", FEW_OR_ALL)
 def test_triton_in_the_interpreter(few: tuple[str, ...]) -> None:
     """The real kernel, on CPU tensors."""
-    decoded, encoded, losses, narrowed, added = interpreted("interpret_triton", *few)
+    decoded, encoded, losses, narrowed, added, read = interpreted("interpret_triton", *few)
     assert losses == 4
     assert added == 12
+    assert read == 9
     names = few or tuple(FORMATS)
     assert decoded == 8 * len({*names} & {*decoded_by(dequantize_triton.KERNEL)})
     written = {f"kbit{k}_{absmax}" for k, absmax in KBIT_CASES} & {*names}

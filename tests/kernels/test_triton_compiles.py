@@ -12,6 +12,8 @@ import pytest
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
+    adapter_grads_kernels_triton,
+    adapter_grads_triton,
     add_product_triton,
     attention_rows_triton,
     dequantize_triton,
@@ -66,6 +68,27 @@ def test_softmax_loss(gradient: bool) -> None:
     pointers = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "scale": "*fp32"}
     text = ptx(softmax_loss_triton._kernel(), constants, pointers)
     assert ("st.global.v4" in text) == gradient
+
+
+@pytest.mark.parametrize("config", [adapter_grads_triton.WIDE, adapter_grads_triton.NARROW])
+@pytest.mark.parametrize("rank", [16, adapter_grads_triton.MOST])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_adapter_grads(arch: int, rank: int, config: adapter_grads_triton.Config) -> None:
+    """Within the shared memory of an A100 and an H100; NARROW within that of a GeForce."""
+    ranks = {"RANK": rank, "LANES": rank}
+    tile = {"ROWS": config.rows, "COLUMNS": config.columns, "STEPS": 8, "STAGES": config.stages}
+    pointers = dict.fromkeys(("grad", "p", "b"), "*bf16")
+    pointers |= dict.fromkeys(("parts_p", "parts_b"), "*fp32")
+    kernels, options = adapter_grads_kernels_triton, {"num_warps": config.warps}
+    made = compiled(kernels.multiply, {**ranks, **tile}, pointers, arch=arch, **options)
+    limit = 99 << 10 if config is adapter_grads_triton.NARROW else {80: 163, 90: 227}[arch] << 10
+    assert made.metadata.shared <= limit
+    assert re.search(r"mma\.sync|wgmma", made.asm["ptx"])
+    assert " local " not in made.asm["ptx"]
+    factors = {"FACTOR_P": 2.0, "FACTOR_B": 0.5}
+    constants: Any = {**ranks, **factors, "BLOCK": adapter_grads_triton.BLOCK}
+    pointers = dict.fromkeys(("parts_p", "parts_b"), "*fp32")
+    ptx(kernels.finish, constants, pointers | dict.fromkeys(("of_p", "of_b"), "*bf16"))
 
 
 @pytest.mark.parametrize("rank", [16, add_product_triton.MOST])

@@ -2,8 +2,9 @@
 
 This is a program of its own, because Triton decides at import whether it interprets. It prints how
 many cases of dequantize, of quantize_kbit and of requantize to int8 were equal to the reference bit
-for bit (the interpreter truncates to e4m3), and how many of softmax_loss and of add_product up to
-the rounding of sums; the first case that is not raises. Names on the command line choose formats.
+for bit (the interpreter truncates to e4m3), and how many of softmax_loss, add_product and
+adapter_grads up to the rounding of sums; the first case that is not raises. Names on the command
+line choose formats.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import (
+    adapter_grads_reference,
+    adapter_grads_triton,
     add_product_reference,
     add_product_triton,
     dequantize_reference,
@@ -25,7 +28,14 @@ from inductor_q.kernels import (
     softmax_loss_reference,
     softmax_loss_triton,
 )
-from inductor_q.kernels.calls import AddProduct, Dequantize, QuantizeKbit, Requantize, SoftmaxLoss
+from inductor_q.kernels.calls import (
+    AdapterGrads,
+    AddProduct,
+    Dequantize,
+    QuantizeKbit,
+    Requantize,
+    SoftmaxLoss,
+)
 from inductor_q.kernels.quantize_kbit_reference import reference
 from tests.kbit.test_kbit import CASES, KINDS, codebook, weight
 from tests.support.processes import asked_for
@@ -154,5 +164,30 @@ def add_product() -> int:
     return cases
 
 
+def adapter_grads() -> int:
+    cases = 0
+    for (rows, columns), rank in itertools.product(((1, 64), (65, 144), (300, 320)), (4, 16, 24)):
+        generator = torch.Generator().manual_seed(cases)
+        grad = torch.randn(rows, columns + 8, generator=generator).half()[:, 8:]
+        p = torch.randn(rows, rank + 8, generator=generator).half()[:, 8:]  # of a wider matrix
+        b = torch.randn(columns, rank, generator=generator).half()
+        results = []
+        for kernel in (adapter_grads_triton, adapter_grads_reference):
+            wide, of_b = torch.full((rows, rank + 2), 7.0).half(), torch.full_like(b, torch.nan)
+            call = AdapterGrads(grad, p, b, 2.0, 0.7, wide[:, 1:-1], of_b)
+            if kernel is adapter_grads_triton:
+                config = (adapter_grads_triton.WIDE, adapter_grads_triton.NARROW)[cases % 2]
+                adapter_grads_triton.plan(call, config)(call)
+            else:
+                adapter_grads_reference.KERNEL.run(call)
+            assert (wide[:, [0, -1]] == 7.0).all(), "wrote beside its columns"
+            results.append((wide, of_b))
+        for mine, right in zip(*results, strict=True):
+            torch.testing.assert_close(mine, right, rtol=2e-3, atol=2e-2)
+        cases += 1
+    return cases
+
+
 if __name__ == "__main__":
-    print(dequantize(), quantize(), softmax_loss(), requantize(), add_product())
+    exact = (dequantize(), quantize())
+    print(*exact, softmax_loss(), requantize(), add_product(), adapter_grads())

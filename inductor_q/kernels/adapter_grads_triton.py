@@ -1,0 +1,120 @@
+"""Both gradients of an adapter's second product on a GPU, in one read of the layer's gradient.
+
+A program has a stripe of columns and some hundreds of rows. For each tile of them it multiplies
+with B, a part of the projection's gradient, and adds to its part of B's gradient. A second launch
+adds the parts up in a fixed order. cuBLAS reads the gradient of the layer once for either product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inductor_q.kernels.calls import AdapterGrads
+from inductor_q.kernels.provider import TritonProvider
+from inductor_q.kernels.triton_launch import Repeated
+
+#: The most ranks that a program takes. The parts that it writes grow with them.
+MOST = 32
+LEAST = 16  # of the inner dimension of a product on tensor cores
+#: Elements of a gradient that one read saves little of.
+FEW = 1 << 19
+PROGRAMS = 128  # about as many as a large device has multiprocessors
+PARTS = (128, 1024)  # the fewest and the most rows of a program
+BLOCK = 512  # numbers that a program of the second launch adds up
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tile that a program reads at a time, and how many of them are on their way."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+#: Measured on an H100 and an H200, with 1024, 4096 and 12288 columns.
+WIDE = Config(rows=64, columns=256, warps=8, stages=4)
+NARROW = Config(rows=64, columns=128, warps=4, stages=4)
+NARROW_BELOW = 4096  # columns
+WIDE_SHARED = 163 << 10  # bytes of shared memory, an A100's; NARROW is for GPUs that have less, too
+
+
+class Triton(TritonProvider[AdapterGrads]):
+    def refuses(self, call: AdapterGrads) -> str:
+        grad, p, b = call.grad, call.p, call.b
+        if not grad.dtype == p.dtype == b.dtype or grad.dtype not in HALVES:
+            return "all matrices must be in bfloat16, or all in float16"
+        if p.shape[1] > MOST:
+            return f"{p.shape[1]} ranks are more than {MOST}"
+        if grad.numel() < FEW:
+            return f"a gradient of {grad.numel()} elements, fewer than {FEW}"
+        if grad.is_cuda and torch.cuda.get_device_capability(grad.device) < (8, 0):
+            return "the device is older than compute capability 8.0"
+        if any(t.stride(1) != 1 for t in (grad, p, b, call.of_p, call.of_b)):
+            return "the numbers of a row lie apart"
+        return ""
+
+    def plan(self, call: AdapterGrads) -> Callable[[AdapterGrads], None]:
+        narrow = call.grad.shape[1] < NARROW_BELOW or _shared(call.device) < WIDE_SHARED
+        return plan(call, NARROW if narrow else WIDE)
+
+
+def _shared(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program may have; the interpreter has any."""
+    if device.type != "cuda":
+        return WIDE_SHARED
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def plan(call: AdapterGrads, config: Config) -> Callable[[AdapterGrads], None]:
+    """Prepare both launches for calls that are like this one."""
+    import triton
+
+    from inductor_q.kernels import adapter_grads_kernels_triton as kernels
+
+    (rows, columns), rank = call.grad.shape, call.p.shape[1]
+    stripes = triton.cdiv(columns, config.columns)
+    least, most = PARTS
+    part = min(max(triton.next_power_of_2(rows * stripes // PROGRAMS), least), most)
+    parts = triton.cdiv(rows, part)
+    lanes = max(LEAST, triton.next_power_of_2(rank))
+    ranks = {"RANK": rank, "LANES": lanes}
+    multiply = Repeated(
+        kernels.multiply,
+        (stripes, parts, 1),
+        (rows, columns, call.grad.stride(0), call.p.stride(0), call.b.stride(0)),
+        {
+            **ranks,
+            "ROWS": config.rows,
+            "COLUMNS": config.columns,
+            "STEPS": part // config.rows,
+            "STAGES": config.stages,
+        },
+        num_warps=config.warps,
+    )
+    of_p, of_b = (triton.cdiv(n * lanes, BLOCK) for n in (rows, columns))
+    add = Repeated(
+        kernels.finish,
+        (of_p + of_b, 1, 1),
+        (rows, columns, stripes, parts, of_p, call.of_p.stride(0), call.of_b.stride(0)),
+        {**ranks, "FACTOR_P": call.factor_p, "FACTOR_B": call.factor_b, "BLOCK": BLOCK},
+        num_warps=4,
+    )
+
+    def serve(call: AdapterGrads) -> None:
+        parts_p = call.grad.new_empty((stripes, rows, lanes), dtype=torch.float32)
+        parts_b = call.grad.new_empty((parts, columns, lanes), dtype=torch.float32)
+        multiply((call.grad, call.p, call.b, parts_p, parts_b))
+        add((parts_p, parts_b, call.of_p, call.of_b))
+
+    return serve
+
+
+KERNEL = Triton()

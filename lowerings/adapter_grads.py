@@ -1,0 +1,65 @@
+"""Lower `qfuse::adapter_grads` to one call that writes two buffers.
+
+The gradient of the projection may be columns of a wider buffer, as a product of torch's may. That
+of B is a buffer of its own, to which the same call writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V
+
+aten = torch.ops.aten
+
+
+def register() -> None:
+    op = torch.ops.qfuse.adapter_grads.default
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def lower(
+    grad: Any, p: Any, b: Any, factor_p: float, factor_b: float
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    read = {user.args[1] for user in V.graph.current_node.users}
+    if V.graph.cpp_wrapper or len(read) < 2:  # C++ wrapper code calls no Python function
+        of_p = _product(grad, b, factor_p)
+        return of_p, _product(lowering.lowerings[aten.permute.default](grad, [1, 0]), p, factor_b)
+    device, dtype = grad.get_device(), grad.get_dtype()
+    (rows, columns), rank = grad.get_size(), b.get_size()[1]
+    of_b = lowering.empty_strided([columns, rank], None, dtype=dtype, device=device)
+    inputs = [ir.ExternKernel.realize_input(t) for t in (grad, p, b, of_b)]
+    node = AdapterGradsOut(
+        layout=ir.FlexibleLayout(device=device, dtype=dtype, size=[rows, rank]),
+        inputs=inputs,
+        constant_args=(factor_p, factor_b),
+        python_kernel_name="qfuse_adapter_grads",
+        op_overload=torch.ops.qfuse.adapter_grads.default,
+    )
+    written = ir.MutationOutput(ir.NoneLayout(device=device), inputs[3], node)
+    node.mutation_outputs.append(written)
+    return ir.TensorBox.create(node), cast(ir.TensorBox, of_b)
+
+
+def _product(left: Any, right: Any, factor: float) -> ir.TensorBox:
+    product = lowering.lowerings[aten.mm.default](left, right)
+    if factor == 1.0:
+        return cast(ir.TensorBox, product)
+    return cast(ir.TensorBox, lowering.lowerings[aten.mul.Tensor](product, factor))
+
+
+class AdapterGradsOut(ir.ExternKernelOut):
+    """A call of the kernel from the generated code, past the dispatcher."""
+
+    def codegen(self, wrapper: Any) -> None:
+        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_adapter_grads")
+        super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        inputs = cast(list[ir.IRNode], self.inputs)
+        return [*(x.codegen_reference() for x in inputs), *map(repr, self.constant_args)]
+
+    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+        return []

@@ -1,0 +1,149 @@
+"""Multiply a layer's gradient with B and with the projection in one read of it.
+
+An adapter adds `s * (x A') B'` to the output of its layer. Backward multiplies dY, the gradient of
+that output, twice: `dY B` is the gradient of the projection p = x A', `dY' p` that of B. Both are a
+few columns wide, so that they cost what reading dY does. `qfuse::adapter_grads` computes both while
+it reads dY once, and takes the scaling of the adapter with it, which is a launch of its own
+otherwise.
+
+It reads backward's graph as it is left by the partitioner, in which no other pass looks for these
+products.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import fx
+
+from inductor_q.context import Context
+from inductor_q.passes.extend_k import EXTEND
+from inductor_q.passes.fold_lora import STRICT
+from inductor_q.passes.graph import (
+    HALVES,
+    MM,
+    PERMUTE,
+    arg,
+    backward_nodes,
+    columns,
+    emit,
+    last_size,
+    peel_rows,
+    peel_transposes,
+    replace,
+    single_user,
+    tensor,
+)
+from inductor_q.passes.products import as_scaled, is_rank
+from inductor_q.passes.runner import PARTITIONED, Site
+
+OP = "adapter_grads"
+ADAPTER_GRADS = torch.ops.qfuse.adapter_grads.default
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A product of a gradient: `node` is `factor * (grad @ other)` or, of its transpose,
+    `factor * (grad' @ other)`, itself transposed where `flipped`."""
+
+    node: fx.Node
+    grad: fx.Node  # [M, N]
+    other: fx.Node  # [N, r] or [M, r]
+    factor: float
+    flipped: bool = False
+
+
+class ReadGradients:
+    name: ClassVar[str] = "read_gradients"
+    stage: ClassVar[str] = PARTITIONED
+
+    def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
+        of_p: defaultdict[Any, list[_Factor]] = defaultdict(list)
+        of_b: defaultdict[Any, list[_Factor]] = defaultdict(list)
+        strict = STRICT if context.numerics == "strict" else ""
+        backward = backward_nodes(graph)
+        for node in graph.find_nodes(op="call_function", target=MM):
+            for read, found in ((_of_projection, of_p), (_of_parameter, of_b)):
+                product = read(node)
+                # The other operand is forward's, so that nothing waits for itself.
+                if product and product.grad in backward and product.other not in backward:
+                    found[_key(product)].append(product)
+        for key, ones in of_p.items():
+            for one, two in zip(ones, of_b.get(key, ()), strict=False):
+                yield Site(one.node, strict, plan=(one, two), by_choice=True, provider=OP)
+
+    def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
+        one, two = site.plan
+        with graph.inserting_before(one.node):
+            args = (one.grad, two.other, one.other, one.factor, two.factor)
+            both = emit(graph, ADAPTER_GRADS, args, one.node)
+            results = [emit(graph, operator.getitem, (both, i), one.node) for i in range(2)]
+            if two.flipped:
+                results[1] = emit(graph, PERMUTE, (results[1], [1, 0]), two.node)
+        for product, result in zip((one, two), results, strict=True):
+            replace(product.node, result)
+            graph.erase_node(product.node)
+
+
+def _key(product: _Factor) -> tuple[fx.Node, int]:
+    return _block(product.grad), tensor(product.other).shape[1]
+
+
+def _block(grad: fx.Node) -> fx.Node:
+    """Return the gradient below views, also where it is read from the wide buffer of extend_k."""
+    grad = peel_rows(grad)
+    span = columns(grad)
+    wide = peel_rows(span[0]) if span else None
+    if span is None or wide is None or wide.target is not EXTEND:
+        return grad
+    start, blocks = 0, cast(Sequence[fx.Node], wide.args[0])
+    for block in blocks:
+        end = start + last_size(block)
+        if span[1:] == (start, end):
+            return peel_rows(block)
+        start = end
+    return grad
+
+
+def _of_projection(node: fx.Node) -> _Factor | None:
+    """Read a product `dY @ B` of many columns with a parameter of few."""
+    grad, b = arg(node, 0), arg(node, 1)
+    if not _fits(grad, *tensor(b).shape) or peel_transposes(grad)[1]:
+        return None
+    return _scaled(node, grad, b)
+
+
+def _of_parameter(node: fx.Node) -> _Factor | None:
+    """Read a product `dY' @ p`, or `p' @ dY`, of many rows of both."""
+    lhs, rhs = arg(node, 0), arg(node, 1)
+    left, transposed = peel_transposes(lhs)
+    if not transposed:
+        return None
+    for grad, other, flipped in ((left, rhs, False), (rhs, left, True)):
+        if tensor(grad).dim() == 2 and _fits(grad, *(tensor(t).shape[1] for t in (grad, other))):
+            return _scaled(node, grad, other, flipped)
+    return None
+
+
+def _fits(grad: fx.Node, size: object, rank: object) -> bool:
+    sizes = isinstance(size, int) and isinstance(rank, int) and is_rank(rank, size)
+    return sizes and tensor(grad).dtype in HALVES
+
+
+def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node, flipped: bool = False) -> _Factor:
+    """Find what multiplies a product: its other operand, and the result, where nothing else reads
+    that."""
+    factor = 1.0
+    scaled = as_scaled(other)
+    if scaled is not None and isinstance(scaled[1], float):
+        other, factor = scaled[0], scaled[1]
+    above = single_user(node)
+    outer = as_scaled(above) if above is not None else None
+    if outer is not None and above is not None and outer[0] is node and isinstance(outer[1], float):
+        node, factor = above, factor * outer[1]
+    return _Factor(node, grad, other, factor, flipped)
