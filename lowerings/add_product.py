@@ -19,11 +19,12 @@ def register() -> None:
     lowering.register_lowering(ADD_PRODUCT, type_promotion_kind=None)(lower_add_product)
 
 
-def lower_add_product(base: Any, a: Any, b: Any) -> ir.TensorBox:
+def lower_add_product(base: Any, a: Any, b: Any, alpha: float = 1.0) -> ir.TensorBox:
     """Return the base's buffer, to which the product is added, or the sum in another one: so in C++
     wrapper code, where a call of an op of Python costs more than a copy."""
     if V.graph.cpp_wrapper or not takes_base(V.graph.current_node):
-        return cast(ir.TensorBox, lowering.lowerings[torch.ops.aten.addmm.default](base, a, b))
+        addmm = lowering.lowerings[torch.ops.aten.addmm.default]
+        return cast(ir.TensorBox, addmm(base, a, b, alpha=alpha))
     base.realize()
-    DirectCall.create(IN_PLACE, base, a, b)
+    DirectCall.create(IN_PLACE, base, a, b, alpha)
     return cast(ir.TensorBox, base)

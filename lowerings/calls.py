@@ -42,9 +42,9 @@ def qfuse_requantize(
         serve("requantize", call, provider)
 
 
-def qfuse_add_product(base: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `base`."""
-    add_product_(base, a, b)
+def qfuse_add_product(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """Add `alpha * (a @ b)` to `base`."""
+    add_product_(base, a, b, alpha)
 
 
 def qfuse_adapter_grads(

@@ -4,6 +4,9 @@
 written, whatever reads the sum reads both. `qfuse::add_product` adds the second to the first in
 place, which moves as many bytes. Then nothing of the size of y is held beside y, and what is kept
 for backward is the sum: otherwise it is the first product, and backward computes the second again.
+
+The adapter's factor, which `fold_lora` has put on B, is the op's: a product in float32 is scaled,
+and rounded once, without a launch that scales B.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ from torch import fx
 
 from inductor_q.passes.graph import (
     ADD,
+    PERMUTE,
+    VIEWS,
     arg,
     emit,
     is_tensor,
     replace,
+    replay,
     same_shape,
     shows,
     single_user,
     tensor,
+    written_inputs,
 )
-from inductor_q.passes.products import as_product, is_rank
+from inductor_q.passes.products import Product, as_product, as_scaled, is_rank
 
 ADD_PRODUCT = torch.ops.qfuse.add_product.default
 
@@ -54,7 +61,8 @@ def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) 
     if not same_shape(added.node, product) or tensor(below).dtype is not tensor(product).dtype:
         return
     with graph.inserting_before(reader):
-        total = emit(graph, ADD_PRODUCT, (product, added.lhs, added.rhs), product)
+        sides = without_factor(graph, added, product)
+        total = emit(graph, ADD_PRODUCT, (product, *sides), product)
     if shown is product:
         shown = total
     else:
@@ -62,3 +70,24 @@ def add_adapter(graph: fx.Graph, product: fx.Node, others: Collection[fx.Node]) 
         first.replace_input_with(product, total)
     replace(reader, shown)
     graph.erase_node(reader)
+
+
+def without_factor(
+    graph: fx.Graph, product: Product, like: fx.Node
+) -> tuple[fx.Node, fx.Node, float]:
+    """Emit the sides of a product without the number that either is multiplied by, and return that
+    number as well. What else reads a scaled side still does. An input that the forward pass writes
+    to stays scaled: backward would read other numbers."""
+    lhs, of_lhs = _without_factor(graph, product.lhs, like)
+    rhs, of_rhs = _without_factor(graph, product.rhs, like)
+    return lhs, rhs, of_lhs * of_rhs
+
+
+def _without_factor(graph: fx.Graph, node: fx.Node, like: fx.Node) -> tuple[fx.Node, float]:
+    if node.target in VIEWS or node.target is PERMUTE:
+        plain, factor = _without_factor(graph, arg(node, 0), like)
+        return (node if factor == 1.0 else replay(graph, node, plain, like)), factor
+    match as_scaled(node):
+        case (plain, float(factor)) if plain not in written_inputs(graph):
+            return plain, factor
+    return node, 1.0

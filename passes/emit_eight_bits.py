@@ -1,7 +1,8 @@
 """Emit products in eight bits: their weights, the cast of their input, and the product itself.
 
 All of it but the decode consists of torch's operators. Where several weights of one format are
-wanted side by side, one call decodes them to where they belong.
+wanted side by side, one call decodes them to where they belong. Backward decodes a weight again and
+reads the scales of forward, a number for each row: a small launch less for each weight.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from inductor_q.ops import eight_bits
 from inductor_q.passes.frozen_weights import emit_in_eight_bits
 from inductor_q.passes.graph import CAT, CLONE, PERMUTE, emit, inline, peel_transposes, tensor
 from inductor_q.passes.products import Product
+from inductor_q.passes.recompute import keep_for_backward
 
 ROW_AMAX = torch.ops.qfuse.row_amax.default
 ROW_SCALE = torch.ops.qfuse.row_scale.default
@@ -102,7 +104,7 @@ def _emit_decoded(
         scale = _emit_scale(graph, weight, dtype)
         packed = (operands, scale, format, shape, dtype, transposed)
         return scale, emit(graph, REQUANTIZE, packed, weight)
-    scale = emit(graph, ROW_SCALE, (operands, format, shape), weight)
+    scale = keep_for_backward(emit(graph, ROW_SCALE, (operands, format, shape), weight))
     codes = operands[stored]
     if tensor(codes).dtype is not dtype:
         codes = emit(graph, VIEW_AS, (codes, dtype), weight)
@@ -118,7 +120,7 @@ def _emit_scale(graph: fx.Graph, weight: fx.Node, dtype: torch.dtype) -> fx.Node
     """Emit the scales [N] of a packed weight's rows."""
     amax = emit(graph, ROW_AMAX, weight.args[:3], weight)
     (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], weight)
-    return scale
+    return keep_for_backward(scale)
 
 
 def _stored_codes(weight: fx.Node, dtype: torch.dtype) -> int | None:

@@ -37,7 +37,7 @@ from inductor_q.passes.graph import (
     tensor,
 )
 from inductor_q.passes.products import Product, as_product
-from inductor_q.passes.recompute import is_pointwise
+from inductor_q.passes.recompute import is_pointwise, keep_for_backward
 
 aten = torch.ops.aten
 
@@ -70,10 +70,10 @@ def emit_in_eight_bits(
 ) -> tuple[fx.Node, fx.Node]:
     """Emit the scales of a weight's rows, and its codes, transposed where asked for.
 
-    What has the weight's size is computed again in backward, so that it is not kept; scales may be.
+    What has the weight's size is computed again in backward, so that it is not kept; scales are.
     """
     scales = functools.partial(eight_bits.scale_of_rows, dtype=dtype)
-    (scale,) = inline(graph, scales, [weight], like)
+    scale = keep_for_backward(*inline(graph, scales, [weight], like))
     cast = functools.partial(eight_bits.cast_weight, dtype=dtype, transposed=transposed)
     (codes,) = inline(graph, cast, [weight, scale], like)
     todo = [codes]

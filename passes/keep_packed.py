@@ -4,7 +4,8 @@ The rule knows no format: whatever is computed from frozen inputs alone, packed 
 is recomputed in backward from those inputs, which live anyway. It holds for every library whose
 dequantization is traced: bitsandbytes, torchao, ours. Stock partitioning saves the 16-bit
 weight as soon as forward and backward share it, and tagging only part of a chain makes it save the
-rest. Other bytes and integers that a module holds are left to torch.
+rest. Kept are the scales that products in eight bits give a weight's rows (`emit_eight_bits`).
+Other bytes and integers that a module holds are left to torch.
 
 In a nested compile region torch does not say which inputs are frozen: there it holds for what
 `qfuse::dequantize` reads.
@@ -39,6 +40,7 @@ from inductor_q.passes.graph import (
     tensor,
     written_inputs,
 )
+from inductor_q.passes.recompute import is_kept
 from inductor_q.passes.runner import Site
 
 # Constants may be part of a frozen chain.
@@ -70,12 +72,13 @@ class KeepPacked:
         packed = _weights(live, context) | (operands & live)
         everything = _packed_chains(graph, live, packed)
         frozen = computed_from_inputs(graph, live - written_inputs(graph))
-        chain = {node: source for node, source in everything.items() if node in frozen}
+        decoded = {node for node in frozen if not is_kept(node)}
+        chain = {node: source for node, source in everything.items() if node in decoded}
         weights = computed_from_inputs(graph, static)
         backward = backward_nodes(graph)
         for node, source in everything.items():
             readers = _readers(node, weights, everything)
-            if is_view(node) or not any(r in backward for r in readers):
+            if is_kept(node) or is_view(node) or not any(r in backward for r in readers):
                 continue
             if node not in chain:
                 yield Site(node, WRITTEN, source)

@@ -1,7 +1,8 @@
-"""Let backward compute a pointwise input of a product again, rather than keep it.
+"""Say of a value whether backward computes it again or reads what forward has kept.
 
-Forward reads the input of a layer once; backward reads it for the gradient of the adapter. What it
-is computed from (the residual stream, a gate and its factor) is kept for its own backward anyway.
+A pointwise input of a product is computed again. Forward reads the input of a layer once; backward
+reads it for the gradient of the adapter. What it is computed from (the residual stream, a gate and
+its factor) is kept for its own backward anyway.
 """
 
 from __future__ import annotations
@@ -18,12 +19,28 @@ from inductor_q.passes.graph import VIEWS, is_nested, is_view
 
 RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
+# The key in `meta` of what `keep_for_backward` names.
+_KEPT = "qfuse_kept"
+
 _ops = functools.cache(get_default_op_list)
 
 
 def is_checkpointed(node: fx.Node) -> bool:
     """Whether checkpointing alone wants a value to be computed again: nobody asked for this one."""
     return node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_for_backward(small: fx.Node) -> fx.Node:
+    """Let backward read a small tensor of forward, which other passes and checkpointing would have
+    it compute again."""
+    small.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    small.meta[_KEPT] = True
+    return small
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether `keep_for_backward` names a value. (A policy of the user's may keep others.)"""
+    return _KEPT in node.meta
 
 
 def recompute_in_backward(x: fx.Node) -> None:

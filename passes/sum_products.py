@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import fx
 
+from inductor_q.passes.add_adapters import without_factor
 from inductor_q.passes.graph import (
     ADD,
     CAT,
@@ -64,12 +65,17 @@ def adapters_of(products: Sequence[Product], others: Collection[fx.Node]) -> lis
 
 def stack_inner(
     graph: fx.Graph, products: Sequence[Product], like: fx.Node
-) -> tuple[fx.Node, fx.Node]:
-    """Emit the two sides of the one product that is the sum of `products`."""
-    if len(products) == 1:
-        return products[0].lhs, products[0].rhs
-    lhs = emit(graph, CAT, ([product.lhs for product in products], 1), like)
-    return lhs, emit(graph, CAT, ([product.rhs for product in products], 0), like)
+) -> tuple[fx.Node, fx.Node, float]:
+    """Emit the two sides of the one product that is the sum of `products`, and return the factor
+    that all of them have, where they have one."""
+    sides = [without_factor(graph, product, like) for product in products]
+    if len({factor for *_, factor in sides}) > 1:
+        sides = [(product.lhs, product.rhs, 1.0) for product in products]
+    if len(sides) == 1:
+        return sides[0]
+    lefts, rights, factors = zip(*sides, strict=True)
+    lhs = emit(graph, CAT, (list(lefts), 1), like)
+    return lhs, emit(graph, CAT, (list(rights), 0), like), factors[0]
 
 
 def drop_summand(graph: fx.Graph, node: fx.Node) -> None:

@@ -12,7 +12,8 @@ class Reference(Provider[AddProduct]):
     name = REFERENCE
 
     def run(self, call: AddProduct) -> None:
-        torch.addmm(call.base, call.a, call.b, out=call.base)  # out of place it would copy first
+        # Out of place it would copy first.
+        torch.addmm(call.base, call.a, call.b, alpha=call.alpha, out=call.base)
 
 
 KERNEL = Reference()

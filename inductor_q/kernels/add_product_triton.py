@@ -1,7 +1,8 @@
 """A product of few ranks added to a matrix in place on a GPU, at the speed of memory.
 
 A program has a tile of the matrix: it reads it once, multiplies all ranks of its rows and columns
-on tensor cores, and writes the sum. cuBLAS takes longer for that than a copy of the matrix.
+on tensor cores, and writes the sum. A factor of the product is a constant of the kernel, as it is
+one of the model. cuBLAS takes longer for that than a copy of the matrix.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -55,6 +56,7 @@ class Triton(TritonProvider[AddProduct]):
                 "ROWS": ROWS,
                 "COLUMNS": COLUMNS,
                 "RANK": max(LEAST, triton.next_power_of_2(inner)),
+                "ALPHA": call.alpha,
             },
             num_warps=WARPS,
         )
@@ -80,6 +82,7 @@ def _kernel() -> Any:
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         RANK: tl.constexpr,
+        ALPHA: tl.constexpr,
     ):
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -98,7 +101,7 @@ def _kernel() -> Any:
         else:
             of_right = rank[:, None] * stride_b + column[None, :]
         right = tl.load(b + of_right, mask=is_rank[:, None] & is_column[None, :], other=0.0)
-        total = tl.dot(left, right) + old.to(tl.float32)
+        total = tl.dot(left, right) * ALPHA + old.to(tl.float32)
         tl.store(place, total.to(old.dtype), mask=inside)
 
     return add_product

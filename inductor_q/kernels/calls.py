@@ -153,18 +153,19 @@ class SoftmaxLoss(Call):
 
 @dataclass(frozen=True)
 class AddProduct(Call):
-    """One call as a kernel gets it: add `a @ b` to `base`, rounded once."""
+    """One call as a kernel gets it: add `alpha * (a @ b)` to `base`, rounded once."""
 
     base: Tensor  # [M, N], overwritten by the sum
     a: Tensor  # [M, K]
     b: Tensor  # [K, N]
+    alpha: float = 1.0
 
     @property
     def device(self) -> torch.device:
         return self.base.device
 
     def kind(self) -> Hashable:
-        return self.base.device, laid_out(self.base, self.a, self.b)
+        return self.base.device, self.alpha, laid_out(self.base, self.a, self.b)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ aten = torch.ops.aten
 _PRODUCTS = frozenset({aten._scaled_mm.default, aten.mm.default})
 
 
-def add_product(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return `base + a @ b` in the dtype of all three, rounded once.
+def add_product(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """Return `base + alpha * (a @ b)` in the dtype of all three, rounded once.
 
     In a compiled graph it takes the memory of a product `base` that nothing else reads.
 
@@ -25,13 +25,13 @@ def add_product(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         a: [M, K].
         b: [K, N].
     """
-    return torch.addmm(base, a, b)
+    return torch.addmm(base, a, b, alpha=alpha)
 
 
-def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `base` [M, N] in place, rounded once."""
+def add_product_(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """Add `alpha * (a @ b)` to `base` [M, N] in place, rounded once."""
     if base.numel():
-        serve("add_product", AddProduct(base, a, b))
+        serve("add_product", AddProduct(base, a, b, alpha))
 
 
 def takes_base(node: fx.Node) -> bool:
@@ -46,6 +46,7 @@ def takes_base(node: fx.Node) -> bool:
 
 
 def define_add_product() -> None:
-    define("add_product(Tensor base, Tensor a, Tensor b) -> Tensor", add_product, add_product)
-    in_place = "add_product_(Tensor(a!) base, Tensor a, Tensor b) -> ()"
-    define(in_place, add_product_, lambda base, a, b: None)
+    rest = "Tensor a, Tensor b, float alpha=1.0)"
+    define(f"add_product(Tensor base, {rest} -> Tensor", add_product, add_product)
+    in_place = f"add_product_(Tensor(a!) base, {rest} -> ()"
+    define(in_place, add_product_, lambda base, a, b, alpha=1.0: None)

@@ -96,7 +96,7 @@ def test_adapter_grads(arch: int, rank: int, config: adapter_grads_triton.Config
 @pytest.mark.parametrize("arch", [80, 90])
 def test_add_product(arch: int, by_columns: bool, rank: int) -> None:
     tile = {"ROWS": add_product_triton.ROWS, "COLUMNS": add_product_triton.COLUMNS}
-    constants = {"BY_COLUMNS": by_columns, **tile, "RANK": rank}
+    constants = {"BY_COLUMNS": by_columns, **tile, "RANK": rank, "ALPHA": 2.0}
     pointers = dict.fromkeys(("base", "a", "b"), "*bf16")
     kernel = add_product_triton._kernel()
     options = {"num_warps": add_product_triton.WARPS}

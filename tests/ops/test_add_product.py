@@ -33,28 +33,42 @@ def operands(
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
 @pytest.mark.parametrize("rows", [0, 1, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_ops(rows: int, dtype: torch.dtype, device: str) -> None:
+def test_ops(rows: int, dtype: torch.dtype, alpha: float, device: str) -> None:
     x, w, a, b = operands(rows, dtype=dtype, device=device)
     base = x @ w
     for args in ((base, a, b), (base, a, b.t().contiguous().t())):
-        opcheck(ADD_PRODUCT.default, args)
-        expected = torch.addmm(*args)
-        assert torch.equal(ADD_PRODUCT(*args), expected)
+        opcheck(ADD_PRODUCT.default, (*args, alpha))
+        expected = torch.addmm(*args, alpha=alpha)
+        assert torch.equal(ADD_PRODUCT(*args, alpha), expected)
         into = base.clone()
-        qfuse_add_product(into, *args[1:])
-        exact = torch.addmm(*[arg.double() for arg in args])
+        qfuse_add_product(into, *args[1:], alpha)
+        exact = torch.addmm(*[arg.double() for arg in args], alpha=alpha)
         limit = 1.25 * relative_error(expected, exact)
         assert relative_error(into, exact) <= max(limit, 1e-15)
         assert device == "cuda" or torch.equal(into, expected)
-    opcheck(torch.ops.qfuse.add_product_.default, (base.clone(), a, b))
+    opcheck(torch.ops.qfuse.add_product_.default, (base.clone(), a, b, alpha))
+
+
+def test_the_factor_costs_no_rounding(device: str) -> None:
+    """Which it does where it is multiplied into an adapter's B."""
+    x, w, a, b = operands(64, 16, device=device)
+    base, alpha = x @ w, 1.7
+    exact = torch.addmm(base.double(), a.double(), b.double(), alpha=alpha)
+    into = base.clone()
+    qfuse_add_product(into, a, b, alpha)
+    of_b = ADD_PRODUCT(base, a, b * alpha)
+    assert relative_error(into, exact) < relative_error(of_b, exact)
+    assert relative_error(into, exact) < torch.finfo(base.dtype).eps / 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inner", [1, 8, 16, 48, 64, 65])
-def test_on_a_gpu(inner: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_on_a_gpu(alpha: float, inner: int, dtype: torch.dtype) -> None:
     """Rows and columns that fill no tile, factors that are parts of wider matrices, and launches
     after the first, which skip Triton's own."""
     generator = torch.Generator("cuda").manual_seed(inner)
@@ -67,9 +81,9 @@ def test_on_a_gpu(inner: int, dtype: torch.dtype) -> None:
         for b in (random(inner, columns), random(columns, inner).t()):
             for a in (wide[:, 16:], wide[:, :inner], wide[:, 16:].contiguous()):
                 base = random(rows, columns)
-                expected = torch.addmm(base, a, b)
-                exact = torch.addmm(base.double(), a.double(), b.double())
-                qfuse_add_product(base, a, b)
+                expected = torch.addmm(base, a, b, alpha=alpha)
+                exact = torch.addmm(base.double(), a.double(), b.double(), alpha=alpha)
+                qfuse_add_product(base, a, b, alpha)
                 limit = 1.25 * relative_error(expected, exact)
                 assert relative_error(base, exact) <= max(limit, torch.finfo(dtype).eps / 2)
 
@@ -122,6 +136,10 @@ def alone(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
     return ADD_PRODUCT(x @ w, a, b).relu()
 
 
+def scaled(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    return ADD_PRODUCT(x @ w, a, b, alpha=0.3).relu()
+
+
 def read_beside(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     base = x @ w
     return ADD_PRODUCT(base, a, b), base.relu()
@@ -149,6 +167,7 @@ def twice(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
 
 @pytest.mark.parametrize("fn, in_place", [
     (alone, True),
+    (scaled, True),
     (read_beside, False),
     (returned, False),
     (of_an_input, False),
@@ -169,10 +188,11 @@ def test_compiled(fn: Any, in_place: bool, dynamic: bool, device: str) -> None:
         assert torch.equal(arg, was)
 
 
-def test_cpp_wrapper_code_adds_out_of_place() -> None:
+@pytest.mark.parametrize("fn", [alone, scaled])
+def test_cpp_wrapper_code_adds_out_of_place(fn: Any) -> None:
     lowerings.register()
     args = operands()
     options: Any = {"cpp_wrapper": True, "fx_graph_cache": False}
-    actual, (code,) = run_and_get_code(torch.compile(alone, options=options), *args)
-    torch.testing.assert_close(actual, alone(*args))
+    actual, (code,) = run_and_get_code(torch.compile(fn, options=options), *args)
+    torch.testing.assert_close(actual, fn(*args))
     assert IN_PLACE not in code

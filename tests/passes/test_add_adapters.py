@@ -16,7 +16,9 @@ from inductor_q.lowerings.calls import qfuse_add_product
 from inductor_q.ops import eight_bits
 from inductor_q.ops.registry import define_ops
 from inductor_q.passes.add_adapters import ADD_PRODUCT, add_adapter
-from inductor_q.passes.graph import ADD, CAST, MM, VIEWS, arg, tensor
+from inductor_q.passes.graph import ADD, CAST, MM, MUL, VIEWS, arg, emit, tensor
+from inductor_q.passes.products import as_product
+from inductor_q.passes.sum_products import stack_inner
 from tests.passes.test_quantize_products import BF16, compiled, error, layer, tokens
 from tests.support.compiling import step
 
@@ -134,6 +136,86 @@ def test_what_is_added_in_place(fn: Any, taken: bool) -> None:
     torch.testing.assert_close(module(*args), expected, **coarse)  # shape and dtype as well
 
 
+def b_scaled(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    return x.view(-1, 64) @ w + p.view(-1, p.shape[-1]) @ (
+        b.permute(1, 0).contiguous() * 3
+    ).permute(1, 0)
+
+
+def p_scaled(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    return x.view(-1, 64) @ w + (p * 3).view(-1, p.shape[-1]) @ b
+
+
+def both_scaled(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    return x.view(-1, 64) @ w + (p * 6).view(-1, p.shape[-1]) @ (b * 0.5)
+
+
+def scaled_read(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = b * 3
+    return x.view(-1, 64) @ w + p.view(-1, p.shape[-1]) @ scaled, scaled
+
+
+def by_a_tensor(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    return x.view(-1, 64) @ w + p.view(-1, p.shape[-1]) @ (b * b[:, :1])
+
+
+def b_written(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    """Backward, if it read the input itself, would find what forward has put there."""
+    y = x.view(-1, 64) @ w + p.view(-1, p.shape[-1]) @ (b * 3)
+    torch.ops.aten.copy_.default(b, b + 1)
+    return y
+
+
+@pytest.mark.parametrize("fn, factor, scales", [
+    (layer_of, 1.0, 0),
+    (b_scaled, 3.0, 0),
+    (p_scaled, 3.0, 0),
+    (both_scaled, 3.0, 0),
+    (scaled_read, 3.0, 1),
+    (by_a_tensor, 1.0, 1),
+    (b_written, 1.0, 1),
+])  # fmt: skip
+def test_the_factor_of_an_adapter(fn: Any, factor: float, scales: int) -> None:
+    """It is the op's, and no tensor is scaled for it."""
+    args = operands()
+    graph = traced(fn, *args)
+    base = graph.find_nodes(op="call_function", target=MM)[0]
+    with V.set_fake_mode(base.meta["val"].fake_mode):
+        add_adapter(graph, base, others=())
+    stable_topological_sort(graph)
+    graph.eliminate_dead_code()
+    (total,) = graph.find_nodes(op="call_function", target=ADD_PRODUCT)
+    assert total.args[3] == factor
+    assert len(graph.find_nodes(op="call_function", target=MUL)) == scales
+    expected = fn(*[arg.clone() for arg in args])
+    torch.testing.assert_close(fx.GraphModule(nn.Module(), graph)(*args), expected)
+
+
+@pytest.mark.parametrize("factors, common", [((2, 2), 2.0), ((2, 1), 1.0), ((2, 0.5), 1.0)])
+def test_adapters_of_one_factor_are_stacked_without_it(
+    factors: tuple[float, float], common: float
+) -> None:
+    def sum_of_two(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+        rows = p.view(-1, p.shape[-1])
+        one, other = (b * factor if factor != 1 else b for factor in factors)
+        return rows @ one + rows.cos() @ other
+
+    args = operands()
+    graph = traced(sum_of_two, *args)
+    (last,) = graph.find_nodes(op="call_function", target=ADD)
+    found = [as_product(n) for n in graph.find_nodes(op="call_function", target=MM)]
+    with V.set_fake_mode(last.meta["val"].fake_mode), graph.inserting_before(last):
+        lhs, rhs, factor = stack_inner(graph, [p for p in found if p is not None], last)
+        total = emit(graph, MM, (lhs, rhs), last)
+    assert factor == common
+    last.replace_all_uses_with(total)
+    graph.eliminate_dead_code()
+    scales = graph.find_nodes(op="call_function", target=MUL)
+    assert len(scales) == (0 if factor != 1 else sum(f != 1 for f in factors))
+    actual = fx.GraphModule(nn.Module(), graph)(*args) * factor
+    torch.testing.assert_close(actual, sum_of_two(*args))
+
+
 class Frozen(nn.Module):
     """Two products without adapters that are added, the second of few inner columns."""
 
@@ -215,6 +297,7 @@ def test_in_place_in_forward_and_backward(device: str, monkeypatch: pytest.Monke
     with config.patch(fx_graph_cache=False):
         outcome, codes = run_and_get_code(compiled, block, x, codegen=True)
     assert [code.count(f"{qfuse_add_product.__name__}(") for code in codes] == [1, 1]
+    assert ", 2.0)" in codes[0], "alpha / r, and B as it is"
     assert error(outcome.output, expected) < 0.04
     for name, grad in grads.items():
         assert error(outcome.gradients[name], grad) < 0.05, name

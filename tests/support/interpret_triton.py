@@ -145,8 +145,8 @@ def softmax_loss() -> int:
 
 def add_product() -> int:
     cases = 0
-    for (rows, columns), inner, transposed in itertools.product(
-        ((1, 1), (65, 144)), (1, 16, 48), (False, True)
+    for (rows, columns), (inner, alpha), transposed in itertools.product(
+        ((1, 1), (65, 144)), ((1, 1.0), (16, 0.3), (48, 1.0)), (False, True)
     ):
         generator = torch.Generator().manual_seed(cases)
         base = torch.randn(rows, columns, generator=generator).half()
@@ -155,7 +155,7 @@ def add_product() -> int:
         b = b.t().contiguous().t() if transposed else b
         results = []
         for kernel in (add_product_triton.KERNEL, add_product_reference.KERNEL):
-            call = AddProduct(base.clone(), a, b)
+            call = AddProduct(base.clone(), a, b, alpha)
             assert not kernel.refuses(call)
             kernel.run(call)
             results.append(call.base)

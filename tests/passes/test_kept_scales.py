@@ -1,0 +1,113 @@
+"""Backward reads the scales of weights' rows that forward has computed, and no gradient changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import inductor_q
+from inductor_q.passes import emit_eight_bits, frozen_weights
+from inductor_q.passes.emit_eight_bits import ROW_AMAX
+from inductor_q.passes.graph import tensor
+from inductor_q.passes.recompute import is_kept
+from tests.passes.test_frozen_weights import FP8, Lora
+from tests.passes.test_keep_checkpointed import LAYERS, checkpointed
+from tests.passes.test_keep_checkpointed import step as step_of_model
+from tests.passes.test_quantize_products import layer, tokens
+from tests.support.compiling import gradients, partition
+from tests.support.thresholds import ANY_PRODUCT
+
+OPTIONS = {**FP8, "qfuse.thresholds": {**ANY_PRODUCT, "fuse_dropout.min_rows": 1}}
+AMAX = torch.ops.aten.amax.default
+
+
+class Segment(nn.Module):
+    """A checkpointed segment of two layers: backward computes the first one's result again."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = make(0), make(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def both(x: Tensor) -> Tensor:
+            result: Tensor = self.second(self.first(x))
+            return result
+
+        result: Tensor = checkpoint(both, x, use_reentrant=False)
+        return result
+
+
+def packed(seed: int = 0) -> nn.Module:
+    return layer(64, 64, seed=seed, dropout=0.1)
+
+
+def dense(seed: int = 0) -> nn.Module:
+    return Lora(64, 64)
+
+
+def of_layer(make: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[Any], None]]:
+    return make(), lambda call: call(tokens()).float().square().sum().backward()
+
+
+def of_model(*, by_layers: bool) -> tuple[nn.Module, Callable[[Any], None]]:
+    model = checkpointed(dropout=0.1)
+
+    def run(call: Any) -> None:
+        if by_layers:
+            assert inductor_q.compile(model, options=OPTIONS, regions="layers") is model
+        step_of_model(model if by_layers else call)
+
+    return model, run
+
+
+CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Callable[[Any], None]]], int]] = {
+    "a layer": (lambda: of_layer(packed), 1),
+    "a segment": (lambda: of_layer(lambda: Segment(packed)), 2),
+    "a model's segments": (lambda: of_model(by_layers=False), 7 * LAYERS),
+    "a model's layers": (lambda: of_model(by_layers=True), 7),
+    "a frozen layer": (lambda: of_layer(dense), 1),
+    "a segment of frozen layers": (lambda: of_layer(lambda: Segment(dense)), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, weights = CASES[name]
+    found = []
+    for kept in (True, False):
+        if not kept:
+            for module in (emit_eight_bits, frozen_weights):
+                monkeypatch.setattr(module, "keep_for_backward", lambda scale: scale)
+        model, run = make()
+        torch.manual_seed(5)
+        forward, backward = partition(run, model, OPTIONS)[:2]
+        assert len(row_maxima(forward)) == weights
+        # functorch keeps the largest number of a row by itself, but not of a checkpointed segment.
+        assert bool(row_maxima(backward)) is not (kept or name == "a frozen layer")
+        found.append(gradients({}, model))
+        if kept:
+            given = backward.find_nodes(op="placeholder")
+            scales = [tensor(n) for n in given if is_kept(n)]
+            assert len(scales) == weights
+            assert {(scale.dtype, scale.dim()) for scale in scales} == {(torch.float32, 1)}
+            assert torch.float8_e4m3fn not in {tensor(n).dtype for n in given}, "codes"
+    assert found[0].keys() == found[1].keys() and found[0]
+    for key, grad in found[0].items():
+        assert torch.equal(grad, found[1][key]), key
+
+
+def row_maxima(graph: fx.Graph) -> list[fx.Node]:
+    """Find what the scales of weights follow from."""
+    plain = [n for n in graph.find_nodes(op="call_function", target=AMAX) if of_weight(n)]
+    return [*graph.find_nodes(op="call_function", target=ROW_AMAX), *plain]
+
+
+def of_weight(node: fx.Node) -> bool:
+    while len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node.op == "placeholder" and tensor(node).shape == (64, 64) and "primals" in node.name
