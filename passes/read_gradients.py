@@ -27,7 +27,6 @@ from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import (
     HALVES,
     MM,
-    PERMUTE,
     arg,
     backward_nodes,
     columns,
@@ -49,13 +48,12 @@ ADAPTER_GRADS = torch.ops.qfuse.adapter_grads.default
 @dataclass(frozen=True)
 class _Factor:
     """A product of a gradient: `node` is `factor * (grad @ other)` or, of its transpose,
-    `factor * (grad' @ other)`, itself transposed where `flipped`."""
+    `factor * (grad' @ other)`."""
 
     node: fx.Node
     grad: fx.Node  # [M, N]
     other: fx.Node  # [N, r] or [M, r]
     factor: float
-    flipped: bool = False
 
 
 class ReadGradients:
@@ -83,8 +81,6 @@ class ReadGradients:
             args = (one.grad, two.other, one.other, one.factor, two.factor)
             both = emit(graph, ADAPTER_GRADS, args, one.node)
             results = [emit(graph, operator.getitem, (both, i), one.node) for i in range(2)]
-            if two.flipped:
-                results[1] = emit(graph, PERMUTE, (results[1], [1, 0]), two.node)
         for product, result in zip((one, two), results, strict=True):
             replace(product.node, result)
             graph.erase_node(product.node)
@@ -119,15 +115,11 @@ def _of_projection(node: fx.Node) -> _Factor | None:
 
 
 def _of_parameter(node: fx.Node) -> _Factor | None:
-    """Read a product `dY' @ p`, or `p' @ dY`, of many rows of both."""
-    lhs, rhs = arg(node, 0), arg(node, 1)
-    left, transposed = peel_transposes(lhs)
-    if not transposed:
+    """Read a product `dY' @ p` of many rows of both."""
+    (grad, transposed), p = peel_transposes(arg(node, 0)), arg(node, 1)
+    if not transposed or not _fits(grad, *(tensor(t).shape[1] for t in (grad, p))):
         return None
-    for grad, other, flipped in ((left, rhs, False), (rhs, left, True)):
-        if tensor(grad).dim() == 2 and _fits(grad, *(tensor(t).shape[1] for t in (grad, other))):
-            return _scaled(node, grad, other, flipped)
-    return None
+    return _scaled(node, grad, p)
 
 
 def _fits(grad: fx.Node, size: object, rank: object) -> bool:
@@ -135,7 +127,7 @@ def _fits(grad: fx.Node, size: object, rank: object) -> bool:
     return sizes and tensor(grad).dtype in HALVES
 
 
-def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node, flipped: bool = False) -> _Factor:
+def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node) -> _Factor:
     """Find what multiplies a product: its other operand, and the result, where nothing else reads
     that."""
     factor = 1.0
@@ -146,4 +138,4 @@ def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node, flipped: bool = False)
     outer = as_scaled(above) if above is not None else None
     if outer is not None and above is not None and outer[0] is node and isinstance(outer[1], float):
         node, factor = above, factor * outer[1]
-    return _Factor(node, grad, other, factor, flipped)
+    return _Factor(node, grad, other, factor)
