@@ -12,6 +12,8 @@ import torch
 from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 
+from inductor_q.lowerings.kernel_out import KernelOut
+
 aten = torch.ops.aten
 
 
@@ -24,14 +26,15 @@ def lower(
     grad: Any, p: Any, b: Any, factor_p: float, factor_b: float
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     read = {user.args[1] for user in V.graph.current_node.users}
-    if V.graph.cpp_wrapper or len(read) < 2:  # C++ wrapper code calls no Python function
+    # C++ wrapper code calls no Python function. A result that nothing reads gets no buffer.
+    if V.graph.cpp_wrapper or len(read) < 2:
         of_p = _product(grad, b, factor_p)
         return of_p, _product(lowering.lowerings[aten.permute.default](grad, [1, 0]), p, factor_b)
     device, dtype = grad.get_device(), grad.get_dtype()
     (rows, columns), rank = grad.get_size(), b.get_size()[1]
     of_b = lowering.empty_strided([columns, rank], None, dtype=dtype, device=device)
     inputs = [ir.ExternKernel.realize_input(t) for t in (grad, p, b, of_b)]
-    node = AdapterGradsOut(
+    node = KernelOut(
         layout=ir.FlexibleLayout(device=device, dtype=dtype, size=[rows, rank]),
         inputs=inputs,
         constant_args=(factor_p, factor_b),
@@ -48,18 +51,3 @@ def _product(left: Any, right: Any, factor: float) -> ir.TensorBox:
     if factor == 1.0:
         return cast(ir.TensorBox, product)
     return cast(ir.TensorBox, lowering.lowerings[aten.mul.Tensor](product, factor))
-
-
-class AdapterGradsOut(ir.ExternKernelOut):
-    """A call of the kernel from the generated code, past the dispatcher."""
-
-    def codegen(self, wrapper: Any) -> None:
-        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_adapter_grads")
-        super().codegen(wrapper)
-
-    def codegen_args(self) -> list[str]:
-        inputs = cast(list[ir.IRNode], self.inputs)
-        return [*(x.codegen_reference() for x in inputs), *map(repr, self.constant_args)]
-
-    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
-        return []

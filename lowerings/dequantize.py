@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -22,6 +22,7 @@ from inductor_q.formats import QuantFormat, get_format
 from inductor_q.kernels.dequantize import POINTWISE, compiled_by, not_callable, refusal
 from inductor_q.kernels.provider import warn_passed_over
 from inductor_q.lowerings.in_force import in_force
+from inductor_q.lowerings.kernel_out import KernelOut
 
 OP = "dequantize"
 
@@ -81,24 +82,9 @@ def _flat(x: Any) -> Any:
     return x if len(x.get_size()) == 1 else lowering.view(x, [-1])
 
 
-class DequantizeOut(ir.ExternKernelOut):
-    """A call of `inductor_q.kernels.dequantize.write` from the generated code.
-
-    The code calls the Python function itself: the dispatcher would cost more than the launch, and
-    the operands were checked when the op was traced.
-    """
-
-    def codegen(self, wrapper: Any) -> None:
-        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_dequantize")
-        super().codegen(wrapper)
-
+class DequantizeOut(KernelOut):
     def codegen_args(self) -> list[str]:
-        inputs = cast(Sequence[ir.IRNode], self.inputs)
-        operands = ", ".join(x.codegen_reference() for x in inputs)
-        return [f"[{operands}]", *(repr(value) for value in self.constant_args)]
-
-    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
-        return []
+        return [f"[{', '.join(self.references())}]", *map(repr, self.constant_args)]
 
 
 def extern(

@@ -16,6 +16,8 @@ import torch
 from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 
+from inductor_q.lowerings.kernel_out import KernelOut
+
 
 def register() -> None:
     lowering.register_lowering(torch.ops.qfuse.extend.default, type_promotion_kind=None)(lower)
@@ -41,7 +43,7 @@ def lower_dropped(
         layout = ir.FlexibleLayout(device=x.get_device(), dtype=x.get_dtype(), size=size)
         inputs = [ir.ExternKernel.realize_input(t) for t in (source, seeds, a)]
         inputs[2] = ir.ExternKernel.require_contiguous(inputs[2])
-        node = ProjectOut(
+        node = KernelOut(
             layout=layout,
             inputs=inputs,
             constant_args=(index, count, p),
@@ -51,21 +53,6 @@ def lower_dropped(
         return ir.TensorBox.create(node)
 
     return _wide([x], [(x, width, project)])
-
-
-class ProjectOut(ir.ExternKernelOut):
-    """A call of `qfuse::dropout_project` from the generated code, into columns of a buffer."""
-
-    def codegen(self, wrapper: Any) -> None:
-        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_dropout_project_out")
-        super().codegen(wrapper)
-
-    def codegen_args(self) -> list[str]:
-        tensors = [x.codegen_reference() for x in self.inputs]  # type: ignore[union-attr]
-        return [*tensors, *map(repr, self.constant_args)]
-
-    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
-        return []
 
 
 def _times(right: Any, left: ir.TensorBox) -> Any:

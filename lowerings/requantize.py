@@ -18,6 +18,7 @@ from inductor_q.kernels import POINTWISE, PROVIDERS
 from inductor_q.kernels.provider import REFERENCE, on_device, warn_passed_over
 from inductor_q.lowerings.dequantize import loops_over, pointwise
 from inductor_q.lowerings.in_force import in_force
+from inductor_q.lowerings.kernel_out import KernelOut
 
 OP = "requantize"
 aten = torch.ops.aten
@@ -124,20 +125,10 @@ def _provider(device_type: str, fmt: QuantFormat) -> str:
     return next(usable, POINTWISE)
 
 
-class RequantizeOut(ir.ExternKernelOut):
-    """A call of the kernel from the generated code, past the dispatcher."""
-
-    def codegen(self, wrapper: Any) -> None:
-        wrapper.add_import_once("from inductor_q.lowerings.calls import qfuse_requantize")
-        super().codegen(wrapper)
-
+class RequantizeOut(KernelOut):
     def codegen_args(self) -> list[str]:
-        inputs = cast(Sequence[ir.IRNode], self.inputs)
-        *operands, scale = [x.codegen_reference() for x in inputs]
+        *operands, scale = self.references()
         return [f"[{', '.join(operands)}]", scale, *map(repr, self.constant_args)]
-
-    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
-        return []
 
 
 def _call(tensors: Sequence[Any], layout: ir.Layout, settings: tuple[Any, ...]) -> ir.TensorBox:
