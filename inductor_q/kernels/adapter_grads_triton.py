@@ -1,8 +1,9 @@
 """Both gradients of an adapter's second product on a GPU, in one read of the layer's gradient.
 
-A program has a stripe of columns and some hundreds of rows. For each tile of them it multiplies
-with B, a part of the projection's gradient, and adds to its part of B's gradient. A second launch
-adds the parts up in a fixed order. cuBLAS reads the gradient of the layer once for either product.
+A program has a stripe of columns and some hundreds of rows. It reads each tile of them once. It
+multiplies the tile with B, which gives a part of the projection's gradient, and with the
+projection, which it adds to its part of B's gradient. A second launch adds all parts up in a fixed
+order. Two products of cuBLAS read the gradient of the layer twice.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ from typing import Any
 import torch
 
 from inductor_q.kernels.calls import AdapterGrads
+from inductor_q.kernels.gpu import few_ranks, lanes
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
 #: The most ranks that a program takes. The parts that it writes grow with them.
 MOST = 32
-LEAST = 16  # of the inner dimension of a product on tensor cores
-#: Elements of a gradient that one read saves little of.
+#: A gradient of fewer elements than were measured is left to cuBLAS.
 FEW = 1 << 19
-PROGRAMS = 128  # about as many as a large device has multiprocessors
+PROGRAMS = 128  # that a launch has at least, about one for each multiprocessor of a large GPU
 PARTS = (128, 1024)  # the fewest and the most rows of a program
 BLOCK = 512  # numbers that a program of the second launch adds up
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,8 @@ WIDE_SHARED = 163 << 10  # bytes of shared memory, an A100's; NARROW is for GPUs
 class Triton(TritonProvider[AdapterGrads]):
     def refuses(self, call: AdapterGrads) -> str:
         grad, p, b = call.grad, call.p, call.b
-        if not grad.dtype == p.dtype == b.dtype or grad.dtype not in HALVES:
-            return "all matrices must be in bfloat16, or all in float16"
-        if p.shape[1] > MOST:
-            return f"{p.shape[1]} ranks are more than {MOST}"
+        if refused := few_ranks((grad, p, b), p.shape[1], MOST):
+            return refused
         if grad.numel() < FEW:
             return f"a gradient of {grad.numel()} elements, fewer than {FEW}"
         if grad.is_cuda and torch.cuda.get_device_capability(grad.device) < (8, 0):
@@ -84,8 +82,8 @@ def plan(call: AdapterGrads, config: Config) -> Callable[[AdapterGrads], None]:
     least, most = PARTS
     part = min(max(triton.next_power_of_2(rows * stripes // PROGRAMS), least), most)
     parts = triton.cdiv(rows, part)
-    lanes = max(LEAST, triton.next_power_of_2(rank))
-    ranks = {"RANK": rank, "LANES": lanes}
+    width = lanes(rank)
+    ranks = {"RANK": rank, "LANES": width}
     multiply = Repeated(
         kernels.multiply,
         (stripes, parts, 1),
@@ -99,7 +97,7 @@ def plan(call: AdapterGrads, config: Config) -> Callable[[AdapterGrads], None]:
         },
         num_warps=config.warps,
     )
-    of_p, of_b = (triton.cdiv(n * lanes, BLOCK) for n in (rows, columns))
+    of_p, of_b = (triton.cdiv(n * width, BLOCK) for n in (rows, columns))
     add = Repeated(
         kernels.finish,
         (of_p + of_b, 1, 1),
@@ -109,8 +107,8 @@ def plan(call: AdapterGrads, config: Config) -> Callable[[AdapterGrads], None]:
     )
 
     def serve(call: AdapterGrads) -> None:
-        parts_p = call.grad.new_empty((stripes, rows, lanes), dtype=torch.float32)
-        parts_b = call.grad.new_empty((parts, columns, lanes), dtype=torch.float32)
+        parts_p = call.grad.new_empty((stripes, rows, width), dtype=torch.float32)
+        parts_b = call.grad.new_empty((parts, columns, width), dtype=torch.float32)
         multiply((call.grad, call.p, call.b, parts_p, parts_b))
         add((parts_p, parts_b, call.of_p, call.of_b))
 

@@ -13,29 +13,24 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from inductor_q.kernels.calls import AddProduct
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT
+from inductor_q.kernels.gpu import few_ranks, lanes
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
 #: The most ranks that a program takes. It was measured with up to 48, on an H100, where it is as
 #: fast as a copy of the matrix.
 MOST = 64
-LEAST = 16  # of the inner dimension of a product on tensor cores
 ROWS, COLUMNS = 64, 128  # of a tile
 WARPS = 4
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Triton(TritonProvider[AddProduct]):
     def refuses(self, call: AddProduct) -> str:
         base, a, b = call.base, call.a, call.b
-        if not base.dtype == a.dtype == b.dtype or base.dtype not in HALVES:
-            return "all matrices must be in bfloat16, or all in float16"
-        if a.shape[1] > MOST:
-            return f"{a.shape[1]} ranks are more than {MOST}"
+        if refused := few_ranks((base, a, b), a.shape[1], MOST):
+            return refused
         if not base.is_contiguous() or a.stride(1) != 1 or 1 not in b.stride():
             return "the sum is not contiguous, or the numbers of a row lie apart"
         if max(b.stride()) * max(b.shape) >= INT32_LIMIT:
@@ -55,7 +50,7 @@ class Triton(TritonProvider[AddProduct]):
                 "BY_COLUMNS": by_columns,
                 "ROWS": ROWS,
                 "COLUMNS": COLUMNS,
-                "RANK": max(LEAST, triton.next_power_of_2(inner)),
+                "RANK": lanes(inner),
                 "ALPHA": call.alpha,
             },
             num_warps=WARPS,

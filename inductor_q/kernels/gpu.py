@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -22,6 +22,25 @@ def unfit(out: Tensor) -> str:
     if out.dim() != 2 or (out.shape[1] > 1 and out.stride(1) != 1):
         return "the output is not a matrix with unit column stride"
     return ""
+
+
+#: The fewest numbers that tensor cores add up, or columns that they multiply, at a time.
+LEAST_LANES = 16
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def few_ranks(matrices: Sequence[Tensor], rank: int, most: int) -> str:
+    """Return why tensor cores do not multiply these matrices, an adapter's among them, in programs
+    that hold all ranks; empty where they do."""
+    dtypes = {matrix.dtype for matrix in matrices}
+    if len(dtypes) > 1 or dtypes.isdisjoint(HALVES):
+        return "all matrices must be in bfloat16, or all in float16"
+    return f"{rank} ranks are more than {most}" if rank > most else ""
+
+
+def lanes(rank: int) -> int:
+    """Return how many ranks a program computes with: a power of two, for tensor cores."""
+    return max(LEAST_LANES, 1 << (rank - 1).bit_length())
 
 
 def on(device: torch.device) -> Any:
