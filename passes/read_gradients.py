@@ -3,11 +3,12 @@
 An adapter adds `s * (x A') B'` to the output of its layer. Backward multiplies dY, the gradient of
 that output, twice: `dY B` is the gradient of the projection p = x A', `dY' p` that of B. Both are a
 few columns wide, so that they cost what reading dY does. `qfuse::adapter_grads` computes both while
-it reads dY once, and takes the scaling of the adapter with it, which is a launch of its own
+it reads dY once, and multiplies by the scaling of the adapter, which is a launch of its own
 otherwise.
 
-It reads backward's graph as it is left by the partitioner, in which no other pass looks for these
-products.
+The pass runs after the partitioner, when no other pass looks for these products any more. It does
+not find them where extend_k computes `dY B` beside dY, within `qfuse::extend`, as it does without
+dropout; nor those of several adapters of one layer, whose projections are stacked.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from inductor_q.passes.graph import (
 from inductor_q.passes.products import as_scaled, is_rank
 from inductor_q.passes.runner import PARTITIONED, Site
 
-OP = "adapter_grads"
+PROVIDER = "qfuse.adapter_grads"
 ADAPTER_GRADS = torch.ops.qfuse.adapter_grads.default
 
 
 @dataclass(frozen=True)
-class _Factor:
-    """A product of a gradient: `node` is `factor * (grad @ other)` or, of its transpose,
-    `factor * (grad' @ other)`."""
+class _Read:
+    """A product that reads a gradient: `node` is `factor * (grad @ other)`, where `other` is B, or
+    `factor * (grad' @ other)`, where it is the projection."""
 
     node: fx.Node
     grad: fx.Node  # [M, N]
@@ -61,8 +62,8 @@ class ReadGradients:
     stage: ClassVar[str] = PARTITIONED
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
-        of_p: defaultdict[Any, list[_Factor]] = defaultdict(list)
-        of_b: defaultdict[Any, list[_Factor]] = defaultdict(list)
+        of_p: defaultdict[Any, list[_Read]] = defaultdict(list)
+        of_b: defaultdict[Any, list[_Read]] = defaultdict(list)
         strict = STRICT if context.numerics == "strict" else ""
         backward = backward_nodes(graph)
         for node in graph.find_nodes(op="call_function", target=MM):
@@ -73,7 +74,7 @@ class ReadGradients:
                     found[_key(product)].append(product)
         for key, ones in of_p.items():
             for one, two in zip(ones, of_b.get(key, ()), strict=False):
-                yield Site(one.node, strict, plan=(one, two), by_choice=True, provider=OP)
+                yield Site(one.node, strict, plan=(one, two), by_choice=True, provider=PROVIDER)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         one, two = site.plan
@@ -86,7 +87,7 @@ class ReadGradients:
             graph.erase_node(product.node)
 
 
-def _key(product: _Factor) -> tuple[fx.Node, int]:
+def _key(product: _Read) -> tuple[fx.Node, int]:
     return _block(product.grad), tensor(product.other).shape[1]
 
 
@@ -106,7 +107,7 @@ def _block(grad: fx.Node) -> fx.Node:
     return grad
 
 
-def _of_projection(node: fx.Node) -> _Factor | None:
+def _of_projection(node: fx.Node) -> _Read | None:
     """Read a product `dY @ B` of many columns with a parameter of few."""
     grad, b = arg(node, 0), arg(node, 1)
     if not _fits(grad, *tensor(b).shape) or peel_transposes(grad)[1]:
@@ -114,7 +115,7 @@ def _of_projection(node: fx.Node) -> _Factor | None:
     return _scaled(node, grad, b)
 
 
-def _of_parameter(node: fx.Node) -> _Factor | None:
+def _of_parameter(node: fx.Node) -> _Read | None:
     """Read a product `dY' @ p` of many rows of both."""
     (grad, transposed), p = peel_transposes(arg(node, 0)), arg(node, 1)
     if not transposed or not _fits(grad, *(tensor(t).shape[1] for t in (grad, p))):
@@ -127,9 +128,9 @@ def _fits(grad: fx.Node, size: object, rank: object) -> bool:
     return sizes and tensor(grad).dtype in HALVES
 
 
-def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node) -> _Factor:
-    """Find what multiplies a product: its other operand, and the result, where nothing else reads
-    that."""
+def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node) -> _Read:
+    """Read a product together with the numbers that its other operand and its result, where only
+    that is read, are multiplied by."""
     factor = 1.0
     scaled = as_scaled(other)
     if scaled is not None and isinstance(scaled[1], float):
@@ -138,4 +139,4 @@ def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node) -> _Factor:
     outer = as_scaled(above) if above is not None else None
     if outer is not None and above is not None and outer[0] is node and isinstance(outer[1], float):
         node, factor = above, factor * outer[1]
-    return _Factor(node, grad, other, factor)
+    return _Read(node, grad, other, factor)
