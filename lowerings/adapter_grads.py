@@ -26,16 +26,31 @@ def lower(
     grad: Any, p: Any, b: Any, factor_p: float, factor_b: float
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     read = {user.args[1] for user in V.graph.current_node.users}
-    # C++ wrapper code calls no Python function. A result that nothing reads gets no buffer.
-    if V.graph.cpp_wrapper or len(read) < 2:
-        of_p = _product(grad, b, factor_p)
+    # A result that nothing reads gets no buffer.
+    return multiply(grad, p, b, factor_p, factor_b, apart=len(read) < 2)
+
+
+def multiply(
+    grad: Any,
+    p: Any,
+    b: Any,
+    factor_p: float,
+    factor_b: float,
+    padding: int = 0,
+    *,
+    apart: bool = False,
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """Make both results, the first with so many columns of zeros behind it; `apart`, by a product
+    of torch's each."""
+    if V.graph.cpp_wrapper or apart:  # C++ wrapper code calls no Python function
+        of_p = _product(grad, pad(b, padding), factor_p)
         return of_p, _product(lowering.lowerings[aten.permute.default](grad, [1, 0]), p, factor_b)
     device, dtype = grad.get_device(), grad.get_dtype()
     (rows, columns), rank = grad.get_size(), b.get_size()[1]
     of_b = lowering.empty_strided([columns, rank], None, dtype=dtype, device=device)
     inputs = [ir.ExternKernel.realize_input(t) for t in (grad, p, b, of_b)]
     node = KernelOut(
-        layout=ir.FlexibleLayout(device=device, dtype=dtype, size=[rows, rank]),
+        layout=ir.FlexibleLayout(device=device, dtype=dtype, size=[rows, rank + padding]),
         inputs=inputs,
         constant_args=(factor_p, factor_b),
         python_kernel_name="qfuse_adapter_grads",
@@ -44,6 +59,11 @@ def lower(
     written = ir.MutationOutput(ir.NoneLayout(device=device), inputs[3], node)
     node.mutation_outputs.append(written)
     return ir.TensorBox.create(node), cast(ir.TensorBox, of_b)
+
+
+def pad(b: Any, columns: int) -> Any:
+    """Put so many columns of zeros behind a matrix."""
+    return lowering.lowerings[aten.constant_pad_nd.default](b, [0, columns]) if columns else b
 
 
 def _product(left: Any, right: Any, factor: float) -> ir.TensorBox:

@@ -57,7 +57,8 @@ def qfuse_adapter_grads(
     *,
     out: Tensor,
 ) -> None:
-    """Write `factor_p * (grad @ b)` into `out`, and `factor_b * (grad' @ p)` into `of_b`."""
+    """Write `factor_p * (grad @ b)` into `out`, with zeros behind where that is wider, and
+    `factor_b * (grad' @ p)` into `of_b`."""
     adapter_grads_out(grad, p, b, factor_p, factor_b, out, of_b)
 
 

@@ -1,4 +1,4 @@
-"""Lower `qfuse::extend` and `extend_dropped` to one wide buffer that its parts are written into.
+"""Lower `qfuse::extend`, `extend_dropped` and `extend_grads` to one wide buffer that its parts are written into.
 
 A `ConcatKernel` does so for `cat`. Here are two differences that extend_k needs: the blocks move
 into the buffer before anything else has fixed their layout, and a product may read a block from
@@ -16,6 +16,7 @@ import torch
 from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 
+from inductor_q.lowerings import adapter_grads
 from inductor_q.lowerings.kernel_out import KernelOut
 
 
@@ -23,9 +24,14 @@ def register() -> None:
     lowering.register_lowering(torch.ops.qfuse.extend.default, type_promotion_kind=None)(lower)
     dropped = torch.ops.qfuse.extend_dropped.default
     lowering.register_lowering(dropped, type_promotion_kind=None)(lower_dropped)
+    grads = torch.ops.qfuse.extend_grads.default
+    lowering.register_lowering(grads, type_promotion_kind=None)(lower_grads)
 
 
-def lower(blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any]) -> ir.TensorBox:
+def lower(
+    blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any], padding: int
+) -> ir.TensorBox:
+    rights = _padded(rights, padding)
     products = [
         (left, right.get_size()[-1], functools.partial(_times, right))
         for left, right in zip(lefts, rights, strict=True)
@@ -53,6 +59,37 @@ def lower_dropped(
         return ir.TensorBox.create(node)
 
     return _wide([x], [(x, width, project)])
+
+
+def lower_grads(
+    blocks: Sequence[Any],
+    grads: Sequence[Any],
+    bs: Sequence[Any],
+    ps: Sequence[Any],
+    factors_p: Sequence[float],
+    factors_b: Sequence[float],
+    padding: int,
+) -> list[ir.TensorBox]:
+    of_bs: list[ir.TensorBox] = []
+
+    def multiply(b: Any, p: Any, factors: Sequence[float], columns: int, grad: Any) -> ir.TensorBox:
+        of_p, of_b = adapter_grads.multiply(grad, p, b, *factors, columns)
+        of_bs.append(of_b)
+        return of_p
+
+    products = []
+    for i, (grad, b, p, *factors) in enumerate(
+        zip(grads, bs, ps, factors_p, factors_b, strict=True)
+    ):
+        columns = padding if i == len(bs) - 1 else 0
+        make = functools.partial(multiply, b, p, factors, columns)
+        products.append((grad, b.get_size()[-1] + columns, make))
+    return [_wide(blocks, products), *of_bs]
+
+
+def _padded(rights: Sequence[Any], padding: int) -> list[Any]:
+    """Put columns of zeros behind the last of some matrices."""
+    return [*rights[:-1], *(adapter_grads.pad(last, padding) for last in rights[-1:])]
 
 
 def _times(right: Any, left: ir.TensorBox) -> Any:

@@ -429,10 +429,7 @@ def _emit_extend(
         blocks = [base.lhs for base in bases]
         lefts = [p.lhs for p in projections]
     rights = [p.rhs for p in projections]
-    if padding:
-        rights[-1] = emit(graph, PAD, (rights[-1], [0, padding]), like)
-    wide = emit(graph, EXTEND, (blocks, lefts, rights), like)
-    return as_matrix(graph, wide)
+    return as_matrix(graph, emit(graph, EXTEND, (blocks, lefts, rights, padding), like))
 
 
 def _emit_beside(
@@ -445,7 +442,7 @@ def _emit_beside(
     part = projection.node
     if padding:
         part = emit(graph, PAD, (part, [0, padding]), part)
-    return as_matrix(graph, emit(graph, EXTEND, ([*blocks, part], [], []), like))
+    return as_matrix(graph, emit(graph, EXTEND, ([*blocks, part], [], [], 0), like))
 
 
 def _emit_sum(

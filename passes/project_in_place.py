@@ -37,7 +37,7 @@ class ProjectInPlace:
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         for wide in graph.find_nodes(op="call_function", target=EXTEND):
-            blocks, lefts, _ = wide.args
+            blocks, lefts, *_ = wide.args
             if lefts or len(blocks) < 2:
                 continue
             part = blocks[-1]
@@ -60,10 +60,7 @@ class ProjectInPlace:
             if node.target is PROJECT:
                 new = emit(graph, EXTEND_DROPPED, (source, *node.args[1:], padding), wide)
             else:
-                right = arg(node, 1)
-                if padding:
-                    right = emit(graph, PAD, (right, [0, padding]), node)
-                new = emit(graph, EXTEND, (blocks, [source], [right]), wide)
+                new = emit(graph, EXTEND, (blocks, [source], [arg(node, 1)], padding), wide)
             span = (as_matrix(graph, new), 1, start, start + rank)
             copied = emit(graph, CLONE, (emit(graph, SLICE, span, node),), node)
         wide.replace_all_uses_with(new)

@@ -6,9 +6,10 @@ few columns wide, so that they cost what reading dY does. `qfuse::adapter_grads`
 it reads dY once, and multiplies by the scaling of the adapter, which is a launch of its own
 otherwise.
 
-The pass runs after the partitioner, when no other pass looks for these products any more. It does
-not find them where extend_k computes `dY B` beside dY, within `qfuse::extend`, as it does without
-dropout; nor those of several adapters of one layer, whose projections are stacked.
+The pass runs after the partitioner, when no other pass looks for these products any more. Where
+extend_k has put `dY B` beside dY (without dropout), `qfuse::extend_grads` takes the place of
+`qfuse::extend`. The pass does not find the products of several adapters of one layer, whose
+projections are stacked.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ import torch
 from torch import fx
 
 from inductor_q.context import Context
+from inductor_q.kernels.adapter_grads_triton import MOST
 from inductor_q.passes.extend_k import EXTEND
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import (
+    CAST,
     HALVES,
+    LAYOUT,
     MM,
     arg,
     backward_nodes,
@@ -44,12 +48,15 @@ from inductor_q.passes.runner import PARTITIONED, Site
 
 PROVIDER = "qfuse.adapter_grads"
 ADAPTER_GRADS = torch.ops.qfuse.adapter_grads.default
+EXTEND_GRADS = torch.ops.qfuse.extend_grads.default
+ALONE = "no product of the same gradient with the projection is in the graph"
 
 
 @dataclass(frozen=True)
 class _Read:
     """A product that reads a gradient: `node` is `factor * (grad @ other)`, where `other` is B, or
-    `factor * (grad' @ other)`, where it is the projection."""
+    `factor * (grad' @ other)`, where it is the projection; or it is `qfuse::extend`, which has the
+    first kind within it."""
 
     node: fx.Node
     grad: fx.Node  # [M, N]
@@ -69,15 +76,26 @@ class ReadGradients:
         for node in graph.find_nodes(op="call_function", target=MM):
             for read, found in ((_of_projection, of_p), (_of_parameter, of_b)):
                 product = read(node)
-                # The other operand is forward's, so that nothing waits for itself.
-                if product and product.grad in backward and product.other not in backward:
+                if product and _reads_gradient(product, backward):
                     found[_key(product)].append(product)
-        for key, ones in of_p.items():
-            for one, two in zip(ones, of_b.get(key, ()), strict=False):
-                yield Site(one.node, strict, plan=(one, two), by_choice=True, provider=PROVIDER)
+        extended = [_within(wide) for wide in graph.find_nodes(op="call_function", target=EXTEND)]
+        for ones in (*extended, *([one] for found in of_p.values() for one in found)):
+            given = all(_reads_gradient(one, backward) and _is_parameter(one.other) for one in ones)
+            if not ones or not given:
+                continue
+            twos = [two for one in ones for two in of_b[_key(one)][:1]]
+            reason = strict or _refused(ones, twos)
+            if not reason:
+                for one in ones:
+                    of_b[_key(one)].pop(0)
+            yield Site(ones[0].node, reason, plan=(ones, twos), by_choice=True, provider=PROVIDER)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        one, two = site.plan
+        ones, twos = site.plan
+        if site.node.target is EXTEND:
+            _extend(graph, site.node, ones, twos)
+            return
+        (one,), (two,) = ones, twos
         with graph.inserting_before(one.node):
             args = (one.grad, two.other, one.other, one.factor, two.factor)
             both = emit(graph, ADAPTER_GRADS, args, one.node)
@@ -85,6 +103,50 @@ class ReadGradients:
         for product, result in zip((one, two), results, strict=True):
             replace(product.node, result)
             graph.erase_node(product.node)
+
+
+def _extend(graph: fx.Graph, wide: fx.Node, ones: Sequence[_Read], twos: Sequence[_Read]) -> None:
+    """Let `qfuse::extend_grads` compute what `qfuse::extend` and the products `twos` do."""
+    blocks, grads, _, padding = wide.args
+    bs, ps = [one.other for one in ones], [two.other for two in twos]
+    factors = [[product.factor for product in products] for products in (ones, twos)]
+    with graph.inserting_before(wide):
+        every = emit(graph, EXTEND_GRADS, (blocks, grads, bs, ps, *factors, padding), wide)
+        results = [emit(graph, operator.getitem, (every, i), wide) for i in range(1 + len(ones))]
+    for node, result in zip((wide, *(two.node for two in twos)), results, strict=True):
+        replace(node, result)
+        graph.erase_node(node)
+
+
+def _within(wide: fx.Node) -> list[_Read]:
+    """Read the products within `qfuse::extend`; none, where one is not of a gradient with B."""
+    lefts, rights = cast("list[list[fx.Node]]", wide.args[1:3])
+    if not all(_fits(grad, *tensor(b).shape) for grad, b in zip(lefts, rights, strict=True)):
+        return []
+    scaled = [_times(grad, b) for grad, b in zip(lefts, rights, strict=True)]
+    return [_Read(wide, grad, b, factor) for grad, b, factor in scaled]
+
+
+def _reads_gradient(product: _Read, backward: set[fx.Node]) -> bool:
+    """Whether one operand is a gradient and the other is forward's, so that nothing waits for
+    itself."""
+    return product.grad in backward and product.other not in backward
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a matrix is an input of the graph, or a cast or view of one."""
+    while node.target in LAYOUT or node.target is CAST:
+        node = arg(node, 0)
+    return node.op == "placeholder"
+
+
+def _refused(ones: Sequence[_Read], twos: Sequence[_Read]) -> str:
+    if len(twos) < len(ones):
+        return ALONE
+    rank = max(tensor(one.other).shape[1] for one in ones)
+    return (
+        f"{rank} ranks: above {MOST}, two products of cuBLAS take no longer" if rank > MOST else ""
+    )
 
 
 def _key(product: _Read) -> tuple[fx.Node, int]:
@@ -131,12 +193,17 @@ def _fits(grad: fx.Node, size: object, rank: object) -> bool:
 def _scaled(node: fx.Node, grad: fx.Node, other: fx.Node) -> _Read:
     """Read a product together with the numbers that its other operand and its result, where only
     that is read, are multiplied by."""
-    factor = 1.0
-    scaled = as_scaled(other)
-    if scaled is not None and isinstance(scaled[1], float):
-        other, factor = scaled[0], scaled[1]
+    grad, other, factor = _times(grad, other)
     above = single_user(node)
     outer = as_scaled(above) if above is not None else None
     if outer is not None and above is not None and outer[0] is node and isinstance(outer[1], float):
         node, factor = above, factor * outer[1]
     return _Read(node, grad, other, factor)
+
+
+def _times(grad: fx.Node, other: fx.Node) -> tuple[fx.Node, fx.Node, float]:
+    """Take the number that the second operand of a product is multiplied by from it."""
+    scaled = as_scaled(other)
+    if scaled is not None and isinstance(scaled[1], float):
+        return grad, scaled[0], scaled[1]
+    return grad, other, 1.0

@@ -13,7 +13,9 @@ class Reference(Provider[AdapterGrads]):
     name = REFERENCE
 
     def run(self, call: AdapterGrads) -> None:
-        _multiply(call.grad, call.b, call.factor_p, call.of_p)
+        rank = call.b.shape[1]
+        _multiply(call.grad, call.b, call.factor_p, call.of_p[:, :rank])
+        call.of_p[:, rank:].zero_()
         _multiply(call.grad.t(), call.p, call.factor_b, call.of_b)
 
 

@@ -97,12 +97,21 @@ def plan(call: AdapterGrads, config: Config) -> Callable[[AdapterGrads], None]:
         },
         num_warps=config.warps,
     )
-    of_p, of_b = (triton.cdiv(n * width, BLOCK) for n in (rows, columns))
+    out_width = call.of_p.shape[1]
+    spread = max(width, triton.next_power_of_2(out_width))
+    of_p, of_b = triton.cdiv(rows * spread, BLOCK), triton.cdiv(columns * width, BLOCK)
     add = Repeated(
         kernels.finish,
         (of_p + of_b, 1, 1),
         (rows, columns, stripes, parts, of_p, call.of_p.stride(0), call.of_b.stride(0)),
-        {**ranks, "FACTOR_P": call.factor_p, "FACTOR_B": call.factor_b, "BLOCK": BLOCK},
+        {
+            **ranks,
+            "WIDTH": out_width,
+            "SPREAD": spread,
+            "FACTOR_P": call.factor_p,
+            "FACTOR_B": call.factor_b,
+            "BLOCK": BLOCK,
+        },
         num_warps=4,
     )
 

@@ -177,7 +177,7 @@ class AdapterGrads(Call):
     b: Tensor  # [N, r]
     factor_p: float
     factor_b: float
-    of_p: Tensor  # [M, r], overwritten by factor_p * grad @ b
+    of_p: Tensor  # [M, r or more], overwritten by factor_p * grad @ b, with zeros behind
     of_b: Tensor  # [N, r], overwritten by factor_b * grad' @ p
 
     @property

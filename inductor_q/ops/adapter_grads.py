@@ -42,7 +42,8 @@ def adapter_grads_out(
     of_p: Tensor,
     of_b: Tensor,
 ) -> None:
-    """Write the results into `of_p`, which may be columns of a wider matrix, and into `of_b`."""
+    """Write the results into `of_p`, which may be columns of a wider matrix, and into `of_b`. Where
+    `of_p` has more than r columns, zeros are written behind them."""
     serve("adapter_grads", AdapterGrads(grad, p, b, factor_p, factor_b, of_p, of_b))
 
 

@@ -85,7 +85,7 @@ def test_adapter_grads(arch: int, rank: int, config: adapter_grads_triton.Config
     assert made.metadata.shared <= limit
     assert re.search(r"mma\.sync|wgmma", made.asm["ptx"])
     assert " local " not in made.asm["ptx"]
-    factors = {"FACTOR_P": 2.0, "FACTOR_B": 0.5}
+    factors = {"WIDTH": 64, "SPREAD": 64, "FACTOR_P": 2.0, "FACTOR_B": 0.5}
     constants: Any = {**ranks, **factors, "BLOCK": adapter_grads_triton.BLOCK}
     pointers = dict.fromkeys(("parts_p", "parts_b"), "*fp32")
     ptx(kernels.finish, constants, pointers | dict.fromkeys(("of_p", "of_b"), "*bf16"))

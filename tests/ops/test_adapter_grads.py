@@ -85,16 +85,26 @@ def test_on_a_gpu(rank: int, dtype: torch.dtype) -> None:
         beside = random(rows, columns + 8)
         b = random(columns, rank)
         for grad, p in ((random(rows, columns), wide[:, 16:]), (beside[:, 8:], wide[:, :rank])):
-            into = torch.full((rows, rank + 3), 7.0, device="cuda", dtype=dtype)
-            for _ in range(2):
+            into = torch.full((rows, rank + 51), 7.0, device="cuda", dtype=dtype)
+            for behind in (0, 0, 48):
                 of_b = torch.full_like(b, torch.nan)
                 into[:, 1:-2] = torch.nan
-                call = AdapterGrads(grad, p, b, *FACTORS, into[:, 1:-2], of_b)
+                of_p = into[:, 1 : 1 + rank + behind]
+                call = AdapterGrads(grad, p, b, *FACTORS, of_p, of_b)
                 expected = "triton" if rank <= adapter_grads_triton.MOST else "reference"
                 assert served_by("adapter_grads", call) == expected
-                adapter_grads_out(grad, p, b, *FACTORS, into[:, 1:-2], of_b)
-                assert_as_exact((into[:, 1:-2], of_b), grad, p, b, *FACTORS)
+                adapter_grads_out(grad, p, b, *FACTORS, of_p, of_b)
+                assert_as_exact((of_p[:, :rank], of_b), grad, p, b, *FACTORS)
+                assert not of_p[:, rank:].any()
             assert bool((into[:, [0, -2, -1]] == 7.0).all()), "wrote beside its columns"
+
+
+def test_zeros_behind_the_projection() -> None:
+    grad, p, b = operands()
+    of_p, of_b = torch.full((8, 7), torch.nan).bfloat16(), torch.empty_like(b)
+    adapter_grads_out(grad, p, b, *FACTORS, of_p, of_b)
+    assert_as_exact((of_p[:, :4], of_b), grad, p, b, *FACTORS)
+    assert not of_p[:, 4:].any()
 
 
 def test_what_the_kernel_refuses() -> None:

@@ -112,8 +112,8 @@ def test_opcheck_extend() -> None:
     other = torch.randn(2, 5, 8, requires_grad=True)
     p = torch.randn(16, 4, requires_grad=True)
     q = torch.randn(8, 3, requires_grad=True)
-    opcheck(QFUSE.extend.default, ([x, other], [x, other], [p, q]))
-    opcheck(QFUSE.extend.default, ([x.detach()], [x.detach()], [p.detach()]))
+    opcheck(QFUSE.extend.default, ([x, other], [x, other], [p, q], 3))
+    opcheck(QFUSE.extend.default, ([x.detach()], [x.detach()], [p.detach()], 0))
 
 
 def test_defined_once() -> None:

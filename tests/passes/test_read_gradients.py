@@ -6,30 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import inductor_q
 from inductor_q.backend import qfuse
+from inductor_q.kernels.adapter_grads_triton import MOST
+from inductor_q.passes.read_gradients import ALONE
 from inductor_q.testing import relative_error
 
 SIZE, RANK = 128, 8
-#: extend_k would put the projection's gradient beside that of the layer, and make it there.
-OPTIONS: Any = {"qfuse.passes": "-extend_k", "fx_graph_cache": False}
+#: extend_k puts the projection's gradient beside that of the layer, and makes it there.
+APART: Any = {"qfuse.passes": "-extend_k", "fx_graph_cache": False}
+BESIDE: Any = {"qfuse.thresholds": "extend_k.min_rows=1", "fx_graph_cache": False}
 
 
 class Adapted(nn.Module):
     """A packed layer with an adapter."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = RANK) -> None:
         super().__init__()
         torch.manual_seed(0)
         bf16 = torch.bfloat16
         nets: Any = bitsandbytes.nn
         self.packed = nets.Linear4bit(SIZE, SIZE, bias=False, compute_dtype=bf16).to("cpu")
         self.a, self.b = (
-            nn.Parameter(torch.randn(shape).to(bf16) / 8) for shape in ((RANK, SIZE), (SIZE, RANK))
+            nn.Parameter(torch.randn(shape).to(bf16) / 8) for shape in ((rank, SIZE), (SIZE, rank))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,10 +64,11 @@ def gradients(call: Any, module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     return found
 
 
-def test_gradients() -> None:
+@pytest.mark.parametrize("options", [APART, BESIDE], ids=["apart", "beside"])
+def test_gradients(options: Any) -> None:
     module = Adapted()
     plain = gradients(module, module, torch.bfloat16)
-    compiled = torch.compile(module, backend=qfuse, options=OPTIONS)
+    compiled = torch.compile(module, backend=qfuse, options=options)
     found, codes = run_and_get_code(lambda: gradients(compiled, module, torch.bfloat16))
     assert "".join(codes).count("qfuse_adapter_grads(") == 1
     report: Any = inductor_q.last_report()
@@ -71,3 +76,17 @@ def test_gradients() -> None:
     wide, call = exact(module)
     for name, right in gradients(call, wide, torch.float64).items():
         assert relative_error(found[name], right) <= 1.25 * relative_error(plain[name], right), name
+
+
+@pytest.mark.parametrize("options", [APART, BESIDE], ids=["apart", "beside"])
+def test_it_says_why_not(options: Any) -> None:
+    """Many ranks, or a B that does not train."""
+    many, frozen = Adapted(MOST + 8), Adapted()
+    frozen.b.requires_grad_(False)
+    for module, told in ((many, f"{MOST + 8} ranks"), (frozen, ALONE)):
+        torch._dynamo.reset()
+        x = torch.randn((2, 256, SIZE)).bfloat16().requires_grad_()
+        torch.compile(module, backend=qfuse, options=options)(x).sum().backward()
+        report: Any = inductor_q.last_report()
+        (site,) = [s for s in report.sites if s.pass_name == "read_gradients"]
+        assert told in site.rejected and site.by_choice
