@@ -1,8 +1,8 @@
-"""Lower `qfuse::extend`, `extend_dropped` and `extend_grads` to one wide buffer that its parts are written into.
+"""Lower `qfuse::extend`, `extend_dropped` and `extend_grads` to one wide buffer.
 
-A `ConcatKernel` does so for `cat`. Here are two differences that extend_k needs: the blocks move
-into the buffer before anything else has fixed their layout, and a product may read a block from
-there while it writes beside it.
+Its parts are written into it, as a `ConcatKernel` does for `cat`. Here are two differences that
+extend_k needs: the blocks move into the buffer before anything else has fixed their layout, and a
+product may read a block from there while it writes beside it.
 """
 
 from __future__ import annotations
@@ -72,17 +72,16 @@ def lower_grads(
 ) -> list[ir.TensorBox]:
     of_bs: list[ir.TensorBox] = []
 
-    def multiply(b: Any, p: Any, factors: Sequence[float], columns: int, grad: Any) -> ir.TensorBox:
-        of_p, of_b = adapter_grads.multiply(grad, p, b, *factors, columns)
+    def multiply(b: Any, p: Any, by: tuple[float, float], columns: int, grad: Any) -> ir.TensorBox:
+        of_p, of_b = adapter_grads.multiply(grad, p, b, by[0], by[1], columns)
         of_bs.append(of_b)
         return of_p
 
     products = []
-    for i, (grad, b, p, *factors) in enumerate(
-        zip(grads, bs, ps, factors_p, factors_b, strict=True)
-    ):
+    factors = zip(factors_p, factors_b, strict=True)
+    for i, (grad, b, p, by) in enumerate(zip(grads, bs, ps, factors, strict=True)):
         columns = padding if i == len(bs) - 1 else 0
-        make = functools.partial(multiply, b, p, factors, columns)
+        make = functools.partial(multiply, b, p, by, columns)
         products.append((grad, b.get_size()[-1] + columns, make))
     return [_wide(blocks, products), *of_bs]
 

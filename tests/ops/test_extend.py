@@ -66,7 +66,7 @@ def test_compiled(dynamic: bool) -> None:
 
 
 def grads_beside(x: Tensor, y: Tensor, bs: list[Tensor], ps: list[Tensor]) -> list[Tensor]:
-    """The gradients of two layers, one of which nothing flattened; something else reads one, too."""
+    """The gradients of two layers, of which one has leading dimensions."""
     x, y = x * 2, y.relu()
     wide, *of_bs = EXTEND_GRADS([x, y], [x, y], bs, ps, [0.5, 1.0], [2.0, 1.0], 3)
     return [wide.reshape(-1, wide.shape[-1]) @ wide.new_ones((wide.shape[-1], 8)), *of_bs, wide + 1]
