@@ -159,7 +159,7 @@ def few_rows_small(name: str = "rows_small-cpu") -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
-def few_rows_kbit(name: str = "rows_kbit-h100") -> str:
+def few_rows_kbit(name: str = "rows_kbit-h100", own: str = "kernel") -> str:
     """Show calls in a graph, by format and weight, for the numbers of rows that were measured."""
     counts = list(dict.fromkeys(case["rows"] for case in cases(name)))
     body = []
@@ -173,7 +173,7 @@ def few_rows_kbit(name: str = "rows_kbit-h100") -> str:
             shown += [number(1e6 * t) for t in times.values()]
             shown.append(percent(row(name, "qfuse", **of)["roof"] / times["qfuse"]))
         body.append(tuple(shown))
-    labels = ("dequantize, then multiply", "a bf16 weight", "kernel", "kernel, share of the roof")
+    labels = ("dequantize, then multiply", "a bf16 weight", own, f"{own}, share of the roof")
     header = [f"{n} {'row' if n == 1 else 'rows'}: {label}" for n in counts for label in labels]
     return f"{table(('', 'N x K', *header), body)}\n\n{source(name)}"
 
@@ -504,6 +504,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "many-rows": functools.partial(few_rows, "rows_many-h200", ROWS | STOCK),
     "few-rows-kbit": functools.partial(few_rows_kbit, "rows_kbit_cuda-h100"),
     "few-rows-kbit-triton": few_rows_kbit,
+    "few-rows-kbit-many": functools.partial(few_rows_kbit, "rows_kbit_many-h100", "qfuse"),
     "few-rows-cpu": few_rows_cpu,
     "few-rows-small": few_rows_small,
     "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
