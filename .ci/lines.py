@@ -29,7 +29,7 @@ BUDGET = {
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 1735,
     "inductor_q/kbit": 1000,
-    "inductor_q/kernels": 7530,
+    "inductor_q/kernels": 7550,
     "inductor_q/loading": 2060,
     "inductor_q/ops": 2800,
     "inductor_q/presets": 645,
