@@ -79,8 +79,7 @@ def _measure(
             result.copy_(was)
         run()
         extra[peer] = {"error": max(relative_error(*pair) for pair in results)}
-        peak, held = harness.peak_bytes(run, device), harness.held_bytes(device)
-        extra[peer]["scratch_bytes"] = None if peak is None or held is None else peak - held
+        extra[peer]["scratch_bytes"] = _scratch_bytes(run, device)
     if "qfuse" in extra:
         extra["qfuse"] |= _provider(op, call)
     del results, before  # float64
@@ -91,6 +90,17 @@ def _measure(
     flops = 2.0 * rows * columns * rank * (2 if op == "adapter_grads" else 1)
     case = {"op": op, "N": columns, "M": rows, "rank": rank}
     suite.add(case, timings, roof=suite.ceilings.roof(bytes=moved, flops=flops), extra=extra)
+
+
+def _scratch_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """Return the device memory that a call takes beyond what lives before it; None on CPU."""
+    if device.type != "cuda":
+        return None
+    run()  # what compiles may take more
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - held
 
 
 def _provider(op: str, call: Call) -> dict[str, str]:
