@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7950,
+    "benchmarks": 8090,
     "csrc": 4515,
-    "docs": 1880,
+    "docs": 1920,
     "examples": 1175,
     "inductor_q": 6430,
     "inductor_q/capture": 2560,
@@ -29,7 +29,7 @@ BUDGET = {
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 1735,
     "inductor_q/kbit": 1000,
-    "inductor_q/kernels": 7530,
+    "inductor_q/kernels": 7550,
     "inductor_q/loading": 2060,
     "inductor_q/ops": 2800,
     "inductor_q/presets": 645,

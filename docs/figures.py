@@ -327,6 +327,37 @@ def large() -> str:
     return f"{table(('', 'qfuse'), body)}\n\n{source(name)}"
 
 
+def adapter(op: str, name: str = "adapter-h100") -> str:
+    """Show the kernel of an adapter's product beside cuBLAS, by ranks side by side. Where it
+    refuses a call, its columns are empty, and the reason stands below."""
+    if not exists(name):
+        return "No result is committed at present."
+    found = [case for case in cases(name) if case["op"] == op]
+    ranks = list(dict.fromkeys(case["rank"] for case in found))
+    reasons: dict[str, None] = {}
+    body = []
+    for case in found:
+        if case["rank"] != ranks[0]:
+            continue
+        shown = [str(case["N"]), str(case["M"])]
+        for rank in ranks:
+            of = {**case, "rank": rank}
+            ours, theirs = row(name, "qfuse", **of), seconds(name, "torch", **of)
+            shown.append(number(1e6 * theirs))
+            if reason := ours["extra"].get("refused"):
+                reasons[reason] = None
+                shown += ["", "", ""]
+                continue
+            taken = seconds(name, "qfuse", **of)
+            shown += [number(1e6 * taken), f"{taken / theirs:.2f}"]
+            shown.append(f"{number(ours['extra']['gbps'])} ({percent(ours['roof_fraction'])})")
+        body.append(shown)
+    labels = ("cuBLAS", "kernel", "kernel / cuBLAS", "kernel, GB/s (share of the roof)")
+    header = [f"r = {rank}: {label}" for rank in ranks for label in labels]
+    left = [f"Where the kernel's columns are empty, cuBLAS serves the op: {r}." for r in reasons]
+    return "\n\n".join((table(("N", "M", *header), body), *left, source(name)))
+
+
 def kbit() -> str:
     name = "kbit-h200"
     if not exists(name):
@@ -515,6 +546,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharded-experts": experts_over_ranks,
     "large": large,
     "kbit": kbit,
+    "adapter-grads": lambda: adapter("adapter_grads"),
+    "add-product": lambda: adapter("add_product"),
     "attention": attention,
     "launch": launch,
     "explain": explain,

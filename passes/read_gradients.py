@@ -8,7 +8,8 @@ otherwise.
 
 The pass runs after the partitioner, when no other pass looks for these products any more. It does
 not find them where extend_k computes `dY B` beside dY, within `qfuse::extend`, as it does without
-dropout; nor those of several adapters of one layer, whose projections are stacked.
+dropout; nor those of several adapters of one layer, whose projections are stacked. It refuses more
+ranks than the kernel takes: cuBLAS would compute the op by the products that it stands for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 from torch import fx
 
 from inductor_q.context import Context
+from inductor_q.kernels.adapter_grads_triton import MOST
+from inductor_q.kernels.gpu import too_many_ranks
 from inductor_q.passes.extend_k import EXTEND
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import (
@@ -73,8 +76,9 @@ class ReadGradients:
                 if product and product.grad in backward and product.other not in backward:
                     found[_key(product)].append(product)
         for key, ones in of_p.items():
+            reason = strict or too_many_ranks(key[1], MOST)
             for one, two in zip(ones, of_b.get(key, ()), strict=False):
-                yield Site(one.node, strict, plan=(one, two), by_choice=True, provider=PROVIDER)
+                yield Site(one.node, reason, plan=(one, two), by_choice=True, provider=PROVIDER)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
         one, two = site.plan

@@ -12,7 +12,9 @@ from torch._inductor.utils import run_and_get_code
 
 import inductor_q
 from inductor_q.backend import qfuse
+from inductor_q.kernels.adapter_grads_triton import MOST
 from inductor_q.testing import relative_error
+from tests.support.compiling import no_codegen
 
 SIZE, RANK = 128, 8
 #: extend_k would put the projection's gradient beside that of the layer, and make it there.
@@ -22,14 +24,14 @@ OPTIONS: Any = {"qfuse.passes": "-extend_k", "fx_graph_cache": False}
 class Adapted(nn.Module):
     """A packed layer with an adapter."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = RANK) -> None:
         super().__init__()
         torch.manual_seed(0)
         bf16 = torch.bfloat16
         nets: Any = bitsandbytes.nn
         self.packed = nets.Linear4bit(SIZE, SIZE, bias=False, compute_dtype=bf16).to("cpu")
         self.a, self.b = (
-            nn.Parameter(torch.randn(shape).to(bf16) / 8) for shape in ((RANK, SIZE), (SIZE, RANK))
+            nn.Parameter(torch.randn(shape).to(bf16) / 8) for shape in ((rank, SIZE), (SIZE, rank))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,3 +73,13 @@ def test_gradients() -> None:
     wide, call = exact(module)
     for name, right in gradients(call, wide, torch.float64).items():
         assert relative_error(found[name], right) <= 1.25 * relative_error(plain[name], right), name
+
+
+def test_more_ranks_than_the_kernel_takes_are_left_to_torch() -> None:
+    module = Adapted(MOST + 1)
+    with no_codegen():
+        gradients(torch.compile(module, backend=qfuse, options=OPTIONS), module, torch.bfloat16)
+    report: Any = inductor_q.last_report()
+    [site] = [s for s in report.sites if s.pass_name == "read_gradients"]
+    assert site.rejected == "33 ranks are more than the 32 that the kernel takes"
+    assert site.by_choice
