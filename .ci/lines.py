@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 7950,
+    "benchmarks": 8090,
     "csrc": 4515,
-    "docs": 1880,
+    "docs": 1920,
     "examples": 1175,
     "inductor_q": 6430,
     "inductor_q/capture": 2560,

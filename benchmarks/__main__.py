@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks import origin, plots, together
 
 NAMES = (
+    "bench_adapter",
     "bench_attention",
     "bench_decode",
     "bench_dequantize",

@@ -159,7 +159,7 @@ def few_rows_small(name: str = "rows_small-cpu") -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
-def few_rows_kbit(name: str = "rows_kbit-h100") -> str:
+def few_rows_kbit(name: str = "rows_kbit-h100", own: str = "kernel") -> str:
     """Show calls in a graph, by format and weight, for the numbers of rows that were measured."""
     counts = list(dict.fromkeys(case["rows"] for case in cases(name)))
     body = []
@@ -173,7 +173,7 @@ def few_rows_kbit(name: str = "rows_kbit-h100") -> str:
             shown += [number(1e6 * t) for t in times.values()]
             shown.append(percent(row(name, "qfuse", **of)["roof"] / times["qfuse"]))
         body.append(tuple(shown))
-    labels = ("dequantize, then multiply", "a bf16 weight", "kernel", "kernel, share of the roof")
+    labels = ("dequantize, then multiply", "a bf16 weight", own, f"{own}, share of the roof")
     header = [f"{n} {'row' if n == 1 else 'rows'}: {label}" for n in counts for label in labels]
     return f"{table(('', 'N x K', *header), body)}\n\n{source(name)}"
 
@@ -325,6 +325,37 @@ def large() -> str:
         ("layers fused", str(extra(name, "qfuse", "fused"))),
     ]
     return f"{table(('', 'qfuse'), body)}\n\n{source(name)}"
+
+
+def adapter(op: str, name: str = "adapter-h100") -> str:
+    """Show the kernel of an adapter's product beside cuBLAS, by ranks side by side. Where it
+    refuses a call, its columns are empty, and the reason stands below."""
+    if not exists(name):
+        return "No result is committed at present."
+    found = [case for case in cases(name) if case["op"] == op]
+    ranks = list(dict.fromkeys(case["rank"] for case in found))
+    reasons: dict[str, None] = {}
+    body = []
+    for case in found:
+        if case["rank"] != ranks[0]:
+            continue
+        shown = [str(case["N"]), str(case["M"])]
+        for rank in ranks:
+            of = {**case, "rank": rank}
+            ours, theirs = row(name, "qfuse", **of), seconds(name, "torch", **of)
+            shown.append(number(1e6 * theirs))
+            if reason := ours["extra"].get("refused"):
+                reasons[reason] = None
+                shown += ["", "", ""]
+                continue
+            taken = seconds(name, "qfuse", **of)
+            shown += [number(1e6 * taken), f"{taken / theirs:.2f}"]
+            shown.append(f"{number(ours['extra']['gbps'])} ({percent(ours['roof_fraction'])})")
+        body.append(shown)
+    labels = ("cuBLAS", "kernel", "kernel / cuBLAS", "kernel, GB/s (share of the roof)")
+    header = [f"r = {rank}: {label}" for rank in ranks for label in labels]
+    left = [f"Where the kernel's columns are empty, cuBLAS serves the op: {r}." for r in reasons]
+    return "\n\n".join((table(("N", "M", *header), body), *left, source(name)))
 
 
 def kbit() -> str:
@@ -504,6 +535,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "many-rows": functools.partial(few_rows, "rows_many-h200", ROWS | STOCK),
     "few-rows-kbit": functools.partial(few_rows_kbit, "rows_kbit_cuda-h100"),
     "few-rows-kbit-triton": few_rows_kbit,
+    "few-rows-kbit-many": functools.partial(few_rows_kbit, "rows_kbit_many-h100", "qfuse"),
     "few-rows-cpu": few_rows_cpu,
     "few-rows-small": few_rows_small,
     "few-rows-avx512": functools.partial(few_rows_cpu, "rows_avx512-cpu"),
@@ -514,6 +546,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharded-experts": experts_over_ranks,
     "large": large,
     "kbit": kbit,
+    "adapter-grads": lambda: adapter("adapter_grads"),
+    "add-product": lambda: adapter("add_product"),
     "attention": attention,
     "launch": launch,
     "explain": explain,

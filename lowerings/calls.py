@@ -15,7 +15,7 @@ from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, Dropout
 from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.adapter_grads import adapter_grads_out
-from inductor_q.ops.add_product import add_product_
+from inductor_q.ops.add_product import add_product_unchecked
 from inductor_q.ops.linear import compute
 
 
@@ -44,7 +44,7 @@ def qfuse_requantize(
 
 def qfuse_add_product(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
     """Add `alpha * (a @ b)` to `base`."""
-    add_product_(base, a, b, alpha)
+    add_product_unchecked(base, a, b, alpha)
 
 
 def qfuse_adapter_grads(
@@ -55,10 +55,14 @@ def qfuse_adapter_grads(
     factor_p: float,
     factor_b: float,
     *,
-    out: Tensor,
+    out: Tensor | None = None,
 ) -> None:
     """Write `factor_p * (grad @ b)` into `out`, with zeros behind where that is wider, and
-    `factor_b * (grad' @ p)` into `of_b`."""
+    `factor_b * (grad' @ p)` into `of_b`.
+
+    Inductor makes no `out` where nothing is computed from it after all.
+    """
+    out = grad.new_empty(p.shape) if out is None else out
     adapter_grads_out(grad, p, b, factor_p, factor_b, out, of_b)
 
 

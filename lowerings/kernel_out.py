@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from torch._inductor import ir
+from torch._inductor.virtualized import V
 
 
 class KernelOut(ir.ExternKernelOut):
@@ -18,7 +19,10 @@ class KernelOut(ir.ExternKernelOut):
     def codegen(self, wrapper: Any) -> None:
         name = self.python_kernel_name
         wrapper.add_import_once(f"from inductor_q.lowerings.calls import {name}")
-        super().codegen(wrapper)
+        if self.get_name() in V.graph.removed_buffers:  # only what the call mutates is read
+            wrapper.writeline(f"{name}({', '.join(self.codegen_args())})")
+        else:
+            super().codegen(wrapper)
 
     def references(self) -> list[str]:
         """Name the inputs as the generated code does."""

@@ -23,6 +23,7 @@ from inductor_q.passes.graph import (
     arg,
     emit,
     is_tensor,
+    is_view,
     replace,
     replay,
     same_shape,
@@ -88,6 +89,13 @@ def _without_factor(graph: fx.Graph, node: fx.Node, like: fx.Node) -> tuple[fx.N
         plain, factor = _without_factor(graph, arg(node, 0), like)
         return (node if factor == 1.0 else replay(graph, node, plain, like)), factor
     match as_scaled(node):
-        case (plain, float(factor)) if plain not in written_inputs(graph):
+        case (plain, float(factor)) if _viewed(plain) not in written_inputs(graph):
             return plain, factor
     return node, 1.0
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return the tensor in whose memory a view is."""
+    while is_view(node):
+        node = arg(node, 0)
+    return node

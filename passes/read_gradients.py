@@ -9,7 +9,8 @@ otherwise.
 The pass runs after the partitioner, when no other pass looks for these products any more. Where
 extend_k has put `dY B` beside dY (without dropout), `qfuse::extend_grads` takes the place of
 `qfuse::extend`. The pass does not find the products of several adapters of one layer, whose
-projections are stacked.
+projections are stacked. It refuses more ranks than the kernel takes: cuBLAS would compute the op by
+the products that it stands for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import fx
 
 from inductor_q.context import Context
 from inductor_q.kernels.adapter_grads_triton import MOST
+from inductor_q.kernels.gpu import too_many_ranks
 from inductor_q.passes.extend_k import EXTEND
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.graph import (
@@ -143,10 +145,7 @@ def _is_parameter(node: fx.Node) -> bool:
 def _refused(ones: Sequence[_Read], twos: Sequence[_Read]) -> str:
     if len(twos) < len(ones):
         return ALONE
-    rank = max(tensor(one.other).shape[1] for one in ones)
-    return (
-        f"{rank} ranks: above {MOST}, two products of cuBLAS take no longer" if rank > MOST else ""
-    )
+    return too_many_ranks(max(tensor(one.other).shape[1] for one in ones), MOST)
 
 
 def _key(product: _Read) -> tuple[fx.Node, int]:

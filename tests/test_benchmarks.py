@@ -22,6 +22,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
 
 import inductor_q  # noqa: E402
 from benchmarks import (  # noqa: E402
+    bench_adapter,
     bench_attention,
     bench_compute_outliers,
     bench_compute_quality,
@@ -52,6 +53,7 @@ from benchmarks.__main__ import run as run_benchmarks  # noqa: E402
 from benchmarks.peers import peer_options  # noqa: E402
 from benchmarks.place import RESULTS  # noqa: E402
 from benchmarks.recipes import RECIPES, Recipe  # noqa: E402
+from docs import figures, read_results  # noqa: E402
 from inductor_q import testing  # noqa: E402
 from inductor_q.experts.model import stacks  # noqa: E402
 from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
@@ -340,6 +342,40 @@ def test_bench_linear(tmp_path: Path) -> None:
     eager = rows[-1]["extra"]
     assert eager["error_to_eager"] == 1.0
     assert eager["saved_bytes"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bench_adapter(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / f"adapter-{device}.json"
+    command = ["--device", device, "--rounds", "1", "--out", str(out), "--rows", "1024"]
+    command += ["--quick"] if device == "cpu" else ["--columns", "1024"]
+    bench_adapter.main([*command, "--ranks", "16", "64"])
+    rows = check_file(out, "bench_adapter", set(bench_adapter.PEERS))
+    assert len(rows) == 2 * 2 * 2
+    for row in rows:
+        assert 0 < row["extra"]["error"] < 2**-8
+        op, n, m, rank = (row["case"][key] for key in ("op", "N", "M", "rank"))
+        moved = 2 * (m * n + (m + n) * rank) + 2 * (
+            (m + n) * rank if op == "adapter_grads" else m * n
+        )
+        assert row["extra"]["gbps"] == pytest.approx(moved / row["timing"]["median"] / 1e9)
+        on_gpu = row["peer"] == "qfuse" and device == "cuda"
+        is_refused = on_gpu and op == "adapter_grads" and rank == 64
+        assert ("refused" in row["extra"]) is is_refused
+        if row["peer"] == "qfuse":
+            first = "triton" if on_gpu and not is_refused else "reference"
+            assert row["extra"]["served_by"] == first
+
+    refused = json.loads(out.read_text())
+    refused["rows"][-1]["extra"]["refused"] = "64 ranks are too many"
+    (tmp_path / f"refused-{device}.json").write_text(json.dumps(refused))
+    monkeypatch.setattr(read_results, "RESULTS", tmp_path)
+    for op in bench_adapter.OPS:
+        shown = figures.adapter(op, f"refused-{device}").splitlines()
+        assert shown[0].count("kernel / cuBLAS") == 2 and "r = 64" in shown[0]
+        assert shown[2].startswith(f"| {rows[0]['case']['N']} | 1024 |")
+        assert ("|  |  |  |" in shown[2]) is ("64 ranks are too many." in "".join(shown))
+    assert "cuBLAS serves the op: 64 ranks are too many." in shown[4]
 
 
 def has(format: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from inductor_q.kernels.calls import AdapterGrads
+from inductor_q.kernels.dequantize_triton import INT32_LIMIT
 from inductor_q.kernels.gpu import few_ranks, lanes
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
@@ -56,6 +57,8 @@ class Triton(TritonProvider[AdapterGrads]):
             return "the device is older than compute capability 8.0"
         if any(t.stride(1) != 1 for t in (grad, p, b, call.of_p, call.of_b)):
             return "the numbers of a row lie apart"
+        if max(grad.shape) * lanes(p.shape[1]) >= INT32_LIMIT:
+            return "offsets into the parts of a program do not fit 32 bits"
         return ""
 
     def plan(self, call: AdapterGrads) -> Callable[[AdapterGrads], None]:

@@ -24,6 +24,7 @@ from inductor_q.kernels.triton_launch import Repeated
 MOST = 64
 ROWS, COLUMNS = 64, 128  # of a tile
 WARPS = 4
+MOST_TILES = (1 << 16) - 1  # along the second dimension of a grid in CUDA
 
 
 class Triton(TritonProvider[AddProduct]):
@@ -35,6 +36,8 @@ class Triton(TritonProvider[AddProduct]):
             return "the sum is not contiguous, or the numbers of a row lie apart"
         if max(b.stride()) * max(b.shape) >= INT32_LIMIT:
             return "offsets into b do not fit 32 bits"
+        if base.shape[0] > MOST_TILES * ROWS:
+            return f"a launch has at most {MOST_TILES} tiles of {ROWS} rows"
         return ""
 
     def plan(self, call: AddProduct) -> Callable[[AddProduct], None]:

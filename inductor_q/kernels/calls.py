@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inductor_q.formats import QuantFormat
+from inductor_q.kernels.checks import check_device, expect
 
 #: The name that stands for a weight that is not quantized: its one operand is the weight.
 DENSE = "dense"
@@ -167,6 +168,13 @@ class AddProduct(Call):
     def kind(self) -> Hashable:
         return self.base.device, self.alpha, laid_out(self.base, self.a, self.b)
 
+    def check(self) -> None:
+        base, a, b = self.base, self.a, self.b
+        check_device("factor of a product that is added", [a, b], base)
+        expect("the sum", base.shape, (a.shape[0], b.shape[-1]))
+        expect("the first factor", a.shape, (base.shape[0], b.shape[0]))
+        expect("the second factor", b.shape, (a.shape[-1], base.shape[-1]))
+
 
 @dataclass(frozen=True)
 class AdapterGrads(Call):
@@ -187,3 +195,10 @@ class AdapterGrads(Call):
     def kind(self) -> Hashable:
         layout = laid_out(self.grad, self.p, self.b, self.of_p, self.of_b)
         return self.grad.device, self.factor_p, self.factor_b, layout
+
+    def check(self) -> None:
+        grad, p, b = self.grad, self.p, self.b
+        check_device("factor of a gradient", [p, b], grad)
+        expect("the gradient", grad.shape, (p.shape[0], b.shape[0]))
+        expect("the projection", p.shape, (grad.shape[0], b.shape[-1]))
+        expect("B", b.shape, (grad.shape[-1], p.shape[-1]))

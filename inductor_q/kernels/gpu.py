@@ -35,7 +35,12 @@ def few_ranks(matrices: Sequence[Tensor], rank: int, most: int) -> str:
     dtypes = {matrix.dtype for matrix in matrices}
     if len(dtypes) > 1 or dtypes.isdisjoint(HALVES):
         return "all matrices must be in bfloat16, or all in float16"
-    return f"{rank} ranks are more than {most}" if rank > most else ""
+    return too_many_ranks(rank, most)
+
+
+def too_many_ranks(rank: int, most: int) -> str:
+    """Return that a program does not hold so many ranks; empty where it does."""
+    return f"{rank} ranks are more than the {most} that the kernel takes" if rank > most else ""
 
 
 def lanes(rank: int) -> int:

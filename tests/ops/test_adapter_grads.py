@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from inductor_q import lowerings
+from inductor_q.exc import WrongShape
 from inductor_q.kernels import adapter_grads_triton
 from inductor_q.kernels.calls import AdapterGrads
 from inductor_q.kernels.dispatch import served_by
@@ -119,10 +120,23 @@ def test_what_the_kernel_refuses() -> None:
         ({"grad": grad[:500]}, "512000 elements"),
         ({"grad": grad.t()}, "lie apart"),
         ({"of_b": of_b.t().contiguous().t()}, "lie apart"),
+        ({"grad": grad[:1].expand(1 << 27, -1)}, "32 bits"),
     )
     for changed, reason in cases:
         assert reason in adapter_grads_triton.KERNEL.refuses(replace(call, **changed))
     assert not adapter_grads_triton.KERNEL.refuses(call)
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_shapes_that_do_not_fit_are_refused(place: str) -> None:
+    """The kernel would read beyond the end of a matrix that is too small."""
+    grad, p, b = (t.to(place) for t in operands())
+    for args in ((grad, p[:7], b), (grad, p, b[:23]), (grad[:, 1:], p, b), (grad[None], p, b)):
+        with pytest.raises(RuntimeError if place == "meta" else WrongShape):
+            ADAPTER_GRADS(*args, *FACTORS)
+    if place == "cpu":
+        with pytest.raises(WrongShape, match="projection"):
+            ADAPTER_GRADS(grad, p[:, :3], b, *FACTORS)
 
 
 def beside_another(grad: Tensor, p: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -132,13 +146,20 @@ def beside_another(grad: Tensor, p: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return torch.cat([ones[0], twos[0]], 1) @ torch.cat([b, b], 1).t(), ones[1].float(), twos[1]
 
 
+def of_what_is_dropped(grad: Tensor, p: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of a projection is read for a product alone that nothing reads."""
+    ones = ADAPTER_GRADS(grad.relu(), p, b, *FACTORS)
+    twos = ADAPTER_GRADS(grad.sigmoid(), ones[0], b, 1.0, 1.0)
+    return twos[0], ones[1]
+
+
 def of_one_alone(grad: Tensor, p: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     """Nothing reads the gradient of the projection."""
     return (ADAPTER_GRADS(grad.sin(), p, b, *FACTORS)[1] + 1,)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
-@pytest.mark.parametrize("fn", [beside_another, of_one_alone])
+@pytest.mark.parametrize("fn", [beside_another, of_what_is_dropped, of_one_alone])
 @pytest.mark.parametrize("cpp_wrapper", [False, True], ids=["", "cpp_wrapper"])
 def test_compiled(fn: Any, cpp_wrapper: bool, dynamic: bool, device: str) -> None:
     lowerings.register()
@@ -148,6 +169,6 @@ def test_compiled(fn: Any, cpp_wrapper: bool, dynamic: bool, device: str) -> Non
         compiled = torch.compile(fn, dynamic=dynamic, fullgraph=True)
         actual, codes = run_and_get_code(compiled, *args)
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-    assert (CALL in codes[0]) is (fn is beside_another and not cpp_wrapper)
+    assert (CALL in codes[0]) is (fn is not of_one_alone and not cpp_wrapper)
     for arg, was in zip(args, before, strict=True):
         assert torch.equal(arg, was)

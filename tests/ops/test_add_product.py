@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from inductor_q import lowerings
+from inductor_q.exc import WrongShape
 from inductor_q.kernels import add_product_triton
 from inductor_q.kernels.calls import AddProduct
 from inductor_q.kernels.dispatch import served_by
@@ -120,6 +121,7 @@ def test_what_the_kernel_refuses() -> None:
         (AddProduct(base.t().contiguous().t(), a, b), "not contiguous"),
         (AddProduct(base, a.t().contiguous().t(), b), "lie apart"),
         (AddProduct(base, a, far), "32 bits"),
+        (AddProduct(base.new_empty((1 << 23, 1), device="meta"), a, b), "65535 tiles"),
     ):
         assert reason in add_product_triton.KERNEL.refuses(call)
     assert not add_product_triton.KERNEL.refuses(AddProduct(base, a, b))
@@ -130,6 +132,10 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     meta = [torch.empty(8, 23, device="meta"), a.to("meta"), b.to("meta")]
     with pytest.raises(RuntimeError, match=r"shape|size"):
         ADD_PRODUCT(*meta)
+    base = torch.zeros(8, 24, dtype=a.dtype)
+    for args in ((base[:, 1:], a, b), (base, a[:7], b), (base, a[:, 1:], b), (base[None], a, b)):
+        with pytest.raises(WrongShape):
+            torch.ops.qfuse.add_product_(*args)
 
 
 def alone(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:

@@ -166,6 +166,12 @@ def b_written(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
     return y
 
 
+def b_written_below_a_view(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
+    y = x.view(-1, 64) @ w + p.view(-1, p.shape[-1]) @ (b.permute(1, 0) * 3).permute(1, 0)
+    torch.ops.aten.copy_.default(b, b + 1)
+    return y
+
+
 @pytest.mark.parametrize("fn, factor, scales", [
     (layer_of, 1.0, 0),
     (b_scaled, 3.0, 0),
@@ -174,6 +180,7 @@ def b_written(x: Tensor, w: Tensor, p: Tensor, b: Tensor) -> Tensor:
     (scaled_read, 3.0, 1),
     (by_a_tensor, 1.0, 1),
     (b_written, 1.0, 1),
+    (b_written_below_a_view, 1.0, 1),
 ])  # fmt: skip
 def test_the_factor_of_an_adapter(fn: Any, factor: float, scales: int) -> None:
     """It is the op's, and no tensor is scaled for it."""
