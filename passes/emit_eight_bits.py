@@ -2,7 +2,9 @@
 
 All of it but the decode consists of torch's operators. Where several weights of one format are
 wanted side by side, one call decodes them to where they belong. Backward decodes a weight again and
-reads the scales of forward, a number for each row: a small launch less for each weight.
+reads the scales of forward, a number for each row: a small launch less for each weight. Forward
+has the scales of weights that backward multiplies by at a time in one vector, of which each product
+of its own reads a part: backward would copy them to one otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from inductor_q.formats import get_format
 from inductor_q.ops import eight_bits
 from inductor_q.passes.frozen_weights import emit_cast_of_weight, emit_scale_of_rows
 from inductor_q.passes.graph import (
@@ -50,11 +53,8 @@ def emit_weights(
             for product in products
         ]
         return scale, emit(graph, CAT, (made, 1), like)
-    args: list[Any] = [_weight(product).args for product in products]
-    operands = [operand for of_one, *_ in args for operand in of_one]
-    parts = [shape[0] for _, _, shape, _ in args]
-    _, format, (_, columns), _ = args[0]
-    packed = (operands, scale, format, [sum(parts), columns], dtype, True, parts)
+    operands, format, shape, parts = _side_by_side(products)
+    packed = (operands, scale, format, shape, dtype, True, parts)
     return scale, emit(graph, REQUANTIZE, packed, like)
 
 
@@ -70,6 +70,16 @@ def weight_key(product: Product) -> Hashable:
 
 def _weight(product: Product) -> fx.Node:
     return peel_transposes(product.rhs)[0]
+
+
+def _side_by_side(products: Sequence[Product]) -> tuple[Any, str, list[int], list[int]]:
+    """Return the operands of weights of one format, the format, their shape as one matrix, whose
+    rows are those of all of them, and how many rows each has."""
+    args: list[Any] = [_weight(product).args for product in products]
+    operands = [operand for of_one, *_ in args for operand in of_one]
+    parts = [shape[0] for _, _, shape, _ in args]
+    _, format, (_, columns), _ = args[0]
+    return operands, format, [sum(parts), columns], parts
 
 
 def _decode_together(products: Sequence[Product], dtype: torch.dtype) -> bool:
@@ -132,9 +142,13 @@ def _emit_scales(
 
     Forward and backward both ask for it, and functorch makes one of what is the same.
     """
+    if len(products) == 1:
+        return keep_for_backward(_emit_scale(graph, products[0], dtype, like))
+    if _decode_together(products, dtype) and _shares_largest(products[0]):
+        amax = emit(graph, ROW_AMAX, _side_by_side(products), like)
+        return keep_for_backward(_emit_to_scale(graph, amax, dtype, like))
     scales = [_emit_scale(graph, product, dtype, like) for product in products]
-    whole = scales[0] if len(scales) == 1 else emit(graph, CAT, (scales, 0), like)
-    return keep_for_backward(whole)
+    return keep_for_backward(emit(graph, CAT, (scales, 0), like))
 
 
 def _emit_scale(graph: fx.Graph, product: Product, dtype: torch.dtype, like: fx.Node) -> fx.Node:
@@ -144,9 +158,19 @@ def _emit_scale(graph: fx.Graph, product: Product, dtype: torch.dtype, like: fx.
         return emit_scale_of_rows(graph, weight, like, dtype)
     if _stored_codes(weight, dtype) is not None:
         return emit(graph, ROW_SCALE, weight.args[:3], like)
-    amax = emit(graph, ROW_AMAX, weight.args[:3], like)
+    return _emit_to_scale(graph, emit(graph, ROW_AMAX, weight.args[:3], like), dtype, like)
+
+
+def _emit_to_scale(graph: fx.Graph, amax: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], like)
     return scale
+
+
+def _shares_largest(product: Product) -> bool:
+    """Whether the scales of a weight's blocks tell the largest numbers of its rows: otherwise it is
+    decoded for them, and what decodes several weights at a time decodes each as often."""
+    args: Any = _weight(product).args
+    return get_format(args[1]).largest > 0
 
 
 def _part_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import inductor_q
-from inductor_q.passes import emit_eight_bits, frozen_weights
+from inductor_q import testing
+from inductor_q.passes import emit_eight_bits
 from inductor_q.passes.emit_eight_bits import ROW_AMAX
-from inductor_q.passes.graph import tensor
+from inductor_q.passes.graph import CAT, tensor
 from inductor_q.passes.recompute import is_kept
 from tests.passes.test_frozen_weights import FP8, Lora
 from tests.passes.test_keep_checkpointed import LAYERS, checkpointed
 from tests.passes.test_keep_checkpointed import step as step_of_model
-from tests.passes.test_quantize_products import layer, tokens
+from tests.passes.test_quantize_products import BF16, layer, tokens
 from tests.support.compiling import gradients, partition
 from tests.support.thresholds import ANY_PRODUCT
 
@@ -42,8 +44,28 @@ class Segment(nn.Module):
         return result
 
 
+class Beside(nn.Module):
+    """Layers over one input, whose gradients of it are one product."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        return torch.tanh(torch.cat([layer(h) for layer in self.layers], -1))
+
+
 def packed(seed: int = 0) -> nn.Module:
     return layer(64, 64, seed=seed, dropout=0.1)
+
+
+def projection(n: int = 64, **settings: Any) -> nn.Module:
+    return testing.lora_linear(n, 64, adapter_dtype=BF16, dropout=0.1, **settings)
+
+
+def halves(seed: int = 0) -> nn.Module:
+    return Beside(projection(32, seed=seed), projection(32, seed=seed + 9))
 
 
 def dense(seed: int = 0) -> nn.Module:
@@ -65,40 +87,65 @@ def of_model(*, by_layers: bool) -> tuple[nn.Module, Callable[[Any], None]]:
     return model, run
 
 
-CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Callable[[Any], None]]], int]] = {
-    "a layer": (lambda: of_layer(packed), 1),
-    "a segment": (lambda: of_layer(lambda: Segment(packed)), 2),
-    "a model's segments": (lambda: of_model(by_layers=False), 7 * LAYERS),
-    "a model's layers": (lambda: of_model(by_layers=True), 7),
-    "a frozen layer": (lambda: of_layer(dense), 1),
-    "a segment of frozen layers": (lambda: of_layer(lambda: Segment(dense)), 2),
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], tuple[nn.Module, Callable[[Any], None]]]
+    kernels: int
+    """That find the largest numbers of weights' rows."""
+    vectors: int
+    """That backward reads: those of q, k and v are one, and those of gate and up."""
+
+
+CASES = {
+    "a layer": Case(lambda: of_layer(packed), 1, 1),
+    "a segment": Case(lambda: of_layer(lambda: Segment(packed)), 2, 2),
+    "a model's segments": Case(lambda: of_model(by_layers=False), 4 * LAYERS, 4 * LAYERS),
+    "a model's layers": Case(lambda: of_model(by_layers=True), 4, 4),
+    "a frozen layer": Case(lambda: of_layer(dense), 1, 1),
+    "a segment of frozen layers": Case(lambda: of_layer(lambda: Segment(dense)), 2, 2),
+    "layers": Case(lambda: of_layer(halves), 1, 1),
+    "a segment of layers": Case(lambda: of_layer(lambda: Segment(halves)), 2, 2),
+    "two formats": Case(
+        lambda: of_layer(lambda: Beside(projection(), projection(quant_type="fp4"))), 2, 1
+    ),
+    "frozen layers": Case(lambda: of_layer(lambda: Beside(dense(), dense(), dense())), 3, 1),
+    "frozen and packed": Case(lambda: of_layer(lambda: Beside(projection(), dense())), 2, 1),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_backward_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, weights = CASES[name]
+    case = CASES[name]
     found = []
     for kept in (True, False):
         if not kept:
-            for module in (emit_eight_bits, frozen_weights):
-                monkeypatch.setattr(module, "keep_for_backward", lambda scale: scale)
-        model, run = make()
+            monkeypatch.setattr(emit_eight_bits, "keep_for_backward", lambda scale: scale)
+        model, run = case.make()
         torch.manual_seed(5)
         forward, backward = partition(run, model, OPTIONS)[:2]
-        assert len(row_maxima(forward)) == weights
+        assert len(row_maxima(forward)) == case.kernels
         # functorch keeps the largest number of a row by itself, but not of a checkpointed segment.
         assert bool(row_maxima(backward)) is not (kept or name == "a frozen layer")
         found.append(gradients({}, model))
         if kept:
             given = backward.find_nodes(op="placeholder")
             scales = [tensor(n) for n in given if is_kept(n)]
-            assert len(scales) == weights
+            assert len(scales) == case.vectors
             assert {(scale.dtype, scale.dim()) for scale in scales} == {(torch.float32, 1)}
             assert torch.float8_e4m3fn not in {tensor(n).dtype for n in given}, "codes"
+            assert not joins(backward), "copies of scales"
+            # What is joined is written in its place: nothing else reads it.
+            parts = [part for whole in joins(forward) for part in whole.all_input_nodes]
+            assert all(len(part.users) == 1 for part in parts)
     assert found[0].keys() == found[1].keys() and found[0]
     for key, grad in found[0].items():
         assert torch.equal(grad, found[1][key]), key
+
+
+def joins(graph: fx.Graph) -> list[fx.Node]:
+    """Find what copies scales to one vector."""
+    found = graph.find_nodes(op="call_function", target=CAT)
+    return [n for n in found if (tensor(n).dtype, tensor(n).dim()) == (torch.float32, 1)]
 
 
 def row_maxima(graph: fx.Graph) -> list[fx.Node]:
