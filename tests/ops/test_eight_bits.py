@@ -73,7 +73,7 @@ def test_several_weights_at_once(name: str, transposed: bool, dtype: torch.dtype
         assert torch.equal(found.view(torch.uint8), expected)
 
 
-@pytest.mark.parametrize("name", ["nf4_b64_nested", "kbit3_e4m4", "fp4_b64", "mxfp4"])
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "kbit3_e4m4", "fp4_b64", "int4_g32"])
 def test_rows_of_several_weights_at_once(name: str) -> None:
     """One kernel finds for each row what it is in its own weight."""
     rows, columns = [48, 8, 24], 1024
