@@ -59,7 +59,7 @@ def emit_weights(
 
 
 def weight_key(product: Product) -> Hashable:
-    """Return what products with the same weight have in common, forward's and backward's."""
+    """Return what tells weights apart: it is the same for products, forward and backward, of one."""
     weight = _weight(product)
     if product.weight is None:
         return weight
@@ -208,7 +208,7 @@ def _emit_codes(
     if stored is None:
         packed = (operands, scale, format, shape, dtype, transposed)
         return emit(graph, REQUANTIZE, packed, weight)
-    codes = operands[stored]
+    codes: fx.Node = operands[stored]
     if tensor(codes).dtype is not dtype:
         codes = emit(graph, VIEW_AS, (codes, dtype), weight)
     if tuple(tensor(codes).shape) != tuple(shape):
