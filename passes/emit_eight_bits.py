@@ -59,7 +59,7 @@ def emit_weights(
 
 
 def weight_key(product: Product) -> Hashable:
-    """Return what tells weights apart: it is the same for products, forward and backward, of one."""
+    """Return what products with one weight have in common, those of forward and backward."""
     weight = _weight(product)
     if product.weight is None:
         return weight
