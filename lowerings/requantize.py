@@ -1,11 +1,13 @@
 """Lower `qfuse::row_amax`, `row_scale` and `requantize`: to loop IR, or to a kernel's call.
 
-What a row's scale follows from is a reduction over the scales of its blocks. A weight in eight bits
+What a row's scale follows from is a reduction over the scales of its blocks, one kernel for several
+weights. A weight in eight bits
 is a kernel's call on a GPU, and elsewhere its decode in loop IR, divided by the scales and rounded.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ import torch
 from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V, ops
 
+from inductor_q.decode.loops import Loops
 from inductor_q.formats import QuantFormat, get_format
 from inductor_q.kernels import POINTWISE, PROVIDERS
 from inductor_q.kernels.provider import REFERENCE, on_device, warn_passed_over
@@ -33,16 +36,34 @@ def register() -> None:
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def lower_row_amax(operands: Sequence[Any], format: str, shape: Sequence[int]) -> ir.TensorBox:
-    fmt = get_format(format)
+def lower_row_amax(
+    operands: Sequence[Any], format: str, shape: Sequence[int], parts: Sequence[int] = ()
+) -> ir.TensorBox:
+    """Make one kernel for the rows of all weights, in which a row reads its own weight's blocks."""
+    fmt, each = get_format(format), len(get_format(format).operands)
     rows, columns = shape
     largest, step = (fmt.largest, fmt.group(columns)) if fmt.largest else (1.0, 1)
-    loops = loops_over(operands, fmt, shape)
+    weights = [
+        loops_over(operands[i * each : (i + 1) * each], fmt, (own, columns))
+        for i, own in enumerate(parts or shape[:1])
+    ]
 
-    def inner(index: Sequence[Any], reduced: Sequence[Any]) -> Any:
-        i = index[0] * columns + reduced[0] * step
+    def size(loops: Loops, row: Any, block: Any) -> Any:
+        i = row * columns + block * step
         shared = fmt.shared[0].decode(loops, i) if fmt.largest else fmt.decode(loops, i)
         return ops.mul(ops.abs(shared), ops.constant(largest, torch.float32))
+
+    def inner(index: Sequence[Any], reduced: Sequence[Any]) -> Any:
+        if len(weights) == 1:
+            return size(weights[0], index[0], reduced[0])
+        row, start, found = ops.index_expr(index[0], torch.int64), 0, []
+        for loops, own in zip(weights, parts, strict=True):
+            above = ops.ge(row, ops.constant(start, torch.int64))
+            below = ops.lt(row, ops.constant(start + own, torch.int64))
+            load = functools.partial(size, loops, index[0] - start, reduced[0])
+            found.append(ops.masked(ops.logical_and(above, below), load, 0.0))
+            start += own
+        return functools.reduce(ops.maximum, found)
 
     result: Any = ir.Reduction.create(
         device=operands[0].get_device(),

@@ -2,21 +2,34 @@
 
 All of it but the decode consists of torch's operators. Where several weights of one format are
 wanted side by side, one call decodes them to where they belong. Backward decodes a weight again and
-reads the scales of forward, a number for each row: a small launch less for each weight.
+reads the scales of forward, a number for each row: a small launch less for each weight. Forward
+has the scales of weights that backward multiplies by at a time in one vector, of which each product
+of its own reads a part: backward would copy them to one otherwise.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from inductor_q.formats import get_format
 from inductor_q.ops import eight_bits
-from inductor_q.passes.frozen_weights import emit_in_eight_bits
-from inductor_q.passes.graph import CAT, CLONE, PERMUTE, emit, inline, peel_transposes, tensor
+from inductor_q.passes.frozen_weights import emit_cast_of_weight, emit_scale_of_rows
+from inductor_q.passes.graph import (
+    CAT,
+    CLONE,
+    PERMUTE,
+    SLICE,
+    emit,
+    inline,
+    peel_transposes,
+    tensor,
+)
 from inductor_q.passes.products import Product
 from inductor_q.passes.recompute import keep_for_backward
 
@@ -33,41 +46,70 @@ def emit_weights(
 ) -> tuple[fx.Node, fx.Node]:
     """Emit the scales [N] of weights' rows, and their codes side by side, transposed: [K, N]."""
     like = products[0].node
+    scale = _emit_scales(graph, products, dtype, like)
     if not _decode_together(products, dtype):
-        made = [emit_weight(graph, product, dtype, transposed=True) for product in products]
-        scales, codes = ([pair[i] for pair in made] for i in (0, 1))
-        return emit(graph, CAT, (scales, 0), like), emit(graph, CAT, (codes, 1), like)
-    weights = [peel_transposes(product.rhs)[0] for product in products]
-    scales = [_emit_scale(graph, weight, dtype) for weight in weights]
-    scale = emit(graph, CAT, (scales, 0), like)
-    args: list[Any] = [weight.args for weight in weights]
+        made = [
+            _emit_codes(graph, product, _part_of(graph, scale, product, products), dtype)
+            for product in products
+        ]
+        return scale, emit(graph, CAT, (made, 1), like)
+    operands, format, shape, parts = _side_by_side(products)
+    packed = (operands, scale, format, shape, dtype, True, parts)
+    return scale, emit(graph, REQUANTIZE, packed, like)
+
+
+def weight_key(product: Product) -> Hashable:
+    """Return what products with one weight have in common, those of forward and backward."""
+    weight = _weight(product)
+    if product.weight is None:
+        return weight
+    args: Any = weight.args
+    operands, format, shape, _ = args
+    return (*operands, format, *shape)
+
+
+def _weight(product: Product) -> fx.Node:
+    return peel_transposes(product.rhs)[0]
+
+
+def _side_by_side(products: Sequence[Product]) -> tuple[Any, str, list[int], list[int]]:
+    """Return the operands of weights of one format, the format, their shape as one matrix, whose
+    rows are those of all of them, and how many rows each has."""
+    args: list[Any] = [_weight(product).args for product in products]
     operands = [operand for of_one, *_ in args for operand in of_one]
     parts = [shape[0] for _, _, shape, _ in args]
     _, format, (_, columns), _ = args[0]
-    packed = (operands, scale, format, [sum(parts), columns], dtype, True, parts)
-    return scale, emit(graph, REQUANTIZE, packed, like)
+    return operands, format, [sum(parts), columns], parts
 
 
 def _decode_together(products: Sequence[Product], dtype: torch.dtype) -> bool:
     """Whether one call decodes all weights: they are packed in one format, not of eight bits."""
     if not all(is_decoded(product, dtype) for product in products):
         return False
-    return len({peel_transposes(product.rhs)[0].args[1] for product in products}) == 1
+    return len({_weight(product).args[1] for product in products}) == 1
 
 
 def is_decoded(product: Product, dtype: torch.dtype) -> bool:
     """Whether a product's weight is packed, and not as numbers of this dtype already."""
-    weight = peel_transposes(product.rhs)[0]
-    return product.weight is not None and _stored_codes(weight, dtype) is None
+    return product.weight is not None and _stored_codes(_weight(product), dtype) is None
 
 
 def emit_weight(
-    graph: fx.Graph, product: Product, dtype: torch.dtype, *, transposed: bool
+    graph: fx.Graph,
+    product: Product,
+    beside: Sequence[Product],
+    dtype: torch.dtype,
+    *,
+    transposed: bool,
 ) -> tuple[fx.Node, fx.Node]:
-    """Emit the scales [N] of a weight's rows, and its codes [N, K], or [K, N] if `transposed`."""
-    weight = peel_transposes(product.rhs)[0]
-    make = emit_in_eight_bits if product.weight is None else _emit_decoded
-    return make(graph, weight, product.node, dtype, transposed=transposed)
+    """Emit the scales [N] of a weight's rows, and its codes [N, K], or [K, N] if `transposed`.
+
+    The scales are a part of one vector, of those of the weights `beside` it, with itself among
+    them: backward reads them all.
+    """
+    whole = _emit_scales(graph, beside, dtype, product.node)
+    scale = _part_of(graph, whole, product, beside)
+    return scale, _emit_codes(graph, product, scale, dtype, transposed=transposed)
 
 
 def emit_cast(
@@ -93,19 +135,80 @@ def emit_product(
     return new
 
 
-def _emit_decoded(
-    graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype, *, transposed: bool
-) -> tuple[fx.Node, fx.Node]:
-    """Emit the scales and codes of a packed weight; as they are stored, where in eight bits."""
+def _emit_scales(
+    graph: fx.Graph, products: Sequence[Product], dtype: torch.dtype, like: fx.Node
+) -> fx.Node:
+    """Emit the scales of weights' rows in one vector, which backward reads.
+
+    Forward and backward both ask for it, and functorch makes one of what is the same.
+    """
+    if len(products) == 1:
+        return keep_for_backward(_emit_scale(graph, products[0], dtype, like))
+    if _decode_together(products, dtype) and _shares_largest(products[0]):
+        amax = emit(graph, ROW_AMAX, _side_by_side(products), like)
+        return keep_for_backward(_emit_to_scale(graph, amax, dtype, like))
+    scales = [_emit_scale(graph, product, dtype, like) for product in products]
+    return keep_for_backward(emit(graph, CAT, (scales, 0), like))
+
+
+def _emit_scale(graph: fx.Graph, product: Product, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    """Emit the scales [N] of a weight's rows."""
+    weight = _weight(product)
+    if product.weight is None:
+        return emit_scale_of_rows(graph, weight, like, dtype)
+    if _stored_codes(weight, dtype) is not None:
+        return emit(graph, ROW_SCALE, weight.args[:3], like)
+    return _emit_to_scale(graph, emit(graph, ROW_AMAX, weight.args[:3], like), dtype, like)
+
+
+def _emit_to_scale(graph: fx.Graph, amax: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], like)
+    return scale
+
+
+def _shares_largest(product: Product) -> bool:
+    """Whether the scales of a weight's blocks tell the largest numbers of its rows: otherwise it is
+    decoded for them, and what decodes several weights at a time decodes each as often."""
+    args: Any = _weight(product).args
+    return get_format(args[1]).largest > 0
+
+
+def _part_of(
+    graph: fx.Graph, scale: fx.Node, product: Product, products: Sequence[Product]
+) -> fx.Node:
+    """Emit the part of `products`' scales that one of them has: a view, which is never kept."""
+    if len(products) == 1:
+        return scale
+    start = 0
+    for other in products:
+        end = start + tensor(_weight(other)).shape[0]
+        if weight_key(other) == weight_key(product):
+            break
+        start = end
+    part = emit(graph, SLICE, (scale, 0, start, end), product.node)
+    part.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return part
+
+
+def _emit_codes(
+    graph: fx.Graph,
+    product: Product,
+    scale: fx.Node,
+    dtype: torch.dtype,
+    *,
+    transposed: bool = True,
+) -> fx.Node:
+    """Emit the codes of a weight under its scales; as they are stored, where in eight bits."""
+    weight, like = _weight(product), product.node
+    if product.weight is None:
+        return emit_cast_of_weight(graph, weight, scale, like, dtype, transposed=transposed)
     args: Any = weight.args
     operands, format, shape, _ = args
     stored = _stored_codes(weight, dtype)
     if stored is None:
-        scale = _emit_scale(graph, weight, dtype)
         packed = (operands, scale, format, shape, dtype, transposed)
-        return scale, emit(graph, REQUANTIZE, packed, weight)
-    scale = keep_for_backward(emit(graph, ROW_SCALE, (operands, format, shape), weight))
-    codes = operands[stored]
+        return emit(graph, REQUANTIZE, packed, weight)
+    codes: fx.Node = operands[stored]
     if tensor(codes).dtype is not dtype:
         codes = emit(graph, VIEW_AS, (codes, dtype), weight)
     if tuple(tensor(codes).shape) != tuple(shape):
@@ -113,14 +216,7 @@ def _emit_decoded(
     if transposed:
         turned = emit(graph, PERMUTE, (codes, [1, 0]), weight)
         codes = emit(graph, CLONE, (turned,), weight, memory_format=torch.contiguous_format)
-    return scale, codes
-
-
-def _emit_scale(graph: fx.Graph, weight: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Emit the scales [N] of a packed weight's rows."""
-    amax = emit(graph, ROW_AMAX, weight.args[:3], weight)
-    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], weight)
-    return keep_for_backward(scale)
+    return codes
 
 
 def _stored_codes(weight: fx.Node, dtype: torch.dtype) -> int | None:

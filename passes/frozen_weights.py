@@ -37,7 +37,7 @@ from inductor_q.passes.graph import (
     tensor,
 )
 from inductor_q.passes.products import Product, as_product
-from inductor_q.passes.recompute import is_pointwise, keep_for_backward
+from inductor_q.passes.recompute import is_pointwise
 
 aten = torch.ops.aten
 
@@ -65,25 +65,41 @@ def frozen_products(graph: fx.Graph, context: Context) -> Iterator[Product]:
     yield from (p for p in found if peel_transposes(p.rhs)[0] not in heads)
 
 
-def emit_in_eight_bits(
-    graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype, *, transposed: bool
-) -> tuple[fx.Node, fx.Node]:
-    """Emit the scales of a weight's rows, and its codes, transposed where asked for.
-
-    What has the weight's size is computed again in backward, so that it is not kept; scales are.
-    """
+def emit_scale_of_rows(
+    graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype
+) -> fx.Node:
+    """Emit the scales [N] of a weight's rows."""
     scales = functools.partial(eight_bits.scale_of_rows, dtype=dtype)
-    scale = keep_for_backward(*inline(graph, scales, [weight], like))
+    (scale,) = inline(graph, scales, [weight], like)
+    _never_keep(scale, weight, below=weight)
+    return scale
+
+
+def emit_cast_of_weight(
+    graph: fx.Graph,
+    weight: fx.Node,
+    scale: fx.Node,
+    like: fx.Node,
+    dtype: torch.dtype,
+    *,
+    transposed: bool,
+) -> fx.Node:
+    """Emit the codes of a weight under its scales, transposed where asked for."""
     cast = functools.partial(eight_bits.cast_weight, dtype=dtype, transposed=transposed)
     (codes,) = inline(graph, cast, [weight, scale], like)
-    todo = [codes]
+    _never_keep(codes, weight, below=scale)
+    return codes
+
+
+def _never_keep(result: fx.Node, weight: fx.Node, *, below: fx.Node) -> None:
+    """Compute again in backward what `result` follows from and has the weight's size."""
+    todo = [result]
     while todo:
         node = todo.pop()
-        if node is not weight:
+        if node is not weight and node is not below:
             todo += node.all_input_nodes
             if tensor(node).numel() == tensor(weight).numel():
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    return scale, codes
 
 
 def _products(graph: fx.Graph) -> Iterator[Product]:

@@ -29,7 +29,7 @@ stack (`stack_products`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,6 +47,7 @@ from inductor_q.passes.emit_eight_bits import (
     emit_weight,
     emit_weights,
     is_decoded,
+    weight_key,
 )
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import frozen_products
@@ -89,6 +90,8 @@ class _Shared:
     """Whether something else needs the input in memory too, in 16 bits."""
     others: frozenset[fx.Node]
     """All products with frozen weights, of which none is an adapter's."""
+    summed: Mapping[Hashable, Sequence[Product]]
+    """The summands of one product in backward, by the key of a weight that one of them has."""
 
 
 @dataclass(frozen=True)
@@ -137,18 +140,20 @@ class QuantizeProducts:
             else:
                 own = None if forward else node
                 shared[product.x, segment, node in backward, own].append(product)
+        joined: dict[Hashable, Sequence[Product]] = {}
         for summands in summed.values():
             for members in (summands[i : i + MOST] for i in range(0, len(summands), MOST)):
                 if len(members) == 1:
                     shared[members[0].x, members[0].node] = members
                     continue
+                joined.update((weight_key(member), members) for member in members)
                 reads = [_is_written([member], backward) for member in members]
                 yield from _sites(members, _Summed(members, reads, others), context)
         for (x, *_), members in shared.items():
             again = bool(backward) and x not in backward
             again = again and written.isdisjoint(recomputed_from([x], backward))
             reads_it = _is_written(members, backward)
-            plan = _Shared(members, x if again else None, reads_it, others)
+            plan = _Shared(members, x if again else None, reads_it, others, joined)
             yield from _sites(members, plan, context)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
@@ -229,7 +234,8 @@ def _emit_shared(graph: fx.Graph, plan: _Shared, dtype: torch.dtype, context: Co
         like = product.node
         with graph.inserting_before(like):
             by_rows = peel_transposes(product.rhs)[1]  # the inner dimension is that of W's rows
-            scale, codes = emit_weight(graph, product, dtype, transposed=not by_rows)
+            beside = plan.summed.get(weight_key(product), (product,))
+            scale, codes = emit_weight(graph, product, beside, dtype, transposed=not by_rows)
             if cast is None:
                 x = product.lhs
                 if plan.written:

@@ -12,7 +12,7 @@ point, is taken as it is, with its own scales (`qfuse::row_scale`).
 `dY @ W` contracts over out-features, along which the scales of W differ. They are multiplied into
 dY before its cast, and W is decoded transposed, as tensor cores want their second operand. A sum of
 such products is one in FP8, `[dY1, dY2] @ [W1; W2]`: `requantize` writes several weights, whose
-rows are counted in `parts`, side by side.
+rows are counted in `parts`, side by side, and `row_amax` has their rows below each other.
 """
 
 from __future__ import annotations
@@ -123,8 +123,15 @@ def scaled_product(
     return (total if scale_b is None else total * scale_b).to(dtype)
 
 
-def _row_amax(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
+def _row_amax(
+    operands: Sequence[Tensor], format: str, shape: Sequence[int], parts: Sequence[int] = ()
+) -> Tensor:
     fmt = get_format(format)
+    if parts:
+        each = len(fmt.operands)
+        own = [operands[i * each : (i + 1) * each] for i in range(len(parts))]
+        found = [_row_amax(o, format, [n, shape[1]]) for o, n in zip(own, parts, strict=True)]
+        return torch.cat(found)
     check_operands(operands, fmt, shape, torch.float32)
     rows, columns = shape
     if not fmt.largest:
@@ -163,7 +170,9 @@ def _named(fmt: QuantFormat, operands: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(fmt.operands, operands, strict=True))
 
 
-def _fake_of_rows(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
+def _fake_of_rows(
+    operands: Sequence[Tensor], format: str, shape: Sequence[int], parts: Sequence[int] = ()
+) -> Tensor:
     return operands[0].new_empty((shape[0],), dtype=torch.float32)
 
 
@@ -206,7 +215,7 @@ def define_eight_bits() -> None:
         _fake_of_rows,
     )
     define(
-        "row_amax(Tensor[] operands, str format, SymInt[] shape) -> Tensor",
+        "row_amax(Tensor[] operands, str format, SymInt[] shape, SymInt[] parts=[]) -> Tensor",
         _row_amax,
         _fake_of_rows,
     )

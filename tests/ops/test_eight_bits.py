@@ -73,6 +73,20 @@ def test_several_weights_at_once(name: str, transposed: bool, dtype: torch.dtype
         assert torch.equal(found.view(torch.uint8), expected)
 
 
+@pytest.mark.parametrize("name", ["nf4_b64_nested", "kbit3_e4m4", "fp4_b64", "int4_g32"])
+def test_rows_of_several_weights_at_once(name: str) -> None:
+    """One kernel finds for each row what it is in its own weight."""
+    rows, columns = [48, 8, 24], 1024
+    given = [sample(FORMATS[name], (n, columns), seed=n)[0] for n in rows]
+    alone = [QFUSE.row_amax(o, name, [n, columns]) for o, n in zip(given, rows, strict=True)]
+    args = ([o for operands in given for o in operands], name, [80, columns], rows)
+    opcheck(QFUSE.row_amax.default, args)
+    torch._dynamo.reset()
+    together = torch.compile(QFUSE.row_amax.default, backend="qfuse", fullgraph=True)
+    for found in (QFUSE.row_amax(*args), together(*args)):
+        assert torch.equal(found, torch.cat(alone))
+
+
 STORED = {"fp8_e4m3_row": FP8, "fp8_e4m3_tensor": FP8, "int8_absmax": INT8}
 
 
