@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +86,7 @@ def test_what_it_is_launched_with(transposed: bool, monkeypatch: pytest.MonkeyPa
         return once(given[0], 0, **named)
 
     monkeypatch.setattr(driver, "Launch", launch)
-    monkeypatch.setattr(driver, "function", lambda *_: None)
+    monkeypatch.setattr(driver, "function", lambda *_: ctypes.c_void_p(1))
     for name, missing in ((NESTED, 0), ("fp4_b256", 3)):
         call = made(name, (130, 320), transposed=transposed)
         Plan(call)(call)
