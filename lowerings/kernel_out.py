@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from torch._inductor import ir
 
+from inductor_q.lowerings.kind import kind_argument
+
 
 class KernelOut(ir.ExternKernelOut):
     """A call of `python_kernel_name` with the inputs, the constants, and the buffer as `out`."""
@@ -28,4 +30,5 @@ class KernelOut(ir.ExternKernelOut):
         return [*self.references(), *map(repr, self.constant_args)]
 
     def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
-        return []
+        tensors = [*cast(Sequence[Any], self.inputs), self]
+        return kind_argument(str(self.python_kernel_name), self.constant_args, tensors)

@@ -30,8 +30,7 @@ def add_product(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tenso
 
 def add_product_(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
     """Add `alpha * (a @ b)` to `base` [M, N] in place, rounded once."""
-    if base.numel():
-        serve("add_product", AddProduct(base, a, b, alpha))
+    serve("add_product", AddProduct(base, a, b, alpha))
 
 
 def takes_base(node: fx.Node) -> bool:
