@@ -163,8 +163,8 @@ class Launch:
             self._config.attributes, self._config.count = ctypes.pointer(attribute), 1
         self._device = device
         self._pack = struct.Struct(f"{pointers}Q").pack_into
-        # Drivers have it since CUDA 11.8, so all that torch 2.11 runs on do. Where a function has no
-        # types of arguments, ctypes hands references on as they are.
+        # Drivers have it since CUDA 11.8, so all that torch 2.11 runs on do. ctypes hands on
+        # references as they are where a function has no types of arguments.
         self._call = _cuda().cuLaunchKernelEx
         function: Any = ctypes.c_void_p.from_param(handle.value)
         self._given = (ctypes.byref(self._config), function, ctypes.byref(arguments), None)

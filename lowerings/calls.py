@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.dispatch import serve, serve_kind
 from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
+from inductor_q.kernels.requantize_parts import Parts
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.linear import compute
 
@@ -40,10 +42,8 @@ def qfuse_requantize(
 ) -> None:
     """Write weights in eight bits into `out`."""
     whole = Requantize(operands, FORMATS[format], scale, out, transposed)
-    if not parts:
-        serve_kind(kind, "requantize", whole, (*operands, scale, out), provider)
-    for call in whole.parts(parts) if parts else ():
-        serve("requantize", call, provider)
+    tensors = (*operands, scale, out)
+    serve_kind(kind, "requantize", whole, tensors, provider, partial(Parts, parts))
 
 
 def qfuse_add_product(

@@ -44,9 +44,7 @@ def preferred(op: str) -> str:
 def serve(op: str, call: Call, wanted: str = "") -> Any:
     """Compute a checked call of `op`, by `wanted` if it can; by default, by what is preferred."""
     empty = call.empty()
-    if empty is not None:
-        return empty
-    return planned(op, call, wanted)(call)
+    return planned(op, call, wanted)(call) if empty is None else empty
 
 
 def planned(op: str, call: Call, wanted: str = "") -> Callable[[Any], Any]:
@@ -61,7 +59,14 @@ def planned(op: str, call: Call, wanted: str = "") -> Callable[[Any], Any]:
     return plan
 
 
-def serve_kind(kind: str, op: str, call: Call, tensors: Sequence[Tensor], wanted: str = "") -> Any:
+def serve_kind(
+    kind: str,
+    op: str,
+    call: Call,
+    tensors: Sequence[Tensor],
+    wanted: str = "",
+    plan_of: Callable[[str, Any, str], Callable[[Any], Any]] = planned,
+) -> Any:
     """Compute a call of generated code, whose plan is kept under what that code knows beforehand.
 
     Args:
@@ -69,13 +74,15 @@ def serve_kind(kind: str, op: str, call: Call, tensors: Sequence[Tensor], wanted
             call that has something to compute. If it is empty, the call is served as all are, and
             so is one whose tensors are not all aligned to 16 bytes.
         tensors: all tensors of the call.
+        plan_of: returns what serves the call, and all of its kind.
     """
     if not kind or not aligned(*tensors):
-        return serve(op, call, wanted)
+        empty = call.empty()
+        return plan_of(op, call, wanted)(call) if empty is None else empty
     key = (op, wanted or preferred(op), kind, tensors[0].get_device())
     plan = _PLANS.get(key)
     if plan is None:
-        plan = planned(op, call, wanted)
+        plan = plan_of(op, call, wanted)
         _keep(key, plan)
     return plan(call)
 
