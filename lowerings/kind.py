@@ -33,7 +33,8 @@ def kind_of(function: str, settings: Sequence[Any], tensors: Sequence[Any]) -> s
         return ""
     given = ", ".join(map(repr, settings))
     lie = [f"{dtype.removeprefix('torch.')} {size} {stride}" for dtype, size, stride in layouts]
-    return f"{function}({given}) {tensors[0].get_device().type} {', '.join(lie)}"
+    where = tensors[0].get_device().type
+    return f"{function.removeprefix('qfuse_')}: {given}; {where}: {', '.join(lie)}"
 
 
 def _varies(number: Any) -> bool:

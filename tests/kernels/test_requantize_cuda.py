@@ -113,12 +113,21 @@ def test_several_weights_are_launched_where_they_lie(
     """In the tensors of each call, as the parts by themselves would be; planned once for a kind."""
     cuda, rows = FakeDriver(monkeypatch), [48, 16]
     monkeypatch.setattr(driver, "function", lambda *_: ctypes.c_void_p(1))
-    listed, asked = (KERNEL, requantize_reference.KERNEL), list[Requantize]()
+    splits, asked, parts = list[Any](), list[Requantize](), Requantize.parts
+
+    def refuses(call: Requantize) -> str:
+        asked.append(call)
+        return ""
+
+    def counted(*given: Any) -> Any:
+        splits.append(given)
+        return parts(*given)
+
+    listed = (KERNEL, requantize_reference.KERNEL)
     monkeypatch.setitem(PROVIDERS["requantize"], "cpu", listed)
     monkeypatch.setattr(KERNEL, "missing", str)
-    monkeypatch.setattr(KERNEL, "refuses", lambda call: asked.append(call) or "")
-    splits, parts = [], Requantize.parts
-    monkeypatch.setattr(Requantize, "parts", lambda *given: splits.append(1) or parts(*given))
+    monkeypatch.setattr(KERNEL, "refuses", refuses)
+    monkeypatch.setattr(Requantize, "parts", counted)
     calls = []
     for _ in range(3):
         whole = made(NESTED, (sum(rows), 128), transposed=transposed)

@@ -105,9 +105,9 @@ def test_generated_code_says_what_it_knows(dynamic: bool, device: str) -> None:
     for name, of_calls in kinds.items():
         (kind,) = of_calls
         assert bool(kind) is not dynamic
-        assert kind.startswith(f"qfuse_{name}(") or dynamic
+        assert kind.startswith(f"{name}: ") or dynamic
     if not dynamic:
         (kind,) = kinds["adapter_grads"]
         rows, ranks = "bfloat16 [64, 8] [8, 1]", "bfloat16 [48, 8] [8, 1]"
         layouts = f"bfloat16 [64, 48] [48, 1], {rows}, {ranks}, {ranks}, {rows}"
-        assert kind == f"qfuse_adapter_grads(2.0, 0.5) {device} {layouts}"
+        assert kind == f"adapter_grads: 2.0, 0.5; {device}: {layouts}"

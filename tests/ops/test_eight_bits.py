@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,11 +88,11 @@ def test_generated_code_calls_a_kernel_for_several_weights(transposed: bool) -> 
         return result
 
     torch._dynamo.reset()
-    options = {"qfuse.kernels": {"requantize": "reference"}}
+    options: Any = {"qfuse.kernels": {"requantize": "reference"}}
     with config.patch(fx_graph_cache=False):
         compiled = torch.compile(call, backend="qfuse", options=options, fullgraph=True)
         found, (code,) = run_and_get_code(compiled, torch.zeros(64))
-    text = f"qfuse_requantize('{name}', {transposed}, {rows}, 'reference') cpu uint8 [3072, 1]"
+    text = f"requantize: '{name}', {transposed}, {rows}, 'reference'; cpu: uint8 [3072, 1]"
     assert f'kind="{text}' in code
     assert torch.equal(found, call(torch.zeros(64)))
     for seed in range(3):
