@@ -156,41 +156,32 @@ class Launch:
         start, step = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_int64)
         places = [start + i * step for i in range(len(self._values))]
         arguments = (ctypes.c_void_p * len(places))(*places)
-        self._device = device
-        self._head = (handle, *map(ctypes.c_uint, (*grid, threads, 1, 1, shared)))
-        self._tail = (arguments, None)
-        self._pack = struct.Struct(f"{pointers}Q").pack_into
-        self._call = _cuda().cuLaunchKernel
-        self._config: _Config | None = None
+        self._config = _Config((ctypes.c_uint * 7)(*grid, threads, 1, 1, shared))
         if early and torch.cuda.get_device_capability(device) >= (9, 0):
-            self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
-            self._attribute.value[0] = 1
-            sizes = (ctypes.c_uint * 7)(*grid, threads, 1, 1, shared)
-            self._config = _Config(sizes, None, ctypes.pointer(self._attribute), 1)
-        self._lock = threading.Lock()  # the pointers are the launch's own
+            attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+            attribute.value[0] = 1
+            self._config.attributes, self._config.count = ctypes.pointer(attribute), 1
+        self._device = device
+        self._pack = struct.Struct(f"{pointers}Q").pack_into
+        # Drivers have it since CUDA 11.8, so all that torch 2.11 runs on do. ctypes hands on
+        # references as they are where a function has no types of arguments.
+        self._call = _cuda().cuLaunchKernelEx
+        function: Any = ctypes.c_void_p.from_param(handle.value)
+        self._given = (ctypes.byref(self._config), function, ctypes.byref(arguments), None)
+        self._lock = threading.Lock()  # threads share the pointers and the stream
 
     def __call__(self, *pointers: int) -> None:
         """Launch on the device's current stream."""
-        if torch._C._cuda_getDevice() == self._device:
-            self._launch(pointers)
-        else:
-            with torch.cuda.device(self._device):
-                self._launch(pointers)
-
-    def _launch(self, pointers: tuple[int, ...]) -> None:
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
+        device = self._device
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                return self(*pointers)
         with self._lock:
+            self._config.stream = torch._C._cuda_getCurrentRawStream(device)
             self._pack(self._values, 0, *pointers)
-            code = self._on(stream)
+            code = self._call(*self._given)
             if code in (_INVALID_CONTEXT, _INVALID_HANDLE):  # a thread new to CUDA
-                _check("cuCtxSetCurrent", _context(self._device))
-                code = self._on(stream)
+                _check("cuCtxSetCurrent", _context(device))
+                code = self._call(*self._given)
         if code:
-            raise RuntimeError(f"cuLaunchKernel: {_error(code)}")
-
-    def _on(self, stream: ctypes.c_void_p) -> int:
-        if self._config is None:
-            return int(self._call(*self._head, stream, *self._tail))
-        self._config.stream = stream
-        config = ctypes.byref(self._config)
-        return int(_cuda().cuLaunchKernelEx(config, self._head[0], *self._tail))
+            raise RuntimeError(f"cuLaunchKernelEx: {_error(code)}")

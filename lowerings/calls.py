@@ -1,29 +1,32 @@
-"""Functions that generated code calls by name."""
+"""Functions that generated code calls by name.
+
+`kind` is what lowerings.kind has written down of a call, whose plan is found by it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from inductor_q.formats import FORMATS
-from inductor_q.kernels.calls import Requantize
+from inductor_q.kernels.calls import AdapterGrads, AddProduct, Requantize
 from inductor_q.kernels.dequantize import write
-from inductor_q.kernels.dispatch import serve
+from inductor_q.kernels.dispatch import serve, serve_kind
 from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
+from inductor_q.kernels.requantize_parts import Parts
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
-from inductor_q.ops.adapter_grads import adapter_grads_out
-from inductor_q.ops.add_product import add_product_unchecked
 from inductor_q.ops.linear import compute
 
 
 def qfuse_dequantize(
-    operands: Sequence[Tensor], format: str, provider: str, *, out: Tensor
+    operands: Sequence[Tensor], format: str, provider: str, *, kind: str = "", out: Tensor
 ) -> None:
     """Write a weight's values into `out`, a matrix or a slice of a wider one."""
-    write(operands, FORMATS[format], out, provider)
+    write(operands, FORMATS[format], out, provider, kind)
 
 
 def qfuse_requantize(
@@ -34,17 +37,20 @@ def qfuse_requantize(
     parts: Sequence[int],
     provider: str,
     *,
+    kind: str = "",
     out: Tensor,
 ) -> None:
     """Write weights in eight bits into `out`."""
     whole = Requantize(operands, FORMATS[format], scale, out, transposed)
-    for call in whole.parts(parts):
-        serve("requantize", call, provider)
+    tensors = (*operands, scale, out)
+    serve_kind(kind, "requantize", whole, tensors, provider, partial(Parts, parts))
 
 
-def qfuse_add_product(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+def qfuse_add_product(
+    base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, *, kind: str = ""
+) -> None:
     """Add `alpha * (a @ b)` to `base`."""
-    add_product_unchecked(base, a, b, alpha)
+    serve_kind(kind, "add_product", AddProduct(base, a, b, alpha), (base, a, b))
 
 
 def qfuse_adapter_grads(
@@ -55,6 +61,7 @@ def qfuse_adapter_grads(
     factor_p: float,
     factor_b: float,
     *,
+    kind: str = "",
     out: Tensor | None = None,
 ) -> None:
     """Write `factor_p * (grad @ b)` into `out`, with zeros behind where that is wider, and
@@ -63,7 +70,8 @@ def qfuse_adapter_grads(
     Inductor makes no `out` where nothing is computed from it after all.
     """
     out = grad.new_empty(p.shape) if out is None else out
-    adapter_grads_out(grad, p, b, factor_p, factor_b, out, of_b)
+    call = AdapterGrads(grad, p, b, factor_p, factor_b, out, of_b)
+    serve_kind(kind, "adapter_grads", call, (grad, p, b, out, of_b))
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
@@ -121,28 +129,43 @@ def qfuse_tile_map(offsets: Tensor, rows: int) -> Tensor:
 
 
 def qfuse_dropout_project(
-    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float
+    x: Tensor, seeds: Tensor, index: int, a: Tensor, count: int, p: float, *, kind: str = ""
 ) -> Tensor:
     """Serve the op, whose arguments were checked when it was traced."""
     out = x.new_empty((x.shape[0], a.shape[0]))
-    serve("dropout_project", DropoutProject(x, seeds, index, a, count, p, out))
+    qfuse_dropout_project_out(x, seeds, a, index, count, p, kind=kind, out=out)
     return out
 
 
 def qfuse_dropout_project_out(
-    x: Tensor, seeds: Tensor, a: Tensor, index: int, count: int, p: float, *, out: Tensor
+    x: Tensor,
+    seeds: Tensor,
+    a: Tensor,
+    index: int,
+    count: int,
+    p: float,
+    *,
+    kind: str = "",
+    out: Tensor,
 ) -> None:
     """Write what the op computes into `out`, and zeros into the columns behind."""
-    serve("dropout_project", DropoutProject(x, seeds, index, a, count, p, out))
+    call = DropoutProject(x, seeds, index, a, count, p, out)
+    serve_kind(kind, "dropout_project", call, (x, seeds, a, out))
 
 
-def qfuse_dropout_grad_a(*args: Any) -> Tensor:
+def qfuse_dropout_grad_a(
+    x: Tensor, seeds: Tensor, index: int, grad: Tensor, count: int, p: float, *, kind: str = ""
+) -> Tensor:
     """Serve the op, whose arguments were checked when it was traced."""
-    result: Tensor = serve("dropout_grad_a", DropoutGradA(*args))
+    call = DropoutGradA(x, seeds, index, grad, count, p)
+    result: Tensor = serve_kind(kind, "dropout_grad_a", call, (x, seeds, grad))
     return result
 
 
-def qfuse_dropout_grad_x(*args: Any) -> Tensor:
+def qfuse_dropout_grad_x(
+    a: Tensor, seeds: Tensor, index: int, grad: Tensor, count: int, p: float, *, kind: str = ""
+) -> Tensor:
     """Serve the op, whose arguments were checked when it was traced."""
-    result: Tensor = serve("dropout_grad_x", DropoutGradX(*args))
+    call = DropoutGradX(a, seeds, index, grad, count, p)
+    result: Tensor = serve_kind(kind, "dropout_grad_x", call, (a, seeds, grad))
     return result

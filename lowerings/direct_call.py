@@ -7,6 +7,7 @@ were checked when the op was traced, and Inductor's code runs where gradients ar
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inductor_q.kernels.expert_calls import unchecked
 from inductor_q.kernels.provider import warn_passed_over
 from inductor_q.lowerings import calls
 from inductor_q.lowerings.in_force import in_force, is_ours
+from inductor_q.lowerings.kind import kind_argument
 
 OP = "scatter2scatter"
 SCATTER2SCATTER = torch.ops.qfuse.scatter2scatter.default
@@ -92,3 +94,13 @@ class DirectCall(ir.FallbackKernel):
         if self.python_kernel_name == calls.qfuse_scatter2scatter.__name__:
             args.append(repr(in_force().kernel(OP)))
         return args
+
+    def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
+        kwargs: list[str] = super().codegen_kwargs(skip_out)
+        function = FUNCTIONS[self.op_overload]
+        if (
+            self.python_kernel_name == function.__name__
+            and "kind" in signature(function).parameters
+        ):
+            kwargs += kind_argument(function.__name__, self.constant_args, self.inputs)
+        return kwargs

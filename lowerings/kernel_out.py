@@ -12,6 +12,8 @@ from typing import Any, cast
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
+from inductor_q.lowerings.kind import kind_argument
+
 
 class KernelOut(ir.ExternKernelOut):
     """A call of `python_kernel_name` with the inputs, the constants, and the buffer as `out`."""
@@ -32,4 +34,5 @@ class KernelOut(ir.ExternKernelOut):
         return [*self.references(), *map(repr, self.constant_args)]
 
     def codegen_kwargs(self, skip_out: bool = False) -> list[str]:
-        return []
+        tensors = [*cast(Sequence[Any], self.inputs), self]
+        return kind_argument(str(self.python_kernel_name), self.constant_args, tensors)

@@ -46,6 +46,14 @@ def laid_out(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple([(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors])
 
 
+def aligned(*tensors: Tensor) -> bool:
+    """Whether all addresses are multiples of 16 bytes."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return not bits % 16
+
+
 #: The names that a schema has for the types of arguments.
 _TYPES = {
     "Tensor": "Tensor",
@@ -164,6 +172,9 @@ class AddProduct(Call):
     @property
     def device(self) -> torch.device:
         return self.base.device
+
+    def empty(self) -> Tensor | None:
+        return None if self.base.numel() else self.base
 
     def kind(self) -> Hashable:
         return self.base.device, self.alpha, laid_out(self.base, self.a, self.b)

@@ -19,7 +19,7 @@ from inductor_q.kernels import (
     dequantize_reference,
     dequantize_triton,
 )
-from inductor_q.kernels.calls import Dequantize
+from inductor_q.kernels.calls import Dequantize, aligned
 from inductor_q.kernels.checks import check_operands
 from inductor_q.kernels.provider import (
     REFERENCE,
@@ -67,13 +67,23 @@ class Prepared:
             self.checked.add(key)
 
     def write(
-        self, operands: Sequence[Tensor], fmt: QuantFormat, out: Tensor, wanted: str = "auto"
+        self,
+        operands: Sequence[Tensor],
+        fmt: QuantFormat,
+        out: Tensor,
+        wanted: str = "auto",
+        kind: str = "",
     ) -> None:
-        """Write the values of a weight into the matrix `out`, by `wanted` if it can."""
-        key = (
-            *(fmt, wanted, out.device, out.dtype, out.shape, out.stride(), out.data_ptr() % 16),
-            *[(t.dtype, t.is_contiguous(), t.data_ptr() % 16) for t in operands],
-        )
+        """Write the values of a weight into the matrix `out`, by `wanted` if it can.
+
+        kind: what generated code knows of all calls like this one, as `dispatch.serve_kind` has it.
+        """
+        key: tuple[Any, ...] = (kind, out.get_device())
+        if not kind or not aligned(out, *operands):
+            key = (
+                *(fmt, wanted, out.device, out.dtype, out.shape, out.stride(), out.data_ptr() % 16),
+                *[(t.dtype, t.is_contiguous(), t.data_ptr() % 16) for t in operands],
+            )
         launch = self.launches.get(key)
         if launch is None:
             if len(self.launches) >= KEPT:

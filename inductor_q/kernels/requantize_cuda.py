@@ -7,6 +7,7 @@ permutations of bytes. A transposed tile goes through shared memory.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,8 +98,12 @@ class Plan:
         )
 
     def __call__(self, call: Requantize) -> None:
-        operands = [call.operands[i].data_ptr() for i in self._order]
-        self._launch(*operands, *self._missing, call.scale.data_ptr(), call.out.data_ptr())
+        operands = [operand.data_ptr() for operand in call.operands]
+        self.at(operands, call.scale.data_ptr(), call.out.data_ptr())
+
+    def at(self, operands: Sequence[int], scale: int, out: int) -> None:
+        """Serve a call whose tensors lie at these addresses."""
+        self._launch(*[operands[i] for i in self._order], *self._missing, scale, out)
 
 
 def _refuses_tensors(call: Requantize) -> str:

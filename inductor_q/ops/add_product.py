@@ -30,14 +30,9 @@ def add_product(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tenso
 
 def add_product_(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
     """Add `alpha * (a @ b)` to `base` [M, N] in place, rounded once."""
-    AddProduct(base, a, b, alpha).check()
-    add_product_unchecked(base, a, b, alpha)
-
-
-def add_product_unchecked(base: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
-    """Do so with arguments that were checked when they were traced."""
-    if base.numel():
-        serve("add_product", AddProduct(base, a, b, alpha))
+    call = AddProduct(base, a, b, alpha)
+    call.check()
+    serve("add_product", call)
 
 
 def takes_base(node: fx.Node) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,13 @@ def test_a_launch_on_its_device_whichever_is_current(monkeypatch: pytest.MonkeyP
     launch(2**63 + 5, 6)
     assert cuda.launched == [(5 - 2**63, 6, 7, -1)]
     assert cuda.current == [1] and cuda.device == 0
+    cuda.stream = 2**40
     cuda.codes = [201, 0]  # a thread without a context gets one, and launches then
     launch(8, 9)
     assert cuda.launched[1:] == [(8, 9, 7, -1)] * 2
+    assert cuda.streams == [None, 2**40, 2**40]
     cuda.codes = [700]
-    with pytest.raises(RuntimeError, match="cuLaunchKernel: CUDA error 700"):
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx: CUDA error 700"):
         launch(8, 9)
 
 
@@ -58,6 +62,28 @@ def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
         for config in cuda.configured:
             assert config[:7] == (5, 6, 7, 32, 1, 1, 64)
             assert config[7:] == (6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+def test_threads_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launches what it was given, on its stream: backward runs in a thread of its own."""
+    cuda = FakeDriver(monkeypatch, device=0)
+    launch = driver.Launch(ctypes.c_void_p(1), 0, grid=1, threads=32, pointers=1, numbers=())
+    inside, record = threading.Event(), cuda.cuLaunchKernelEx
+
+    def slow(*given: Any) -> int:
+        inside.set()
+        time.sleep(0.1)  # in which the other thread would overwrite what is not launched yet
+        return record(*given)
+
+    launch._call = slow
+    other = threading.Thread(target=launch, args=(1,))
+    other.start()
+    inside.wait()
+    cuda.stream = 7
+    launch(2)
+    other.join()
+    assert cuda.launched == [(1,), (2,)]
+    assert cuda.streams == [None, 7]
 
 
 @pytest.mark.gpu

@@ -132,6 +132,24 @@ def test_a_prepared_launch_serves_only_what_is_like_its_call(
     assert len(jit.calls) == len(cuda.launched) == len(launches) - 1 == len(others)
 
 
+@needs_triton
+def test_a_kind_of_generated_code_has_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tensors that are aligned: others are told apart as in any call."""
+    fmt, launches = FORMATS["nf4_b64"], forget_kernels(monkeypatch)
+    jit, cuda = served_by_triton(monkeypatch, fmt)
+    operands, _ = sample(fmt, (4, 64))
+    memory = torch.empty(4 * 64 + 4)
+    for start in (0, 0, 4, 1, 1):
+        out = memory[start:][: 4 * 64].view(4, 64)
+        qfuse_dequantize(operands, fmt.name, "auto", kind="kind", out=out)
+    assert len(jit.calls) == len(launches) == 2
+    assert ("kind", out.get_device()) in launches
+    starts = [memory.data_ptr() + start * 4 for start in (0, 4, 1)]
+    assert [given[0] for given in cuda.launched] == starts
+    write([operands[0], operands[1].bfloat16()], fmt, memory[: 4 * 64].view(4, 64))
+    assert len(jit.calls) == len(launches) == 3, "what is not known is asked"
+
+
 def test_no_more_kinds_of_calls_are_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, fmt = forget_kernels(monkeypatch), FORMATS["nf4_b64"]
     monkeypatch.setattr(dequantize, "KEPT", 3)

@@ -15,7 +15,7 @@ from inductor_q import kernels
 from inductor_q.formats import FORMATS, QuantFormat
 from inductor_q.kernels import dispatch, scatter2scatter_cuda, scatter2scatter_reference
 from inductor_q.kernels.calls import Call, Requantize
-from inductor_q.kernels.dispatch import preferring, serve
+from inductor_q.kernels.dispatch import preferring, serve, serve_kind
 from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
 from inductor_q.kernels.expert_calls import (
     ARGUMENTS,
@@ -187,6 +187,41 @@ def test_no_more_kinds_are_kept_than_said(picky: Picky, monkeypatch: pytest.Monk
     for _ in range(2):
         serve("scatter2scatter", cases[0].call())
     assert picky.asked == 6  # it is not known what such calls share
+
+
+class Somewhere:
+    """A tensor as far as it is not known when code is generated."""
+
+    def __init__(self, address: int, device: int) -> None:
+        self.data_ptr, self.get_device = (lambda: address), (lambda: device)
+
+
+def test_a_kind_that_generated_code_knows_has_a_plan(
+    picky: Picky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for each kind, device and preference; calls that are not aligned are asked about."""
+    monkeypatch.setattr(Scatter2Scatter, "kind", lambda _: None)  # each plan is asked for anew
+    call = layer(dtype=BF16).call()
+
+    def served(kind: str, address: int = 32, device: int = 0) -> int:
+        asked = picky.asked
+        tensors: Any = [Somewhere(64, device), Somewhere(address, device)]
+        serve_kind(kind, "scatter2scatter", call, tensors)
+        return picky.asked - asked
+
+    for _ in range(2):
+        for first in (1, 0):
+            assert served("one") == served("two") == served("one", device=1) == first
+            assert served("one", address=40) == served("") == 1
+            with preferring("scatter2scatter", "reference"):
+                assert served("one") == 0
+                assert picky.served == picky.asked + 3 * (1 - first)
+        dispatch.forget()
+        picky.served = picky.asked
+    monkeypatch.setattr(dispatch, "KEPT", 2)
+    for kind in "abc":
+        served(kind)
+        assert len(dispatch._PLANS) <= 2
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from inductor_q.kernels import (
 from inductor_q.kernels.calls import Requantize
 from inductor_q.kernels.requantize_cuda import KERNEL, TYPES, Config, Plan
 from inductor_q.lowerings import requantize
+from inductor_q.lowerings.calls import qfuse_requantize
 from tests.support.fake_driver import FakeDriver
 from tests.support.quantized import quantize, sample
 
@@ -85,7 +87,7 @@ def test_what_it_is_launched_with(transposed: bool, monkeypatch: pytest.MonkeyPa
         return once(given[0], 0, **named)
 
     monkeypatch.setattr(driver, "Launch", launch)
-    monkeypatch.setattr(driver, "function", lambda *_: None)
+    monkeypatch.setattr(driver, "function", lambda *_: ctypes.c_void_p(1))
     for name, missing in ((NESTED, 0), ("fp4_b256", 3)):
         call = made(name, (130, 320), transposed=transposed)
         Plan(call)(call)
@@ -101,6 +103,53 @@ def test_what_it_is_launched_with(transposed: bool, monkeypatch: pytest.MonkeyPa
         assert call.fmt.lut16 is not None
         values = torch.tensor(numbers[4:]).view(torch.float32)
         assert torch.equal(values, torch.tensor(call.fmt.lut16))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["kind", ""])
+def test_several_weights_are_launched_where_they_lie(
+    kind: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tensors of each call, as the parts by themselves would be; planned once for a kind."""
+    cuda, rows = FakeDriver(monkeypatch), [48, 16]
+    monkeypatch.setattr(driver, "function", lambda *_: ctypes.c_void_p(1))
+    splits, asked, parts = list[Any](), list[Requantize](), Requantize.parts
+
+    def refuses(call: Requantize) -> str:
+        asked.append(call)
+        return ""
+
+    def counted(*given: Any) -> Any:
+        splits.append(given)
+        return parts(*given)
+
+    listed = (KERNEL, requantize_reference.KERNEL)
+    monkeypatch.setitem(PROVIDERS["requantize"], "cpu", listed)
+    monkeypatch.setattr(KERNEL, "missing", str)
+    monkeypatch.setattr(KERNEL, "refuses", refuses)
+    monkeypatch.setattr(Requantize, "parts", counted)
+    calls = []
+    for _ in range(3):
+        whole = made(NESTED, (sum(rows), 128), transposed=transposed)
+        operands = [t for n in rows for t in sample(FORMATS[NESTED], (n, 128))[0]]
+        calls.append(replace(whole, operands=operands))
+    for call in calls:
+        given = (call.operands, call.scale, NESTED, transposed, rows, "cuda")
+        qfuse_requantize(*given, kind=kind, out=call.out)
+    assert len(splits) == (1 if kind else 3)
+    launched = list(cuda.launched)
+    for call in calls:
+        for part in parts(call, rows):
+            Plan(part)(part)
+    assert launched == cuda.launched[len(launched) :]
+    assert len(launched) == 6 and len(asked) == 2
+    # A scale that lies elsewhere is another kind of call, whose second part has other neighbours.
+    scale = torch.ones(sum(rows) + 1)[1:]
+    call = replace(calls[0], scale=scale)
+    qfuse_requantize(
+        call.operands, scale, NESTED, transposed, rows, "cuda", kind=kind, out=call.out
+    )
+    assert len(asked) == 4
 
 
 def test_compiled_code_names_a_kernel_that_knows_the_format(

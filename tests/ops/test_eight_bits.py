@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from inductor_q.formats import FORMATS
@@ -85,6 +89,30 @@ def test_rows_of_several_weights_at_once(name: str) -> None:
     together = torch.compile(QFUSE.row_amax.default, backend="qfuse", fullgraph=True)
     for found in (QFUSE.row_amax(*args), together(*args)):
         assert torch.equal(found, torch.cat(alone))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_generated_code_calls_a_kernel_for_several_weights(transposed: bool) -> None:
+    """It says what it knows of them; they are written into the tensors of each call."""
+    name, rows, shape = "nf4_b64", [48, 16], [64, 128]
+    given = [t for n in rows for t in sample(FORMATS[name], (n, 128))[0]]
+
+    def call(scale: Tensor) -> Tensor:
+        result: Tensor = QFUSE.requantize(given, scale.exp(), name, shape, INT8, transposed, rows)
+        return result
+
+    torch._dynamo.reset()
+    options: Any = {"qfuse.kernels": {"requantize": "reference"}}
+    with config.patch(fx_graph_cache=False):
+        compiled = torch.compile(call, backend="qfuse", options=options, fullgraph=True)
+        found, (code,) = run_and_get_code(compiled, torch.zeros(64))
+    text = f"requantize: '{name}', {transposed}, {rows}, 'reference'; cpu: uint8 [3072, 1]"
+    assert f'kind="{text}' in code
+    assert torch.equal(found, call(torch.zeros(64)))
+    for seed in range(3):
+        given[:] = [t for n in rows for t in sample(FORMATS[name], (n, 128), seed=seed)[0]]
+        scale = normal(64, seed=seed)
+        assert torch.equal(compiled(scale), call(scale))
 
 
 STORED = {"fp8_e4m3_row": FP8, "fp8_e4m3_tensor": FP8, "int8_absmax": INT8}

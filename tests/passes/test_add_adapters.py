@@ -304,7 +304,7 @@ def test_in_place_in_forward_and_backward(device: str, monkeypatch: pytest.Monke
     with config.patch(fx_graph_cache=False):
         outcome, codes = run_and_get_code(compiled, block, x, codegen=True)
     assert [code.count(f"{qfuse_add_product.__name__}(") for code in codes] == [1, 1]
-    assert ", 2.0)" in codes[0], "alpha / r, and B as it is"
+    assert ", 2.0, kind=" in codes[0], "alpha / r, and B as it is"
     assert error(outcome.output, expected) < 0.04
     for name, grad in grads.items():
         assert error(outcome.gradients[name], grad) < 0.05, name

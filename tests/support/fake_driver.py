@@ -17,19 +17,22 @@ class FakeDriver:
     """Take the place of the driver and of torch's current device.
 
     launched: pointers and numbers of each launch. configured: of those with attributes, the sizes
-    and the first attribute with its value. current: the device that was current then. codes:
-    what the next launches return, the last of them for good.
+    and the first attribute with its value. current: the device that was current then. streams:
+    where they were launched, `stream` being current. codes: what the next launches return, the last
+    of them for good.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int | None = None) -> None:
         self.launched: list[tuple[int, ...]] = []
         self.configured: list[tuple[int, ...]] = []
         self.current: list[int | None] = []
+        self.streams: list[int | None] = []
+        self.stream = 0
         self.codes = [0]
         self.device = device
         device_of, stream_of = "_cuda_getDevice", "_cuda_getCurrentRawStream"
         monkeypatch.setattr(torch._C, device_of, lambda: self.device, raising=False)
-        monkeypatch.setattr(torch._C, stream_of, lambda _: 0, raising=False)
+        monkeypatch.setattr(torch._C, stream_of, lambda _: self.stream, raising=False)
         monkeypatch.setattr(torch.cuda, "device", self._switched)
         monkeypatch.setattr(driver, "_cuda", lambda: self)
         monkeypatch.setattr(driver, "_context", lambda _: None)
@@ -40,18 +43,17 @@ class FakeDriver:
         yield
         self.device = before
 
-    def cuLaunchKernel(self, *given: Any) -> int:
-        places = [ctypes.cast(place, ctypes.POINTER(ctypes.c_int64)) for place in given[-2]]
+    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: None) -> int:
+        places = [ctypes.cast(place, ctypes.POINTER(ctypes.c_int64)) for place in arguments._obj]
         self.launched.append(tuple(place.contents.value for place in places))
         self.current.append(self.device)
-        return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
-
-    def cuLaunchKernelEx(self, config: Any, *given: Any) -> int:
         words = ctypes.cast(config, ctypes.POINTER(ctypes.c_uint))
-        attributes = ctypes.cast(config, ctypes.POINTER(ctypes.c_void_p))[5]
-        attribute = ctypes.cast(attributes, ctypes.POINTER(ctypes.c_int))
-        self.configured.append((*words[:7], attribute[0], attribute[2]))
-        return self.cuLaunchKernel(*given)
+        pointers = ctypes.cast(config, ctypes.POINTER(ctypes.c_void_p))
+        self.streams.append(pointers[4])
+        if words[12]:
+            attribute = ctypes.cast(pointers[5], ctypes.POINTER(ctypes.c_int))
+            self.configured.append((*words[:7], attribute[0], attribute[2]))
+        return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
 
     def __getattr__(self, name: str) -> Any:
         return lambda *given: 0
