@@ -50,8 +50,10 @@ EIGHT_BITS = {
     "step_fp8-h100": "H100: bare, 8 layers",
     "step_8b_fp8-h200": "H200: bare, all 36 layers",
     "step_trainer_fp8-h200": "H200: a trainer's defaults, 4 layers",
+    "step_trainer_fp8_host-h200": "H200, in another machine: the same",
     "step_trainer_fp8-h100": "H100: the same",
-    "step_trl_fp8-h100": "H100: TRL's defaults with checkpointing, 4 layers",
+    "step_trl_fp8-h200": "H200: TRL's defaults with checkpointing, 4 layers",
+    "step_trl_fp8-h100": "H100: the same",
     "step_trl_fp8_host-h100": "H100, in another machine: the same",
     "step_fp8-h200": "H200, older: bare, 8 layers",
 }
