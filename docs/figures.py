@@ -264,7 +264,7 @@ def ways() -> str:
         ("ranks_lean-h200", "fsdp2-packed-kept-parts"): (
             "that without `extend_k`, on another machine of H200s"
         ),
-        ("ranks_third-h200", "fsdp2-packed-kept-parts"): "with `extend_k`, on a third pair of H200s",
+        ("ranks_third-h200", "fsdp2-packed-kept-parts"): "with `extend_k`, a third pair of H200s",
         ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
     }
     body = []
@@ -519,6 +519,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe-graphs": step_figures.recipe_graphs,
     "small": step_figures.small,
     "eight-bits": step_figures.eight_bits,
+    "eight-bits-graphs": step_figures.eight_bits_graphs,
     "eight-bits-int8": step_figures.int8,
     "eight-bits-linear": lambda: linear("linear_eight_bits-h200", EIGHT_BITS),
     "eight-bits-linear-h100": lambda: linear("linear_eight_bits-h100", EIGHT_BITS),
@@ -592,11 +593,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "decode.stock": lambda: ms(seconds("decode_8b_1-h100", "inductor")),
     "decode.bf16": lambda: ms(seconds("decode_8b_1-h100", "bf16")),
     "fp8.8b.stock": lambda: ms(seconds("step-8b-h200", "inductor")),
-    "fp8.ours": lambda: ms(seconds("step_trl_fp8-h200", step_figures.FP8)),
-    "fp8.bf16": lambda: ms(seconds("step_trl_fp8-h200", "qfuse")),
-    "fp8.stock": lambda: ms(seconds("step_trl_fp8-h200", "inductor")),
-    "fp8.ours.host": lambda: ms(seconds("step_trl_fp8_host-h100", step_figures.FP8)),
-    "fp8.bf16.host": lambda: ms(seconds("step_trl_fp8_host-h100", "qfuse")),
+    "fp8.ours": lambda: ms(seconds("step_trl_fp8_graphs-h200", step_figures.FP8)),
+    "fp8.bf16": lambda: ms(seconds("step_trl_fp8_graphs-h200", "qfuse")),
+    "fp8.stock": lambda: ms(seconds("step_trl_fp8_graphs-h200", "inductor")),
+    "fp8.graphs": lambda: ms(seconds("step_trl_fp8_graphs-h200", step_figures.FP8_GRAPHS)),
     "ranks.extended": lambda: ms(seconds("ranks_extend_k-h100", "qfuse")),
     "ranks.lean": lambda: ms(seconds("ranks_extend_k-h100", "qfuse[qfuse.passes=-extend_k]")),
     "ranks.stock": lambda: ms(seconds("ranks_extend_k-h100", "inductor")),

@@ -45,6 +45,7 @@ MORE_RECIPES = {
 }
 #: The option of the products in eight bits, and the steps that have it, shown once measured.
 FP8 = "qfuse[qfuse.compute=fp8]"
+FP8_GRAPHS = "qfuse[qfuse.compute=fp8;triton.cudagraphs=True]"
 INT8 = "qfuse[qfuse.compute=int8]"
 EIGHT_BITS = {
     "step_fp8-h100": "H100: bare, 8 layers",
@@ -121,6 +122,26 @@ def int8() -> str:
     """Write a step whose products are in int8 beside the same step in bfloat16."""
     label = "H100: TRL's defaults with checkpointing, 4 layers"
     return _eight_bits({"step_trl_int8-h100": (label, INT8)}, "int8")
+
+
+def eight_bits_graphs() -> str:
+    """Write steps in FP8 with CUDA graphs, whose memory torch's peaks leave out."""
+    files = {
+        "step_trainer_fp8_graphs-h200": "a trainer's defaults, 4 layers",
+        "step_trl_fp8_graphs-h200": "TRL's defaults with checkpointing, 4 layers",
+    }
+    peers = ("inductor", "qfuse", FP8, FP8_GRAPHS)
+    body = []
+    for name, step in files.items():
+        found = [next(iter(rows(name, peer)), None) for peer in peers]
+        for label, statistic in ((step, "median"), ("the shortest", "best")):
+            times = ["" if r is None else ms(r["timing"][statistic]) for r in found]
+            bf16, ours = (row(name, peer)["timing"][statistic] for peer in ("qfuse", FP8_GRAPHS))
+            body.append((label, *times, f"{ours / bf16:.2f}"))
+        off = ["" if r is None else _deviation(name, r) for r in found]
+        body.append(("loss, largest deviation from qfuse in 20 steps", *off, ""))
+    header = ("", "stock Inductor", "qfuse", "qfuse, fp8", "with CUDA graphs", "that / qfuse")
+    return f"{table(header, body)}\n\n{source(*files)}"
 
 
 def _eight_bits(files: Mapping[str, tuple[str, str]], compute: str) -> str:
