@@ -329,7 +329,7 @@ def large() -> str:
 
 
 def adapter(op: str, name: str = "adapter-h100") -> str:
-    """Show the kernel of an adapter's product beside cuBLAS, by ranks side by side. Where it
+    """Show the kernel of an adapter's product beside torch's, by ranks side by side. Where it
     refuses a call, its columns are empty, and the reason stands below."""
     if not exists(name):
         return "No result is committed at present."
@@ -353,7 +353,7 @@ def adapter(op: str, name: str = "adapter-h100") -> str:
             shown += [number(1e6 * taken), f"{taken / theirs:.2f}"]
             shown.append(f"{number(ours['extra']['gbps'])} ({percent(ours['roof_fraction'])})")
         body.append(shown)
-    labels = ("cuBLAS", "kernel", "kernel / cuBLAS", "kernel, GB/s (share of the roof)")
+    labels = ("torch", "kernel", "kernel / torch", "kernel, GB/s (share of the roof)")
     header = [f"r = {rank}: {label}" for rank in ranks for label in labels]
     left = [f"Where the kernel's columns are empty, cuBLAS serves the op: {r}." for r in reasons]
     return "\n\n".join((table(("N", "M", *header), body), *left, source(name)))

@@ -43,8 +43,10 @@ def multiply(
     """Make both results, the first with so many columns of zeros behind it; `apart`, by a product
     of torch's each."""
     if V.graph.cpp_wrapper or apart:  # C++ wrapper code calls no Python function
-        of_p = _product(grad, pad(b, padding), factor_p)
-        return of_p, _product(lowering.lowerings[aten.permute.default](grad, [1, 0]), p, factor_b)
+        # The factor goes to B, so that the product may write into a wider buffer itself.
+        of_p = _product(grad, _scaled(pad(b, padding), factor_p))
+        transposed = lowering.lowerings[aten.permute.default](grad, [1, 0])
+        return of_p, _scaled(_product(transposed, p), factor_b)
     device, dtype = grad.get_device(), grad.get_dtype()
     (rows, columns), rank = grad.get_size(), b.get_size()[1]
     of_b = lowering.empty_strided([columns, rank], None, dtype=dtype, device=device)
@@ -66,8 +68,11 @@ def pad(b: Any, columns: int) -> Any:
     return lowering.lowerings[aten.constant_pad_nd.default](b, [0, columns]) if columns else b
 
 
-def _product(left: Any, right: Any, factor: float) -> ir.TensorBox:
-    product = lowering.lowerings[aten.mm.default](left, right)
+def _product(left: Any, right: Any) -> ir.TensorBox:
+    return cast(ir.TensorBox, lowering.lowerings[aten.mm.default](left, right))
+
+
+def _scaled(matrix: Any, factor: float) -> ir.TensorBox:
     if factor == 1.0:
-        return cast(ir.TensorBox, product)
-    return cast(ir.TensorBox, lowering.lowerings[aten.mul.Tensor](product, factor))
+        return cast(ir.TensorBox, matrix)
+    return cast(ir.TensorBox, lowering.lowerings[aten.mul.Tensor](matrix, factor))

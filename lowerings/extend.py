@@ -31,6 +31,11 @@ def register() -> None:
 def lower(
     blocks: Sequence[Any], lefts: Sequence[Any], rights: Sequence[Any], padding: int
 ) -> ir.TensorBox:
+    if padding and not rights:
+        first = blocks[0]
+        size = [*first.get_size()[:-1], padding]
+        zeros = lowering.full(size, 0, dtype=first.get_dtype(), device=first.get_device())
+        blocks = [*blocks, zeros]
     rights = _padded(rights, padding)
     products = [
         (left, right.get_size()[-1], functools.partial(_times, right))
@@ -70,6 +75,8 @@ def lower_grads(
     factors_b: Sequence[float],
     padding: int,
 ) -> list[ir.TensorBox]:
+    if not grads:
+        return [lower(blocks, (), (), padding)]
     of_bs: list[ir.TensorBox] = []
 
     def multiply(b: Any, p: Any, by: tuple[float, float], columns: int, grad: Any) -> ir.TensorBox:

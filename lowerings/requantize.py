@@ -1,8 +1,8 @@
 """Lower `qfuse::row_amax`, `row_scale` and `requantize`: to loop IR, or to a kernel's call.
 
 What a row's scale follows from is a reduction over the scales of its blocks, one kernel for several
-weights. A weight in eight bits
-is a kernel's call on a GPU, and elsewhere its decode in loop IR, divided by the scales and rounded.
+weights. A weight in eight bits is a kernel's call on a GPU, and elsewhere its decode in loop IR,
+divided by the scales and rounded.
 """
 
 from __future__ import annotations

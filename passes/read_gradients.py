@@ -8,16 +8,16 @@ otherwise.
 
 The pass runs after the partitioner, when no other pass looks for these products any more. Where
 extend_k has put `dY B` beside dY (without dropout), `qfuse::extend_grads` takes the place of
-`qfuse::extend`. The pass does not find the products of several adapters of one layer, whose
-projections are stacked. It refuses more ranks than the kernel takes: cuBLAS would compute the op by
-the products that it stands for.
+`qfuse::extend`. The pass does not find the products of several adapters of one layer, nor those of
+layers whose outputs are added, as their B and their projections are stacked. It refuses more ranks
+than the kernel takes: cuBLAS would compute the op by the products that it stands for.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -82,14 +82,14 @@ class ReadGradients:
                     found[_key(product)].append(product)
         extended = [_within(wide) for wide in graph.find_nodes(op="call_function", target=EXTEND)]
         for ones in (*extended, *([one] for found in of_p.values() for one in found)):
-            given = all(_reads_gradient(one, backward) and _is_parameter(one.other) for one in ones)
+            given = all(_reads_gradient(one, backward) and _is_input(one.other) for one in ones)
             if not ones or not given:
                 continue
-            twos = [two for one in ones for two in of_b[_key(one)][:1]]
+            twos = _partners(ones, of_b)
             reason = strict or _refused(ones, twos)
             if not reason:
-                for one in ones:
-                    of_b[_key(one)].pop(0)
+                for two in twos:
+                    of_b[_key(two)].remove(two)
             yield Site(ones[0].node, reason, plan=(ones, twos), by_choice=True, provider=PROVIDER)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
@@ -135,7 +135,18 @@ def _reads_gradient(product: _Read, backward: set[fx.Node]) -> bool:
     return product.grad in backward and product.other not in backward
 
 
-def _is_parameter(node: fx.Node) -> bool:
+def _partners(ones: Sequence[_Read], of_b: Mapping[Any, Sequence[_Read]]) -> list[_Read]:
+    """Find another product of the same gradient for each, as far as there are any: which one is
+    the same, since each result goes where its own product stood."""
+    seen: Counter[Any] = Counter()
+    found: list[_Read] = []
+    for key in map(_key, ones):
+        found += of_b[key][seen[key] : seen[key] + 1]
+        seen[key] += 1
+    return found
+
+
+def _is_input(node: fx.Node) -> bool:
     """Whether a matrix is an input of the graph, or a cast or view of one."""
     while node.target in LAYOUT or node.target is CAST:
         node = arg(node, 0)

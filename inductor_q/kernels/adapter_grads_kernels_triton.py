@@ -64,18 +64,19 @@ def add_up(
     stride,
     first,
     FACTOR: tl.constexpr,
+    RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     SPREAD: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write rows of WIDTH numbers. Those behind the rank are zeros, as what fills up the lanes."""
+    """Write rows of WIDTH numbers, of which those behind the rank are zeros."""
     i = first + tl.arange(0, BLOCK)  # of the numbers of all rows, SPREAD to a row
     row, lane = i // SPREAD, i % SPREAD
     total = tl.zeros([BLOCK], tl.float32)
     place = parts + row * LANES + lane
     for _ in range(count):
-        total += tl.load(place, mask=(row < rows) & (lane < LANES), other=0.0)
+        total += tl.load(place, mask=(row < rows) & (lane < RANK), other=0.0)
         place += rows * LANES
     place = out + row.to(tl.int64) * stride + lane
     value = (FACTOR * total).to(out.dtype.element_ty)
@@ -108,7 +109,33 @@ def finish(
     program = tl.program_id(0)
     if program < programs:
         first = program * BLOCK
-        add_up(parts_p, of_p, stripes, rows, stride_p, first, FACTOR_P, WIDTH, SPREAD, LANES, BLOCK)
+        add_up(
+            parts_p,
+            of_p,
+            stripes,
+            rows,
+            stride_p,
+            first,
+            FACTOR_P,
+            RANK,
+            WIDTH,
+            SPREAD,
+            LANES,
+            BLOCK,
+        )
     else:
         first = (program - programs) * BLOCK
-        add_up(parts_b, of_b, parts, columns, stride_b, first, FACTOR_B, RANK, LANES, LANES, BLOCK)
+        add_up(
+            parts_b,
+            of_b,
+            parts,
+            columns,
+            stride_b,
+            first,
+            FACTOR_B,
+            RANK,
+            RANK,
+            LANES,
+            LANES,
+            BLOCK,
+        )

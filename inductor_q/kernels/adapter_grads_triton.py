@@ -16,7 +16,7 @@ import torch
 
 from inductor_q.kernels.calls import AdapterGrads
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT
-from inductor_q.kernels.gpu import few_ranks, lanes
+from inductor_q.kernels.gpu import MOST_TILES, few_ranks, lanes
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
@@ -57,13 +57,21 @@ class Triton(TritonProvider[AdapterGrads]):
             return "the device is older than compute capability 8.0"
         if any(t.stride(1) != 1 for t in (grad, p, b, call.of_p, call.of_b)):
             return "the numbers of a row lie apart"
-        if max(grad.shape) * lanes(p.shape[1]) >= INT32_LIMIT:
+        rows, columns = grad.shape
+        if max(rows * _spread(call), columns * lanes(p.shape[1])) >= INT32_LIMIT:
             return "offsets into the parts of a program do not fit 32 bits"
+        if rows > MOST_TILES * PARTS[1]:
+            return f"a launch has at most {MOST_TILES} parts of {PARTS[1]} rows"
         return ""
 
     def plan(self, call: AdapterGrads) -> Callable[[AdapterGrads], None]:
         narrow = call.grad.shape[1] < NARROW_BELOW or _shared(call.device) < WIDE_SHARED
         return plan(call, NARROW if narrow else WIDE)
+
+
+def _spread(call: AdapterGrads) -> int:
+    """Return how many numbers of a row of `of_p` the second launch counts, a power of two."""
+    return max(lanes(call.p.shape[1]), 1 << (call.of_p.shape[1] - 1).bit_length())
 
 
 def _shared(device: torch.device) -> int:
@@ -101,7 +109,7 @@ def plan(call: AdapterGrads, config: Config) -> Callable[[AdapterGrads], None]:
         num_warps=config.warps,
     )
     out_width = call.of_p.shape[1]
-    spread = max(width, triton.next_power_of_2(out_width))
+    spread = _spread(call)
     of_p, of_b = triton.cdiv(rows * spread, BLOCK), triton.cdiv(columns * width, BLOCK)
     add = Repeated(
         kernels.finish,

@@ -15,7 +15,7 @@ from typing import Any
 
 from inductor_q.kernels.calls import AddProduct
 from inductor_q.kernels.dequantize_triton import INT32_LIMIT
-from inductor_q.kernels.gpu import few_ranks, lanes
+from inductor_q.kernels.gpu import MOST_TILES, few_ranks, lanes
 from inductor_q.kernels.provider import TritonProvider
 from inductor_q.kernels.triton_launch import Repeated
 
@@ -24,7 +24,6 @@ from inductor_q.kernels.triton_launch import Repeated
 MOST = 64
 ROWS, COLUMNS = 64, 128  # of a tile
 WARPS = 4
-MOST_TILES = (1 << 16) - 1  # along the second dimension of a grid in CUDA
 
 
 class Triton(TritonProvider[AddProduct]):

@@ -26,6 +26,7 @@ def unfit(out: Tensor) -> str:
 
 #: The fewest numbers that tensor cores add up, or columns that they multiply, at a time.
 LEAST_LANES = 16
+MOST_TILES = (1 << 16) - 1  # along the second dimension of a grid in CUDA
 HALVES = (torch.bfloat16, torch.float16)
 
 

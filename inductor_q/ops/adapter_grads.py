@@ -46,8 +46,8 @@ def adapter_grads_out(
     of_b: Tensor,
 ) -> None:
     """Write the results into `of_p`, which may be columns of a wider matrix, and into `of_b`. Where
-    `of_p` has more than r columns, zeros are written behind them. The arguments were checked when
-    they were traced."""
+    `of_p` has more than r columns, zeros are written behind them. The arguments are not
+    checked."""
     serve("adapter_grads", AdapterGrads(grad, p, b, factor_p, factor_b, of_p, of_b))
 
 

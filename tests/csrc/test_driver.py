@@ -78,7 +78,7 @@ def test_threads_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launch._call = slow
     other = threading.Thread(target=launch, args=(1,))
     other.start()
-    inside.wait()
+    assert inside.wait(timeout=60)
     cuda.stream = 7
     launch(2)
     other.join()

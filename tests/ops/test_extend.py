@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
@@ -44,6 +44,7 @@ def test_op() -> None:
     x, part, right = operands(grads=True)
     opcheck(EXTEND.default, ([x, part], [x], [right], 3))
     opcheck(EXTEND.default, ([x, part], [], [], 0))
+    opcheck(EXTEND.default, ([x, part], [], [], 3))
     results = []
     for fn in (extended, joined):
         inputs = operands(grads=True)
@@ -60,6 +61,8 @@ def test_compiled(dynamic: bool) -> None:
     for rows in (5, 7) if dynamic else (5,):
         inputs = operands(rows)
         torch.testing.assert_close(compiled(*inputs), joined(*inputs))
+    blocks = torch.compile(lambda x: EXTEND([x * 2], [], [], 3), fullgraph=True, options=options)
+    torch.testing.assert_close(blocks(inputs[0]), nn.functional.pad(inputs[0] * 2, (0, 3)))
     padded = torch.compile(with_zeros, dynamic=dynamic, fullgraph=True, options=options)
     zeros = torch.zeros(2, rows, 3)
     torch.testing.assert_close(padded(*inputs), torch.cat([joined(*inputs), zeros], -1))

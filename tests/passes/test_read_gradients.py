@@ -95,3 +95,34 @@ def test_it_says_why_not(options: Any) -> None:
         report: Any = inductor_q.last_report()
         (site,) = [s for s in report.sites if s.pass_name == "read_gradients"]
         assert told in site.rejected and site.by_choice
+
+
+class Added(nn.Module):
+    """Two layers whose outputs are added: both have one gradient, and adapters of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Adapted(), Adapted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.one(x.sin()) + self.two(x.cos())
+        return y
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_layers_with_one_gradient(trains: bool) -> None:
+    """Each product with a projection is taken once; where one is missing, none is."""
+    module = Added()
+    module.two.b.requires_grad_(trains)
+    x = torch.randn((2, 256, SIZE)).bfloat16().requires_grad_()
+    options = {**BESIDE, "qfuse.passes": "-stack_adapters"}
+    module(x).sum().backward()
+    expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    torch.compile(module, backend=qfuse, options=options)(x).sum().backward()
+    report: Any = inductor_q.last_report()
+    sites = [s for s in report.sites if s.pass_name == "read_gradients"]
+    assert [s.rejected for s in sites] == ([""] if trains else [ALONE])
+    for name, parameter in module.named_parameters():
+        if name in expected:
+            assert relative_error(parameter.grad, expected[name].double()) < 0.02, name
