@@ -86,6 +86,8 @@ class ReadGradients:
             if not ones or not given:
                 continue
             twos = _partners(ones, of_b)
+            if not twos and too_many_ranks(_rank(ones), MOST):
+                continue  # such as the head of a small model
             reason = strict or _refused(ones, twos)
             if not reason:
                 for two in twos:
@@ -156,7 +158,11 @@ def _is_input(node: fx.Node) -> bool:
 def _refused(ones: Sequence[_Read], twos: Sequence[_Read]) -> str:
     if len(twos) < len(ones):
         return ALONE
-    return too_many_ranks(max(tensor(one.other).shape[1] for one in ones), MOST)
+    return too_many_ranks(_rank(ones), MOST)
+
+
+def _rank(ones: Sequence[_Read]) -> int:
+    return max(int(tensor(one.other).shape[1]) for one in ones)
 
 
 def _key(product: _Read) -> tuple[fx.Node, int]:

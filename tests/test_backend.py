@@ -381,7 +381,8 @@ def test_report_file_is_the_last_report(tmp_path: Path) -> None:
     assert written["preset"] == "cpu" and written["preset_reason"]
     assert written["bytes_saved"] == result.report.bytes_saved == N * K * 2
     fused = {site["pass_name"]: site for site in written["sites"]}
-    assert fused.keys() == {"canonicalize", "fold_lora", "extend_k", "keep_packed"}
+    passes = {"canonicalize", "fold_lora", "extend_k", "keep_packed", "read_gradients"}
+    assert fused.keys() == passes
     for name in ("canonicalize", "extend_k", "keep_packed"):
         assert fused[name]["module"] == "layer.proj"
         assert fused[name]["source"].rpartition(":")[0].endswith(".py")

@@ -130,7 +130,8 @@ def test_passes_and_gradients(k: int, absmax: str) -> None:
     result = compile_step(module, x)
     assert_no_worse_than_eager(result, module, x)
     # Forward, and the dequantization of backward, which the op wrote itself.
-    assert result.applied == {"canonicalize": 2, "fold_lora": 3, "extend_k": 2, "keep_packed": 1}
+    applied = {"canonicalize": 2, "fold_lora": 3, "extend_k": 2, "keep_packed": 1}
+    assert result.applied == {**applied, "read_gradients": 1}
     assert not result.reasons
     assert result.report.bytes_saved == N * K * 2
     assert result.ops["qfuse.dequantize"] == 2

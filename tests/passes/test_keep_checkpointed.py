@@ -151,8 +151,8 @@ def test_wide_buffers_and_attention() -> None:
         wide = graph.find_nodes(op="call_function", target=EXTEND)
         of_segments: list[Any] = [n.args for n in wide if n.meta.get("recompute") in RECOMPUTED]
         assert len(of_segments) == count * LAYERS
-        assert sum(bool(lefts) for _, lefts, _ in of_segments) == projects * LAYERS
-        assert all(lefts or len(blocks) == 2 for blocks, lefts, _ in of_segments)
+        assert sum(bool(lefts) for _, lefts, *_ in of_segments) == projects * LAYERS
+        assert all(lefts or len(blocks) == 2 for blocks, lefts, *_ in of_segments)
 
 
 @pytest.mark.parametrize("extended", [False, True])
