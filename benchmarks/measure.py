@@ -245,7 +245,11 @@ def measure_ceilings(device: torch.device, *, quick: bool = False) -> Ceilings:
 
     def best(call: Callable[[], object]) -> float:
         for _ in range(3):
+            start = time.perf_counter()
             call()
+            taken = time.perf_counter() - start
+            if device.type == "cpu" and taken > 2:  # one without products of 16 bits
+                return taken
         times = []
         for _ in range(count):
             synchronize(device)

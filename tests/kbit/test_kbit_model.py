@@ -133,7 +133,8 @@ def test_values_are_those_of_quantize_and_dequantize() -> None:
     expected = m(IDS)
     back = kbit.dequantize_model(m)
     assert not packed(back)
-    assert torch.equal(back(IDS), expected)
+    # A CPU without products in bfloat16 adds those of a packed layer up in another order.
+    assert testing.relative_error(back(IDS), expected.double()) < 0.01
 
 
 # --- what is refused, and what is left then -----------------------------------------------------
