@@ -27,7 +27,7 @@ from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.calls import AdapterGrads, AddProduct, Call
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.provider import against
-from inductor_q.ops.adapter_grads import adapter_grads_out
+from inductor_q.lowerings.calls import qfuse_adapter_grads
 from inductor_q.ops.add_product import add_product_
 from inductor_q.testing import relative_error
 
@@ -119,7 +119,7 @@ def _adapter_grads(grad: Tensor, p: Tensor, b: Tensor) -> Product:
 
     calls: dict[str, Callable[[], object]] = {
         "torch": by_torch,
-        "qfuse": lambda: adapter_grads_out(grad, p, b, SCALING, SCALING, of_p, of_b),
+        "qfuse": lambda: qfuse_adapter_grads(grad, p, b, of_b, SCALING, SCALING, out=of_p),
     }
     exact = grad.double()
     results = [(of_p, SCALING * (exact @ b.double())), (of_b, SCALING * (exact.t() @ p.double()))]

@@ -1,6 +1,6 @@
 """Write down by what a call's plan is chosen, where that is known when its code is generated.
 
-At each call `Call.kind` asks the tensors for it, which takes the host longer than the launch. The
+Otherwise `Call.kind` asks the tensors for it at each call, which takes some of the host's time. The
 text says the same, but for the index of the device and for addresses (`dispatch.serve_kind`).
 """
 

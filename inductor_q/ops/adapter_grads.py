@@ -36,21 +36,6 @@ def adapter_grads(
     return of_p, of_b
 
 
-def adapter_grads_out(
-    grad: Tensor,
-    p: Tensor,
-    b: Tensor,
-    factor_p: float,
-    factor_b: float,
-    of_p: Tensor,
-    of_b: Tensor,
-) -> None:
-    """Write the results into `of_p`, which may be columns of a wider matrix, and into `of_b`. Where
-    `of_p` has more than r columns, zeros are written behind them. The arguments are not
-    checked."""
-    serve("adapter_grads", AdapterGrads(grad, p, b, factor_p, factor_b, of_p, of_b))
-
-
 def _fake(
     grad: Tensor, p: Tensor, b: Tensor, factor_p: float, factor_b: float
 ) -> tuple[Tensor, Tensor]:

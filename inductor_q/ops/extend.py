@@ -92,14 +92,9 @@ def extend_grads(
 
 
 def _fake_grads(
-    blocks: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    bs: Sequence[Tensor],
-    ps: Sequence[Tensor],
-    factors_p: Sequence[float],
-    factors_b: Sequence[float],
-    padding: int,
+    blocks: Sequence[Tensor], grads: Sequence[Tensor], bs: Sequence[Tensor], *others: Any
 ) -> list[Tensor]:
+    *_, padding = others
     return [_fake(blocks, grads, bs, padding), *(b.new_empty(b.shape) for b in bs)]
 
 

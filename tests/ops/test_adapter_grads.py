@@ -17,7 +17,7 @@ from inductor_q.exc import WrongShape
 from inductor_q.kernels import adapter_grads_triton
 from inductor_q.kernels.calls import AdapterGrads
 from inductor_q.kernels.dispatch import served_by
-from inductor_q.ops.adapter_grads import adapter_grads_out
+from inductor_q.lowerings.calls import qfuse_adapter_grads
 from inductor_q.ops.registry import define_ops
 from inductor_q.testing import relative_error
 
@@ -94,7 +94,7 @@ def test_on_a_gpu(rank: int, dtype: torch.dtype) -> None:
                 call = AdapterGrads(grad, p, b, *FACTORS, of_p, of_b)
                 expected = "triton" if rank <= adapter_grads_triton.MOST else "reference"
                 assert served_by("adapter_grads", call) == expected
-                adapter_grads_out(grad, p, b, *FACTORS, of_p, of_b)
+                qfuse_adapter_grads(grad, p, b, of_b, *FACTORS, out=of_p)
                 assert_as_exact((of_p[:, :rank], of_b), grad, p, b, *FACTORS)
                 assert not of_p[:, rank:].any()
             assert bool((into[:, [0, -2, -1]] == 7.0).all()), "wrote beside its columns"
@@ -103,7 +103,7 @@ def test_on_a_gpu(rank: int, dtype: torch.dtype) -> None:
 def test_zeros_behind_the_projection() -> None:
     grad, p, b = operands()
     of_p, of_b = torch.full((8, 7), torch.nan).bfloat16(), torch.empty_like(b)
-    adapter_grads_out(grad, p, b, *FACTORS, of_p, of_b)
+    qfuse_adapter_grads(grad, p, b, of_b, *FACTORS, out=of_p)
     assert_as_exact((of_p[:, :4], of_b), grad, p, b, *FACTORS)
     assert not of_p[:, 4:].any()
 
