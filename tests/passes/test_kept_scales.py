@@ -72,7 +72,8 @@ class Plain(Lora):
         nn.init.normal_(self.base.weight, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + (x @ self.lora_A.t()) @ self.lora_B.t()
+        y: Tensor = self.base(x) + (x @ self.lora_A.t()) @ self.lora_B.t()
+        return y
 
 
 def halves(seed: int = 0) -> nn.Module:

@@ -125,4 +125,5 @@ def test_layers_with_one_gradient(trains: bool) -> None:
     assert [s.rejected for s in sites] == ([""] if trains else [ALONE])
     for name, parameter in module.named_parameters():
         if name in expected:
+            assert parameter.grad is not None, name
             assert relative_error(parameter.grad, expected[name].double()) < 0.02, name
