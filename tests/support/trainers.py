@@ -46,13 +46,17 @@ def texts(count: int, seed: int = 0, shortest: int = 20, longest: int = 120) -> 
 
 
 def model(layers: int = 1) -> Any:
-    """Make a small QLoRA model, with bitsandbytes' flags as on a CPU with AVX512-BF16."""
+    """Make a small QLoRA model."""
     config = testing.tiny_qwen3_config(num_hidden_layers=layers, pad_token_id=258)
-    made = testing.qlora_model(config, adapter_dtype=torch.bfloat16)
-    for layer in made.modules():
+    return testing.qlora_model(config, adapter_dtype=torch.bfloat16)
+
+
+def _flag_layers(model: Any) -> None:
+    """Set the flag that bitsandbytes sets on a CPU with AVX512-BF16, where evaluation packs its
+    weights. On other CPUs it would multiply what it has packed as if it had not."""
+    for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = True
-    return made
 
 
 def train(
@@ -67,6 +71,7 @@ def train(
     transformers.set_seed(0)
     trainer = make()
     if compiled:
+        _flag_layers(trainer.model)
         compile_trainer(trainer, **settings)
     without = contextlib.nullcontext() if codegen else no_codegen()
     with testing.CompileTrace() as trace, without:
