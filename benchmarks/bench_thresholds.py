@@ -5,7 +5,9 @@ reads packed weights, against a dequantization and a product (no adapter, forwar
 `extend_k.min_rows`: a training step of one or two decoder layers with the adapter in the main
 product, and with `extend_k` off. `fuse_dropout.min_rows`: such a step under LoRA
 dropout with the masks made in the adapters' kernels, and with `fuse_dropout` off; ``--dropout``
-asks this question alone.
+asks this question alone. ``--wide`` asks another one, of a CPU that is slow in bfloat16,
+`widen_products.min_rows`: `x @ W'` in bfloat16, and in float32 with casts around it; and `dY @ W`
+both ways, which has no threshold.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from inductor_q import testing
 GEMM_ROWS = {"cuda": (1, 2, 3, 4, 8, 16, 64, 256), "cpu": (1, 4, 16, 64, 256)}
 GEMM_SHAPES = {"cuda": ((12_288, 4096), (4096, 4096), (4096, 12_288)), "cpu": ((2048, 2048),)}
 STEP_ROWS = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 512, 2048)}
+WIDE_ROWS = (1, 4, 16, 32, 64, 256)
 STEP_LAYERS = {"cuda": 2, "cpu": 1}  # a layer takes two cores 15 s to compile
 EXTENDED = "qfuse[qfuse.thresholds=extend_k.min_rows=1]"
 PLAIN = "qfuse[qfuse.passes=-extend_k]"
@@ -41,15 +44,23 @@ CPU_SHAPES = {
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=("inductor", PLAIN, EXTENDED))
-    parser.add_argument("--dropout", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--dropout", action="store_true")
+    which.add_argument("--wide", action="store_true")
     arguments = parser.parse_args(argv)
-    name = "bench_thresholds" + ("_dropout" if arguments.dropout else "")
+    asked = "_dropout" if arguments.dropout else "_wide" if arguments.wide else ""
+    name = "bench_thresholds" + asked
     suite = harness.start(name, arguments)
     kind = suite.device.type
     quick = arguments.quick
     if arguments.dropout:
         for m in STEP_ROWS[kind][: 1 if quick else None]:
             _step(suite, arguments, ("inductor", WRITTEN, FUSED), m, dropout=0.05)
+        harness.finish(suite, arguments)
+        return suite
+    if arguments.wide:
+        for m in WIDE_ROWS[: 2 if quick else None]:
+            _wide(suite, arguments, *GEMM_SHAPES[kind][0], m)
         harness.finish(suite, arguments)
         return suite
     for n, k in GEMM_SHAPES[kind][: 1 if quick else None]:
@@ -81,6 +92,23 @@ def _gemm(suite: harness.Suite, arguments: argparse.Namespace, n: int, k: int, m
     with torch.no_grad():
         timings = harness.time_kernels(candidates, suite.device, rounds=arguments.rounds or 3)
     suite.add({"what": "gemm", "N": n, "K": k, "rows": m}, timings)
+
+
+def _wide(suite: harness.Suite, arguments: argparse.Namespace, n: int, k: int, m: int) -> None:
+    options: dict[str, Any] = {"device": suite.device, "dtype": torch.bfloat16}
+    weight, x = torch.randn(n, k, **options), torch.randn(m, k, **options)
+    grad = torch.randn(m, n, **options)
+
+    def in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.float() @ b.float()).to(a.dtype)
+
+    for what, a, b in (("x W'", x, weight.t()), ("dY W", grad, weight)):
+        candidates: dict[str, Callable[[], object]] = {
+            "bfloat16": functools.partial(torch.matmul, a, b),
+            "float32": functools.partial(in_float32, a, b),
+        }
+        timings = harness.time_kernels(candidates, suite.device, rounds=arguments.rounds or 3)
+        suite.add({"what": what, "N": n, "K": k, "rows": m}, timings)
 
 
 def _step(

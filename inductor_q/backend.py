@@ -41,7 +41,7 @@ from inductor_q.exc import NotFused, PackedForInference, UnwritableOutput
 from inductor_q.exclusions import without_effect
 from inductor_q.files import write_whole
 from inductor_q.graph_report import REPORT_VERSION, PassRecord, Report
-from inductor_q.hooks import JointPasses, Partitioner, passes_off, run_stage
+from inductor_q.hooks import JointPasses, LoweredPasses, Partitioner, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.log import log, warn_once
 from inductor_q.logits import with_logits
@@ -49,7 +49,7 @@ from inductor_q.offload import find_link
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.chunk_loss import would_chunk
-from inductor_q.passes.runner import CAPTURED
+from inductor_q.passes.runner import CAPTURED, LOWERED
 from inductor_q.resolved import Resolved
 
 # The fused pointwise dequantization needs these: it has about 60 operations and five reads, and
@@ -224,6 +224,7 @@ def qfuse(
     for name, hook in (
         ("joint_custom_pre_pass", JointPasses),
         ("custom_partitioner_fn", Partitioner),
+        ("post_grad_custom_post_pass", LoweredPasses),
     ):
         patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
     key = report_key(gm, example_inputs, context)
@@ -238,7 +239,7 @@ def qfuse(
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
     if context.recipes:
         compiled = with_logits(compiled, gm, context.recipes)
-    behind = any(s.stage != CAPTURED and s.name in resolved.passes for s in PIPELINE)
+    behind = any(s.stage not in (CAPTURED, LOWERED) and s.name in resolved.passes for s in PIPELINE)
     if len(report.passes) > captured or not behind:
         store_report(key, report)
     else:  # the AOTAutograd cache had it: no pass behind it has run

@@ -17,11 +17,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from inductor_q.cache import source_digest
 from inductor_q.context import Context
+from inductor_q.kernels import wide
 from inductor_q.log import log, warn_once
 from inductor_q.memory import Pair, plan
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.graph import is_nested
-from inductor_q.passes.runner import PARTITIONED, run
+from inductor_q.passes.runner import LOWERED, PARTITIONED, run
 from inductor_q.resolved import Resolved
 from inductor_q.seedless import partition_seedless
 
@@ -105,6 +106,18 @@ class JointPasses(_Passes, CustomGraphPass):
         self.run_previous(graph)
 
 
+class LoweredPasses(_Passes, CustomGraphPass):
+    """Run the lowered stage on each graph that Inductor lowers, behind its own passes."""
+
+    def own_key(self) -> tuple[str, ...]:
+        # On another CPU it is another graph.
+        return *super().own_key(), *map(str, wide.slow_dtypes())
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.run_previous(graph)
+        run_stage(LOWERED, graph, self.context)
+
+
 class Partitioner(_Passes, CustomPartitionerFn):
     """Run the partition stage: tag what must not be saved, then partition as functorch does; then
     the backward stage, on the graph that backward got, and the partitioned stage, on both."""
@@ -150,4 +163,4 @@ class Partitioner(_Passes, CustomPartitionerFn):
         return pair
 
 
-__all__ = ["Hook", "JointPasses", "Partitioner", "passes_off", "run_stage"]
+__all__ = ["Hook", "JointPasses", "LoweredPasses", "Partitioner", "passes_off", "run_stage"]

@@ -38,6 +38,7 @@ _OTHER_PASSES = CAPTURED_PASSES | {
     "keep_checkpointed",
     "decode_again",
     "project_in_place",
+    "widen_products",
 }
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)(\..+)?$")

@@ -13,7 +13,7 @@ can ride in, so extend_k finds those that were refused there.
 stack_gradients follows when extend_k has laid the gradients side by side. recompute_products,
 keep_checkpointed, which reads its marks, and keep_packed run in the partitioner, on what is left,
 decode_again on the backward graph that it makes, and project_in_place and read_gradients on both
-graphs.
+graphs. widen_products is the last, since it puts casts around products.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
@@ -41,6 +41,7 @@ from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
 from inductor_q.passes.stack_gradients import StackGradients
 from inductor_q.passes.unwrap_weights import UnwrapWeights
+from inductor_q.passes.widen_products import WidenProducts
 
 PIPELINE: tuple[Pass, ...] = (
     UnwrapWeights(),  # a weight in a tensor subclass -> qfuse.dequantize of what it is made of
@@ -64,6 +65,7 @@ PIPELINE: tuple[Pass, ...] = (
     DecodeAgain(),  # a decode for each wide product of backward
     ProjectInPlace(),  # a projection that is not kept goes into the buffer it is computed for
     ReadGradients(),  # both products of an adapter with its layer's gradient, which is read once
+    WidenProducts(),  # products in 16 bits that this CPU computes slowly: in float32
 )
 
 __all__ = ["PIPELINE", "Pass", "Site"]

@@ -34,6 +34,10 @@ CAPTURED = "captured"
 #: The stage of the graphs that partitioning makes of one: forward's, then backward's.
 PARTITIONED = "partitioned"
 
+#: The stage of the graphs that Inductor lowers, behind its own passes: forward's, backward's, or an
+#: inference graph. Where torch's caches have the graph, its passes do not run again.
+LOWERED = "lowered"
+
 
 @dataclass(frozen=True)
 class Site:

@@ -17,6 +17,7 @@ from inductor_q.kernels.expert_calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import REFERENCE, Provider
+from inductor_q.kernels.wide import multiplies_slowly
 
 
 class Reference(Provider[Scatter2Scatter]):
@@ -43,6 +44,8 @@ class GramReference(Provider[GroupedGram]):
 
     def run(self, call: GroupedGram) -> Tensor:
         dtype = torch.promote_types(call.left.dtype, call.dtype)
+        if multiplies_slowly(call.left):
+            dtype = torch.float32
         left = gather(call.left, call.grouped_left, call.order, call.top_k)
         right = gather(call.right, call.grouped_right, call.order, call.top_k)
         out = left.new_zeros(call.shape, dtype=call.dtype)
@@ -67,6 +70,9 @@ def _experts(offsets: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
 
 def _layer(call: Scatter2Scatter, x: Tensor, weight: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     """Send rows `x` through one expert, without gates, and through its A."""
+    if multiplies_slowly(x):
+        y, rank = _layer(call, x.float(), weight.float(), expert)
+        return y.to(x.dtype), rank.to(x.dtype)
     weight = weight.t() if call.transposed else weight
     y = linear(x, weight, None if call.bias is None else call.bias[expert].to(x.dtype))
     if call.lora_a is None or call.lora_b is None:

@@ -144,6 +144,11 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: kernels that read the input once "
             "save copies of it that grow with the rows",
         ),
+        # Rows from which x W' in 16 bits is computed in float32 on a CPU that is slow in 16 bits.
+        "widen_products.min_rows": Entry(
+            value=32,
+            evidence="TODO",
+        ),
         # Positions from which a mask of padding or of documents is replaced by what it means.
         "causal_attention.min_positions": Entry(
             value=512,

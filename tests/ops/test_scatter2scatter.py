@@ -42,10 +42,10 @@ SHAPES = {
     "one token": Sizes(5, 64, 32, 1, 2, 2),
 }
 LARGE = {
-    "256 experts": Sizes(256, 2048, 1024, 512, 8, 16),
-    "Qwen3.5-35B-A3B": Sizes(256, 2048, 512, 512, 8, 16),
-    "OLMoE": Sizes(64, 2048, 2048, 512, 8, 16),
-    "Qwen3-30B-A3B": Sizes(128, 2048, 1536, 512, 8, 16),
+    "256 experts": Sizes(256, 2048, 1024, 64, 8, 16),
+    "Qwen3.5-35B-A3B": Sizes(256, 2048, 512, 64, 8, 16),
+    "OLMoE": Sizes(64, 2048, 2048, 64, 8, 16),
+    "Qwen3-30B-A3B": Sizes(128, 2048, 1536, 64, 8, 16),
 }
 #: What rows and extras the two projections of a layer have.
 UP: dict[str, Any] = {"grouped": (False, True), "bias": True}
