@@ -97,11 +97,11 @@ def emit(
 
     An argument that an earlier site has replaced (see `replace`) is read in its new place.
     """
-    args = fx.node.map_arg(tuple(args), _current)
-    node = graph.call_function(target, tuple(args), kwargs)
+    given: Any = fx.node.map_arg((tuple(args), kwargs), _current)
+    node = graph.call_function(target, *given)
     with V.fake_mode:
-        values = fx.node.map_arg(args, lambda a: a.meta["val"])
-        node.meta["val"] = target(*values, **kwargs)
+        values, named = fx.node.map_arg(given, lambda a: a.meta["val"])
+        node.meta["val"] = target(*values, **named)
     for key in _INHERITED:
         if key in like.meta:
             node.meta[key] = like.meta[key]

@@ -82,7 +82,9 @@ class Others(nn.Module):
         scores = torch.baddbmm(x @ x.mT, y, y.mT, beta=1 / K, alpha=1 / K)
         y = torch.addmm(self.bias, y[0], x[0], alpha=1 / K) + torch.bmm(scores, y)[:, :1] / K
         heads = y.unflatten(-1, (4, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        mask = torch.outer(x[0, :, 0], x[0, :, 1]).detach()
+        y = F.scaled_dot_product_attention(heads, heads, heads, mask)
+        return y + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 def test_every_product(slow: None) -> None:
@@ -90,7 +92,7 @@ def test_every_product(slow: None) -> None:
     torch.manual_seed(0)
     found = compiled_as_near_as_eager(Others(), x_MK(2 * K), at_least=2**-6)
     counts = Counter(site.target.removeprefix("aten.") for site in sites(found.report))
-    assert counts.pop("_scaled_dot_product_flash_attention_for_cpu_backward.default") == 1
+    assert counts.pop("_scaled_dot_product_flash_attention_for_cpu_backward.default") == 2
     assert {*counts} == {f"{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")}
 
 
@@ -101,7 +103,7 @@ def test_what_is_left(slow: None) -> None:
     assert {s.rejected for s in sites(strict.report)} == {STRICT}
     decoded: Any = {"qfuse.thresholds": {"linear_rows.max_rows": 0}}
     few = compile_step(adapted(BF16), x_MK(4), options=decoded)
-    told = "4 rows, fewer than widen_products.min_rows=32 of the preset"
+    told = "4 rows, fewer than widen_products.min_rows=16 of the preset"
     assert {s.rejected for s in sites(few.report)} == {"", told}
     assert all(s.by_choice for s in sites(few.report) if s.rejected)
     off = compile_step(adapted(BF16), x_MK(), options={"qfuse.passes": "-widen_products"})
