@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8090,
+    "benchmarks": 8130,
     "csrc": 4515,
-    "docs": 1945,
+    "docs": 1990,
     "examples": 1175,
     "inductor_q": 6430,
     "inductor_q/capture": 2560,
@@ -29,10 +29,10 @@ BUDGET = {
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 1735,
     "inductor_q/kbit": 1000,
-    "inductor_q/kernels": 7720,
+    "inductor_q/kernels": 7740,
     "inductor_q/loading": 2060,
     "inductor_q/ops": 2880,
-    "inductor_q/presets": 645,
+    "inductor_q/presets": 660,
     "inductor_q/tuning": 1135,
     "lowerings": 1050,
     "passes": 7370,

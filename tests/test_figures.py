@@ -144,6 +144,16 @@ def _extend_k_cpu() -> str:
     return f"{a} ms at 64 rows, {b} at 512, {c} at 2048"
 
 
+def _wide_cpu() -> str:
+    name, found = "thresholds_wide-cpu", []
+    for rows in (1, 4, 16, 64):
+        case = {"what": "x W'", "rows": rows}
+        pair = (1e3 * results.seconds(name, p, **case) for p in ("bfloat16", "float32"))
+        found.append(" / ".join(f"{ms:.2f}" if ms < 9.995 else f"{ms:.1f}" for ms in pair))
+    one, four, sixteen, many = found
+    return f"{one} ms at 1 row, {four} at 4, {sixteen} at 16, {many} at 64"
+
+
 def _masks_cpu() -> str:
     pairs = []
     for documents in (1, 8):
@@ -207,7 +217,7 @@ FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
         _attention_rows_h200,
     ),
     "inductor_q/presets/generic.py": (
-        *(_extend_k_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
+        *(_extend_k_cpu, _wide_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
         *(partial(_rows_small_cpu, name) for name in ("mxfp4", "kbit4_e4m4")),
     ),
     "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),

@@ -55,6 +55,13 @@ CPU = replace(
             "their own, and the step of a decoder layer is several times slower with them at 64, "
             "512 and 2048 rows (benchmarks/results/thresholds_dropout-cpu.json)",
         ),
+        "widen_products.min_rows": Entry(
+            value=16,
+            evidence="a weight of 2048x2048 in bfloat16, x W' as it is and in float32 with its "
+            "casts: 0.95 / 3.14 ms at 1 row, 2.15 / 5.24 at 4, 7.94 / 5.49 at 16, 48.4 / 17.1 at "
+            "64 (two cores of an AMD EPYC without AVX-512, torch 2.13.0, 2026-11-27, "
+            "benchmarks/results/thresholds_wide-cpu.json)",
+        ),
         "extend_k.min_rows": Entry(
             value=1 << 20,
             evidence="no number of rows from which on it pays: a decoder layer of width 512, r=16, "

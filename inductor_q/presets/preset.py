@@ -146,12 +146,8 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         ),
         # Rows from which x W' in 16 bits is computed in float32 on a CPU that is slow in 16 bits.
         "widen_products.min_rows": Entry(
-            value=16,
-            evidence="a weight of 2048x2048 in bfloat16, x W' as it is and in float32 with its "
-            "casts: 0.95 / 3.1 ms at 1 row, 2.1 / 5.2 at 4, 7.9 / 5.5 at 16, 48 / 17 at 64; dY W, "
-            "which has no threshold: 31 / 3.2 ms at 1 row, 1900 / 10 at 64 (two cores of an AMD "
-            "EPYC without AVX-512, torch 2.13.0, 2026-11-27, "
-            "benchmarks/results/thresholds_wide-cpu.json)",
+            value=32,
+            evidence="a start value, not a measured crossover: the preset of CPUs has one",
         ),
         # Positions from which a mask of padding or of documents is replaced by what it means.
         "causal_attention.min_positions": Entry(
