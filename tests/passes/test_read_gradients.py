@@ -14,9 +14,10 @@ from torch._inductor.utils import run_and_get_code
 import inductor_q
 from inductor_q.backend import qfuse
 from inductor_q.kernels.adapter_grads_triton import MOST
+from inductor_q.passes.graph import MUL, is_tangent
 from inductor_q.passes.read_gradients import ALONE
 from inductor_q.testing import relative_error
-from tests.support.compiling import no_codegen
+from tests.support.compiling import no_codegen, partition
 
 SIZE, RANK = 128, 8
 #: extend_k puts the projection's gradient beside that of the layer, and makes it there.
@@ -127,3 +128,11 @@ def test_layers_with_one_gradient(trains: bool) -> None:
         if name in expected:
             assert parameter.grad is not None, name
             assert relative_error(parameter.grad, expected[name].double()) < 0.02, name
+
+
+def test_no_layer_scales_a_gradient_that_two_share() -> None:
+    """Each adapter's factor moves, whoever was first."""
+    x = torch.randn((2, 256, SIZE)).bfloat16().requires_grad_()
+    _, backward = partition(lambda call: call(x).sum().backward(), Added())
+    (tangent,) = (n for n in backward.find_nodes(op="placeholder") if is_tangent(n))
+    assert not [user for user in tangent.users if user.target is MUL]
