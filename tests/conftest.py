@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,16 @@ def told() -> Iterator[list[str]]:
     logging.getLogger("inductor_q").addHandler(handler)
     yield messages
     logging.getLogger("inductor_q").removeHandler(handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    explained = "skip tests that would start after this time, in seconds since the epoch"
+    parser.addoption("--until", type=float, default=float("inf"), metavar="TIME", help=explained)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > item.config.getoption("--until"):
+        pytest.skip("no time is left (--until)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
