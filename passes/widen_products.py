@@ -5,7 +5,8 @@ x86 from AVX-512 on. For all others it has a loop of its own, which is slowest w
 operand's rows are contiguous, as in every product of a backward pass: there a product in float32
 takes a small part of that time, casts included. The backward pass of attention consists of such
 products too. The operands' values are exact in float32, and a result is rounded once, so its error
-is no larger. What is computed in the same graph is written in float32 and needs no cast.
+is no larger. What is computed in the same graph is written in float32 and needs no cast. Grouped
+products of experts in 16 bits stay as they are: torch traces none in float32.
 
 This is the last pass: all others know products by operands that stand behind casts here.
 """
