@@ -5,9 +5,9 @@ reads packed weights, against a dequantization and a product (no adapter, forwar
 `extend_k.min_rows`: a training step of one or two decoder layers with the adapter in the main
 product, and with `extend_k` off. `fuse_dropout.min_rows`: such a step under LoRA
 dropout with the masks made in the adapters' kernels, and with `fuse_dropout` off; ``--dropout``
-asks this question alone. ``--wide`` asks another one, of a CPU that is slow in bfloat16,
-`widen_products.min_rows`: `x @ W'` in bfloat16, and in float32 with casts around it; and `dY @ W`
-both ways, which has no threshold.
+asks this question alone. ``--wide`` measures `widen_products.min_rows` instead, on a CPU that is
+slow in bfloat16: `x @ W'` in bfloat16, and in float32 with casts around it; and both ways `dY @ W`,
+whose right operand has contiguous rows, so that the threshold does not apply.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ PURPOSES = {
     "torch._logging": "the structured trace: read by `qfuse explain`, and given our report",
     "torch._ops": "types of ops",
     "torch._scaled_mm": "a product in FP8",
+    "torch.ops.mkldnn": "whether the CPU multiplies slowly in 16 bits",
     "torch._subclasses": "whether a tensor is fake or functional",
     "torch.cuda.memory": "a snapshot of what is allocated, for `QfuseCallback(profile=...)`",
     "torch.nn.attention._sdpa_kernel": "whether the program chooses attention's kernels",

@@ -113,7 +113,7 @@ def rates() -> str:
     return f"{table(header, body)}\n\n{source(*files)}"
 
 
-#: A step on a CPU whose products in 16 bits are slow, and this backend as it was there.
+#: A step on a CPU whose products in 16 bits are slow, and this backend without the pass for them.
 WIDE = "step_trainer_avx2-cpu"
 NARROW = "qfuse[qfuse.passes=-widen_products]"
 

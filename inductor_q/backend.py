@@ -1,8 +1,8 @@
 """The backend: `torch.compile(model, backend="qfuse", mode=..., options=...)`.
 
-Resolves the options, installs one pass manager and one partitioner for this compile, and calls
-Inductor. Everything is handed over as `config_patches`, which Inductor applies to the forward and
-to the lazily compiled backward and takes back afterwards; no global configuration is written.
+Resolves the options, installs our passes and one partitioner for this compile, and calls Inductor.
+Everything is handed over as `config_patches`, which Inductor applies to the forward and to the
+lazily compiled backward and takes back afterwards; no global configuration is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from torch import fx, nn
 from torch._logging._internal import trace_structured
 
 from inductor_q import capture, corrections, lowerings, memory
-from inductor_q.cache import bodies_are_cacheable, load_report, report_key, report_tag, store_report
+from inductor_q.cache import (
+    add_stored,
+    bodies_are_cacheable,
+    load_report,
+    report_key,
+    report_tag,
+    store_report,
+)
 from inductor_q.capture import live
 from inductor_q.capture.dynamo import (
     counterparts,
@@ -41,7 +48,7 @@ from inductor_q.exc import NotFused, PackedForInference, UnwritableOutput
 from inductor_q.exclusions import without_effect
 from inductor_q.files import write_whole
 from inductor_q.graph_report import REPORT_VERSION, PassRecord, Report
-from inductor_q.hooks import JointPasses, LoweredPasses, Partitioner, passes_off, run_stage
+from inductor_q.hooks import JointPasses, Partitioner, behind, passes_off, run_stage
 from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.log import log, warn_once
 from inductor_q.logits import with_logits
@@ -224,7 +231,7 @@ def qfuse(
     for name, hook in (
         ("joint_custom_pre_pass", JointPasses),
         ("custom_partitioner_fn", Partitioner),
-        ("post_grad_custom_post_pass", LoweredPasses),
+        ("post_grad_custom_post_pass", behind),
     ):
         patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
     key = report_key(gm, example_inputs, context)
@@ -239,9 +246,12 @@ def qfuse(
         compiled = compile_fx(gm, example_inputs, config_patches=patches)
     if context.recipes:
         compiled = with_logits(compiled, gm, context.recipes)
-    behind = any(s.stage not in (CAPTURED, LOWERED) and s.name in resolved.passes for s in PIPELINE)
-    if len(report.passes) > captured or not behind:
+    on = {s.name: s.stage for s in PIPELINE if s.name in resolved.passes}
+    if len(report.passes) > captured or {*on.values()} <= {CAPTURED, LOWERED}:
+        lowered = {name for name, stage in on.items() if stage == LOWERED}
+        add_stored(key, report, lowered - {record.name for record in report.passes})
         store_report(key, report)
+        context.changed = functools.partial(_tell_again, key, report, resolved)
     else:  # the AOTAutograd cache had it: no pass behind it has run
         _reports[place] = report = load_report(key, report)
     _tell(report, resolved)
@@ -347,6 +357,13 @@ def _tell(report: Report, resolved: Resolved) -> None:
         _write(resolved.report)
     if resolved.strict and (unwanted := _unwanted(report)):
         raise NotFused(sites=unwanted)
+
+
+def _tell_again(key: str, report: Report, resolved: Resolved) -> None:
+    """Keep and write the report of a compile to which its backward has added."""
+    store_report(key, report)
+    if resolved.report:
+        _write(resolved.report)
 
 
 def _unwanted(report: Report) -> tuple[tuple[str, str], ...]:

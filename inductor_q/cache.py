@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx
 from inductor_q import kept
 from inductor_q.context import Context
 from inductor_q.graph_report import Report
+from inductor_q.kernels import wide
 
 _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
 
@@ -87,6 +88,7 @@ def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Conte
         digest.update((_layout(x) if isinstance(x, torch.Tensor) else str(x)).encode())
     digest.update(f"{torch.is_grad_enabled()} {torch.__version__}".encode())
     digest.update(f"{source_digest()} {context.resolved.fingerprint()}".encode())
+    digest.update(f"{wide.slow_dtypes()}".encode())
     digest.update(f"{context.budget and context.budget.key}".encode())
     return digest.hexdigest()
 
@@ -110,6 +112,19 @@ def load_report(key: str, fresh: Report) -> Report:
     report.graph = fresh.graph
     report.cached = True
     return report
+
+
+def add_stored(key: str, report: Report, names: Collection[str]) -> None:
+    """Add what the passes of these names did when Inductor's cache was filled, if it is known:
+    where AOTAutograd traces a graph again, Inductor may still find what it lowered."""
+    stored = stored_report(key) if names else None
+    if stored is None:
+        return
+    for name in names:
+        sites = [site for site in stored.sites if site.pass_name == name]
+        records = [record for record in stored.passes if record.name == name]
+        for record in records:
+            report.add(record, sites if record is records[0] else ())
 
 
 def report_tag(key: str, *, together: bool) -> str:

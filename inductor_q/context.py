@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -45,7 +45,8 @@ class Context:
     `counterparts` are the layers that share the graph of a nested compile region. `tag` makes
     torch's caches keep the graph of a compile apart from that of others: under `qfuse.strict` a
     graph is found only together with its report. `recipes` are for outputs of the graph that the
-    backend makes of others. `budget` is what `qfuse.memory` leaves to the graph.
+    backend makes of others. `budget` is what `qfuse.memory` leaves to the graph. `changed` is to
+    be called where passes have run behind the compile, which a lazily compiled backward has.
     """
 
     resolved: Resolved
@@ -57,6 +58,7 @@ class Context:
     tag: str = ""
     recipes: list[Recipe] = field(default_factory=list)
     budget: Budget | None = None
+    changed: Callable[[], None] | None = None
 
     def note_static(self, indices: Iterable[int]) -> None:
         """Note which inputs live across steps: those that torch names, and what modules hold."""

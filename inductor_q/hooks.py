@@ -1,6 +1,7 @@
 """The hooks handed to Inductor: one object per stage, each part of the cache key.
 
-`uuid()` covers all of our sources, the resolved options and whatever pass the user already had in
+`uuid()` covers all of our sources, the resolved options, for the lowered stage what this CPU
+multiplies slowly, and whatever pass the user already had in
 the hook, so the FX-graph cache and the AOTAutograd cache stay on and stay right: lowerings are in
 no key of torch's.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from inductor_q.cache import source_digest
@@ -110,12 +112,24 @@ class LoweredPasses(_Passes, CustomGraphPass):
     """Run the lowered stage on each graph that Inductor lowers, behind its own passes."""
 
     def own_key(self) -> tuple[str, ...]:
-        # On another CPU it is another graph.
+        # What the pass writes depends on the CPU.
         return *super().own_key(), *map(str, wide.slow_dtypes())
 
     def __call__(self, graph: fx.Graph) -> None:
         self.run_previous(graph)
         run_stage(LOWERED, graph, self.context)
+        if self.context.changed is not None:
+            self.context.changed()
+
+
+def behind(context: Context, previous: Any) -> Any:
+    """Return a value for `post_grad_custom_post_pass`: what it holds, and our passes behind that.
+
+    torch from 2.13 on takes a list there, and knows which passes want to know of inference.
+    """
+    if previous is None or not hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"):
+        return LoweredPasses(context, previous)
+    return [*_listed(previous), LoweredPasses(context, None)]
 
 
 class Partitioner(_Passes, CustomPartitionerFn):
@@ -163,4 +177,12 @@ class Partitioner(_Passes, CustomPartitionerFn):
         return pair
 
 
-__all__ = ["Hook", "JointPasses", "LoweredPasses", "Partitioner", "passes_off", "run_stage"]
+__all__ = [
+    "Hook",
+    "JointPasses",
+    "LoweredPasses",
+    "Partitioner",
+    "behind",
+    "passes_off",
+    "run_stage",
+]

@@ -332,9 +332,13 @@ def _place(lhs: fx.Node, rhs: fx.Node, plan: _MoveScale) -> str:
         inner = below = _peel_layout(node)
         while below.target is CAST:
             below = _peel_layout(_peel_casts(below))
-        if below.op == "placeholder" and not is_tangent(below) and (
-            _numel(below) <= max(_numel(mm), 1)
-            or _times(inner, plan.factor) not in (None, plan.scaled)
+        if (
+            below.op == "placeholder"
+            and not is_tangent(below)
+            and (
+                _numel(below) <= max(_numel(mm), 1)
+                or _times(inner, plan.factor) not in (None, plan.scaled)
+            )
         ):
             return side
     sizes = {"out": _numel(mm), "lhs": _numel(lhs), "rhs": _numel(rhs)}

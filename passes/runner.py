@@ -35,7 +35,8 @@ CAPTURED = "captured"
 PARTITIONED = "partitioned"
 
 #: The stage of the graphs that Inductor lowers, behind its own passes: forward's, backward's, or an
-#: inference graph. Where torch's caches have the graph, its passes do not run again.
+#: inference graph. What it does to a backward with static shapes reaches the report at its first
+#: run, which compiles it.
 LOWERED = "lowered"
 
 
