@@ -31,7 +31,16 @@ from inductor_q.capture.library import Refused
 from inductor_q.diagnostics.observation import observe
 from inductor_q.exc import NotFused, UnwritableOutput
 from inductor_q.graph_report import Report
-from tests.support.compiling import SMALL, Between, Recorder, compile_step, gradients, op_name, step
+from tests.support.compiling import (
+    ON_ANY_CPU,
+    SMALL,
+    Between,
+    Recorder,
+    compile_step,
+    gradients,
+    op_name,
+    step,
+)
 from tests.support.processes import ROOT, environment
 from tests.support.quantized import packs_on_cpu
 
@@ -374,7 +383,7 @@ def test_strict_passes_where_everything_fused() -> None:
 
 def test_report_file_is_the_last_report(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    result = compile_step(lora(), x_MK(), options={"qfuse.report": str(path)})
+    result = compile_step(lora(), x_MK(), options={"qfuse.report": str(path), **ON_ANY_CPU})
     document = json.loads(path.read_text())
     assert document["schema_version"] >= 1
     (written,) = document["compiles"]
@@ -387,7 +396,7 @@ def test_report_file_is_the_last_report(tmp_path: Path) -> None:
         assert fused[name]["module"] == "layer.proj"
         assert fused[name]["source"].rpartition(":")[0].endswith(".py")
         assert fused[name]["rejected"] == ""
-    assert sum(written["providers"]["dequantize"].values()) >= 1  # backward is compiled later
+    assert sum(written["providers"]["dequantize"].values()) >= 1  # backward is lowered later
     assert {p["name"] for p in written["passes"]} > {"canonicalize", "keep_packed"}
     assert all(p["seconds"] >= 0 for p in written["passes"])
 
@@ -433,7 +442,7 @@ def test_report_that_cannot_be_written_is_told_before_compiling(tmp_path: Path) 
 
 def test_one_line_at_info(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="inductor_q"):
-        result = compile_step(lora(), x_MK())
+        result = compile_step(lora(), x_MK(), options=ON_ANY_CPU)
     lines = [r.getMessage() for r in caplog.records if r.name == "inductor_q"]
     assert lines.count(result.report.summary()) == 1
     (line,) = [x for x in lines if x.startswith("qfuse: graph")]
@@ -458,12 +467,12 @@ def test_the_report_is_an_artifact_of_torchs_trace() -> None:
     trace_log.addHandler(handler)
     trace_log.setLevel(logging.DEBUG)
     try:
-        result = compile_step(lora(), x_MK())
+        result = compile_step(lora(), x_MK(), options=ON_ANY_CPU)
     finally:
         trace_log.removeHandler(handler)
         trace_log.setLevel(level)
     (artifact,) = handler.found
-    # Providers are counted when the (lazy) backward is lowered, after this was written.
+    # What happens when the (lazy) backward is lowered comes after this was written.
     assert artifact["sites"] == json.loads(result.report.to_json())["sites"]
 
 

@@ -87,6 +87,7 @@ def no_codegen() -> Iterator[None]:
 
 #: What this pass finds depends on the CPU; its own tests choose one.
 OF_THE_CPU = "widen_products"
+ON_ANY_CPU = {"qfuse.passes": f"-{OF_THE_CPU}"}
 
 
 @dataclass
