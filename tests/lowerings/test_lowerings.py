@@ -19,7 +19,7 @@ from inductor_q.backend import qfuse
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.kernels.dequantize import compiled_by, kernels_of
 from inductor_q.log import warn_once
-from tests.support.compiling import SMALL, Between
+from tests.support.compiling import ON_ANY_CPU, SMALL, Between
 from tests.support.quantized import assert_same_as_native, assert_same_bits, replace_dtype
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -80,7 +80,7 @@ class Decode(nn.Module):
 def code_of(fn: Any, *args: Any, options: dict[str, Any], backward: bool = False) -> Any:
     """The result and the generated code, forward and backward joined."""
     torch._dynamo.reset()
-    compiled: Any = torch.compile(fn, backend=qfuse, options={**SMALL, **options})
+    compiled: Any = torch.compile(fn, backend=qfuse, options={**SMALL, **ON_ANY_CPU, **options})
     if backward:
         result, codes = run_fw_bw_and_get_code(lambda: compiled(*args))
     else:
