@@ -34,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from inductor_q import testing
+from inductor_q.kernels.wide import slow_dtypes
 
 TEXT = Path(__file__).parent / "data" / "harbour.txt"
 BACKENDS = ("eager", "inductor", "qfuse")
@@ -71,6 +72,7 @@ class Size:
 SIZES = {
     "tiny": Size(64, 128, 1, 4, 2, 2, 32),
     "cpu": Size(256, 768, 4, 4, 2, 8, 128),
+    "cpu without AVX-512": Size(256, 768, 2, 4, 2, 2, 32),
     "cuda": Size(1024, 3072, 8, 16, 8, 8, 512, base_learning_rate=5e-4),
 }
 
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     _quiet()
     device = torch.device(arguments.device)
-    size = SIZES[arguments.size or device.type]
+    size = SIZES[arguments.size or _size(device)]
     text = TEXT.read_text(encoding="utf-8")
     tokenizer = testing.ByteTokenizer()
     first, second = text[: len(text) // 2], text[len(text) // 2 :]
@@ -211,6 +213,13 @@ def _device_name(device: torch.device) -> str:
 
 
 # --- the four stages ------------------------------------------------------------------
+
+
+def _size(device: torch.device) -> str:
+    """Return the name of the sizes for a device: a CPU may be slow in bfloat16, in eager mode and
+    under Inductor."""
+    is_slow = device.type == "cpu" and torch.bfloat16 in slow_dtypes()
+    return "cpu without AVX-512" if is_slow else device.type
 
 
 def _train_base(
