@@ -128,10 +128,11 @@ def wide() -> str:
     }
     (case,) = cases(WIDE)
     times = [seconds(WIDE, peer) for peer in peers]
+    steps = result(WIDE)["settings"]["loss_steps"]
     body = [
         [f"step, {case['layers']} layer, {case['tokens']} tokens", *map(ms, times)],
         ["over qfuse", *(f"{time / times[-1]:.1f}" for time in times[:-1]), ""],
-        ["loss, largest deviation in 3 steps", ""]
+        [f"loss, largest deviation in {steps} steps", ""]
         + [_deviation(WIDE, row(WIDE, peer)) for peer in list(peers)[1:]],
     ]
     return "\n\n".join((table(("", *peers.values()), body), source(WIDE)))

@@ -72,7 +72,7 @@ class Size:
 SIZES = {
     "tiny": Size(64, 128, 1, 4, 2, 2, 32),
     "cpu": Size(256, 768, 4, 4, 2, 8, 128),
-    "cpu without AVX-512": Size(256, 768, 2, 4, 2, 2, 32),
+    "cpu-small": Size(256, 768, 2, 4, 2, 2, 32),
     "cuda": Size(1024, 3072, 8, 16, 8, 8, 512, base_learning_rate=5e-4),
 }
 
@@ -219,7 +219,7 @@ def _size(device: torch.device) -> str:
     """Return the name of the sizes for a device: a CPU may be slow in bfloat16, in eager mode and
     under Inductor."""
     is_slow = device.type == "cpu" and torch.bfloat16 in slow_dtypes()
-    return "cpu without AVX-512" if is_slow else device.type
+    return "cpu-small" if is_slow else device.type
 
 
 def _train_base(

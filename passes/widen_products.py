@@ -9,7 +9,7 @@ result is rounded once, so its error is no larger. What is computed in the same 
 float32 and needs no cast, but twice the memory. Grouped products of experts in 16 bits stay as they
 are: torch traces none in float32.
 
-This is the last pass: all others know products by operands that stand behind casts here.
+This is the last pass, because the others find a product by its operands, which its casts hide.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 On a CPU each expert multiplies its own rows. Elsewhere, where the number of rows is not known
 without waiting for the device, it multiplies all of them and keeps its own: right, and slow. Where
-a CPU multiplies slowly in 16 bits, products are in float32, whatever the numerics.
+a CPU multiplies slowly in 16 bits, products are in float32 where that is faster, and no option
+changes it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import REFERENCE, Provider
 from inductor_q.kernels.wide import multiplies_slowly
 
-#: `x W'` of fewer rows is as fast in 16 bits as in float32 on any CPU: `widen_products.min_rows` of
-#: its preset.
+#: `x W'` of fewer rows takes longer in float32 than in 16 bits, also on a slow CPU. The preset of
+#: CPUs has the same number as `widen_products.min_rows`; kernels see no preset.
 _FEW = 16
 
 
