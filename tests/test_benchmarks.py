@@ -43,6 +43,7 @@ from benchmarks import (  # noqa: E402
     bench_recipe,
     bench_rows,
     bench_step,
+    bench_thresholds,
     bench_tiles,
     harness,
     origin,
@@ -444,6 +445,17 @@ def test_bench_formats(tmp_path: Path, device: str) -> None:
     for row in rows:
         if row["case"]["part"] == "step":
             assert row["extra"]["loss_deviation"] < 0.01
+
+
+@pytest.mark.slow
+def test_bench_thresholds_of_wide_products(tmp_path: Path) -> None:
+    out = tmp_path / "wide.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--wide", "--out", str(out)]
+    bench_thresholds.main(command)
+    rows = json.loads(out.read_text())["rows"]
+    found = {(row["case"]["what"], row["peer"]) for row in rows}
+    assert found == {(what, p) for what in ("x W'", "dY W") for p in ("bfloat16", "float32")}
+    assert all(row["timing"]["median"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("format", bench_moe.FORMATS)
