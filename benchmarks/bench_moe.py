@@ -5,7 +5,8 @@ gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsa
 dequantizes all experts and multiplies with torch's grouped GEMM (what transformers' "grouped_mm"
 experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` the
 op with the provider of that name, and ``grouped_mm`` the op on the same experts held
-in bf16; ``triton``, on a GPU, is timed where ``--backends`` names it.
+in bf16; ``triton`` and ``fp8`` (`benchmarks.fp8_experts`, forward alone), on a GPU, are timed where
+``--backends`` names them.
 ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
 is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks for another, and
 ``torchao``, which packs and dequantizes it, stands in for ``bitsandbytes``.
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import fp8_experts, harness
 from inductor_q import ops
 from inductor_q.capture.bnb_state import bnb_operands
 from inductor_q.kernels.calls import DENSE
@@ -77,7 +78,7 @@ GRAPH_CALLS = 32  # whose experts together exceed the cache of a GPU
 TOKENS = 2048  # for a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
-KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "torchao", "triton")))
+KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "torchao", "triton", "fp8")))
 PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
 RANK = 16
 SCALING = 2.0
@@ -176,6 +177,10 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     suite = harness.start(name, arguments)
     if suite.device.type == "cpu" and "triton" in arguments.backends:
         parser.error("triton runs on a GPU")
+    if "fp8" in arguments.backends and (why := fp8_experts.missing(suite.device)):
+        parser.error(f"fp8: {why}")
+    if "fp8" in arguments.backends and (arguments.passes != ["fwd"] or arguments.ep != [1]):
+        parser.error("fp8 is of forward and of one device: --passes fwd")
     shown = "nf4, nested" if arguments.format == "nf4" else arguments.format
     suite.settings |= {"format": shown, "dtype": "bf16"}
     for (name, tokens), rank, devices in itertools.product(
@@ -273,6 +278,15 @@ def _op(layer: Layer, provider: str, dense: Tensor | None = None) -> Tensor:
         )
 
 
+def _fp8(layer: Layer) -> Tensor:
+    operands, name, _ = layer.packed
+    routing, adapter = layer.routing, (layer.a, layer.b)
+    with torch.no_grad():
+        return fp8_experts.forward(
+            layer.x, operands, name, layer.shape, routing, *adapter, scaling=SCALING
+        )
+
+
 def _values(layer: Layer, dtype: torch.dtype) -> Tensor:
     operands, name, _ = layer.packed
     return ops.dequantize(operands, name, layer.shape, dtype)
@@ -350,6 +364,7 @@ def _forwards(
         "masked": functools.partial(_op, masked, "auto"),
         "grouped_mm": functools.partial(_op, layer, "grouped_mm", dense),
         "qfuse": functools.partial(_op, layer, "auto"),
+        "fp8": functools.partial(_fp8, layer),
     }
     for provider in arguments.backends:  # the others are our op's
         forwards.setdefault(provider, functools.partial(_op, layer, provider))

@@ -100,7 +100,8 @@ def test_generated_code_says_what_it_knows(dynamic: bool, device: str) -> None:
         compiled = torch.compile(drawn, backend=qfuse, dynamic=dynamic, options={**ON_ANY_CPU})
         found, (code,) = run_and_get_code(compiled, x, a, b, seeds)
     for mine, plain in zip(found, drawn(x, a, b, seeds), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=2e-2, atol=2e-2)
+        of_size = 1e-2 * float(plain.abs().max())  # what sums of large terms leave is rounded too
+        torch.testing.assert_close(mine, plain, rtol=2e-2, atol=of_size)
     kinds = kinds_in(code)
     assert kinds.keys() == {*NAMES}
     for name, of_calls in kinds.items():
