@@ -1,9 +1,9 @@
-"""A projection of experts with products in FP8, as torch's grouped GEMM has them: a peer of bench_moe.
+"""A projection of experts with products in FP8, by torch's grouped GEMM: a peer of bench_moe.
 
 Experts are decoded to e4m3 with a scale for each out-feature, tokens are cast with a scale each
 before their rows are gathered, and `torch._scaled_grouped_mm` multiplies. An adapter keeps its
 input in 16 bits: its product is added. It is what `qfuse.compute="fp8"` would make of
-`scatter2scatter` if that were faster (docs/benchmarks.md has by how much it is not).
+`scatter2scatter` if that were faster (docs/moe-measured.md has where it is, and where not).
 """
 
 from __future__ import annotations

@@ -566,6 +566,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "format-training": format_figures.training,
     "format-cpu": format_figures.on_cpu,
     "moe-formats": format_figures.experts,
+    "moe-fp8": moe_figures.in_fp8,
     "moe-recipes": moe_figures.recipes,
     "moe-providers": moe_figures.providers,
     "moe": moe_figures.moe,

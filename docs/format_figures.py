@@ -19,11 +19,13 @@ from docs.read_results import (
 )
 
 ONE = "formats-h200"
+LINEAR = "formats_linear-h100"
 STEPS = (
     "formats_step_intx4-h200",
     "formats_step_fp8_128x128-h200",
     "formats_step-h200",
     "formats_step_fp8_row-h100",
+    "formats_step_int8-h100",
 )
 #: A decode measured again on another device.
 AGAIN = {"formats_nvfp4-h100": "nvfp4, on an H100"}
@@ -54,19 +56,20 @@ def _time(name: str, peer: str, case: dict[str, Any], scale: float) -> str:
 def training() -> str:
     """Write a linear layer's and a step's time and peak memory beside stock Inductor's."""
     body = []
-    files = [(ONE, "linear"), *((name, "step") for name in STEPS)]
+    files = [(LINEAR, "linear"), *((name, "step") for name in STEPS)]
     for name, part in (*files, (ALONE, "linear"), (ALONE, "step")):
         for case in (c for c in cases(name) if c["part"] == part):
             shown = (_time(name, peer, case, 1e3) for peer in ("eager", "inductor", "qfuse"))
             peers = [peer for peer in ("inductor", "qfuse") if rows(name, peer, **case)]
             peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
             what = "linear" if part == "linear" else case["size"]
+            what += ", on an H100" * name.endswith("h100")
             share = percent(row(name, "qfuse", **case)["roof_fraction"])
             sizes = (_ratio(name, case), share, *["none"] * (2 - len(peaks)), *peaks)
             body.append((case["format"], what, *shown, *sizes))
     header = ("format", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
     more = ("qfuse, share of the roof", "peak, stock", "peak, qfuse")
-    return f"{table((*header, *more), body)}\n\n{source(ONE, *STEPS, ALONE)}"
+    return f"{table((*header, *more), body)}\n\n{source(LINEAR, *STEPS, ALONE)}"
 
 
 def on_cpu() -> str:

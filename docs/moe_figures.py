@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.bench_moe import MODELS
 from docs.read_results import (
     Row,
     cases,
@@ -127,6 +128,26 @@ def ranks() -> str:
         )
     header = ("model", "rank", "", "bitsandbytes", "qfuse", "ratio")
     more = ("adapter adds: bitsandbytes", "qfuse")
+    return f"{table((*header, *more), body)}\n\n{source(name)}"
+
+
+def in_fp8() -> str:
+    """Show forward with products in FP8 beside the op's, which are in 16 bits."""
+    name, peers = "moe_fp8-h100", ("dequantize", "qfuse", "fp8")
+    body = []
+    for case in cases(name):
+        if not case["r"]:
+            continue
+        bare, adapted = (
+            [seconds(name, peer, **{**case, "r": rank}) for peer in peers] for rank in (0, case["r"])
+        )
+        of_expert = case["T"] * MODELS[case["model"]][3] // MODELS[case["model"]][0]
+        ratios = (f"{times[2] / times[1]:.2f}" for times in (bare, adapted))
+        peaks = (mb(extra(name, peer, "peak_bytes", **case)) for peer in peers[1:])
+        shown = [us(t) for t in adapted]
+        body.append((case["model"], str(case["T"]), str(of_expert), *shown, *ratios, *peaks))
+    header = ("model", "tokens", "rows per expert", "`dequantize`", "qfuse", "FP8")
+    more = ("FP8 / qfuse without adapter", "with adapter", "memory: qfuse", "FP8")
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
