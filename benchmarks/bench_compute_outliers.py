@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks import harness, origin
 from benchmarks.byte_models import SIZES, Texts, draw_batches, loss_of, train_base, windows
-from inductor_q.ops import eight_bits
+from inductor_q.kernels import rounding
 
 NAME = "bench_compute_outliers"
 #: The size of an outlier, in means of a token's magnitudes; 0: as the model has it.
@@ -91,7 +91,7 @@ def _measure(product: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[dict[
         for layer, (x, weight) in enumerate(pairs):
             given, others = _with_outliers(x, outlier, seed=layer)
             share = others @ weight.double().t()
-            for name, dtype in eight_bits.DTYPES.items():
+            for name, dtype in rounding.DTYPES.items():
                 for how, cast in CASTS.items():
                     lost = cast(given, dtype) - given.double()
                     if outlier:
@@ -132,7 +132,7 @@ def _with_outliers(x: Tensor, outlier: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _token(x: Tensor, dtype: torch.dtype) -> Tensor:
-    codes, scale = eight_bits.cast_rows(x, dtype)
+    codes, scale = rounding.cast_rows(x, dtype)
     return codes.double() * scale
 
 

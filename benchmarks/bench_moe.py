@@ -5,7 +5,7 @@ gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsa
 dequantizes all experts and multiplies with torch's grouped GEMM (what transformers' "grouped_mm"
 experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` the
 op with the provider of that name, and ``grouped_mm`` the op on the same experts held
-in bf16; ``triton`` and ``fp8`` (`benchmarks.fp8_experts`, forward alone), on a GPU, are timed where
+in bf16; ``triton``, on a GPU, and ``fp8``, the op with its products in FP8, are timed where
 ``--backends`` names them.
 ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
 is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks for another, and
@@ -35,10 +35,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 
-from benchmarks import fp8_experts, harness
-from inductor_q import ops
+from benchmarks import harness
+from inductor_q import lowerings, ops
 from inductor_q.capture.bnb_state import bnb_operands
+from inductor_q.kernels import rounding
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import preferring
 from inductor_q.ops.routing import Routing, route
@@ -177,10 +179,6 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     suite = harness.start(name, arguments)
     if suite.device.type == "cpu" and "triton" in arguments.backends:
         parser.error("triton runs on a GPU")
-    if "fp8" in arguments.backends and (why := fp8_experts.missing(suite.device)):
-        parser.error(f"fp8: {why}")
-    if "fp8" in arguments.backends and (arguments.passes != ["fwd"] or arguments.ep != [1]):
-        parser.error("fp8 is of forward and of one device: --passes fwd")
     shown = "nf4, nested" if arguments.format == "nf4" else arguments.format
     suite.settings |= {"format": shown, "dtype": "bf16"}
     for (name, tokens), rank, devices in itertools.product(
@@ -259,7 +257,9 @@ def _grouped_mm(layer: Layer) -> Tensor:
     return y
 
 
-def _op(layer: Layer, provider: str, dense: Tensor | None = None) -> Tensor:
+def _op(
+    layer: Layer, provider: str, dense: Tensor | None = None, row_scale: Tensor | None = None
+) -> Tensor:
     operands, name, _ = layer.packed
     if dense is not None:
         operands, name = [dense], DENSE
@@ -275,16 +275,28 @@ def _op(layer: Layer, provider: str, dense: Tensor | None = None) -> Tensor:
             lora_b=layer.b,
             scaling=SCALING,
             gates=layer.gates,
+            row_scale=row_scale,
         )
 
 
 def _fp8(layer: Layer) -> Tensor:
+    """Compute in FP8, scales of the weights' rows included, which a graph fuses into one kernel."""
     operands, name, _ = layer.packed
-    routing, adapter = layer.routing, (layer.a, layer.b)
-    with torch.no_grad():
-        return fp8_experts.forward(
-            layer.x, operands, name, layer.shape, routing, *adapter, scaling=SCALING
-        )
+    experts, n, k = layer.shape
+    with dynamo_config.patch(recompile_limit=64):  # a graph for each case
+        scale = _row_scales()(operands, name, (experts * n, k))
+    return _op(layer, "auto", row_scale=scale)
+
+
+@functools.cache
+def _row_scales() -> Callable[..., Tensor]:
+    lowerings.register()
+
+    def scales(operands: Sequence[Tensor], format: str, shape: Sequence[int]) -> Tensor:
+        amax = torch.ops.qfuse.row_amax(operands, format, shape)
+        return rounding.to_scale(amax, torch.float8_e4m3fn)
+
+    return torch.compile(scales, dynamic=False)
 
 
 def _values(layer: Layer, dtype: torch.dtype) -> Tensor:

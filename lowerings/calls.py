@@ -16,7 +16,7 @@ from inductor_q.kernels.calls import AdapterGrads, AddProduct, Requantize
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.dispatch import serve, serve_kind
 from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
-from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
+from inductor_q.kernels.expert_calls import IN_FP8, GroupedGram, TileMap, unchecked
 from inductor_q.kernels.requantize_parts import Parts
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
 from inductor_q.ops.linear import compute
@@ -77,7 +77,8 @@ def qfuse_adapter_grads(
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     """Serve the op, checked when it was traced; the preferred provider follows its arguments."""
     *inputs, provider = args
-    result: tuple[Tensor, Tensor] = serve("scatter2scatter", unchecked(inputs), provider)
+    call = unchecked(inputs)
+    result: tuple[Tensor, Tensor] = serve(call.op, call, "" if call.op == IN_FP8 else provider)
     return result
 
 

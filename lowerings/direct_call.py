@@ -73,7 +73,7 @@ def _count_provider() -> None:
     """Report who will serve the node that is being lowered."""
     compile, node = in_force(), V.graph.current_node
     call = unchecked(example(node.args))
-    compile.count_provider(OP, served_by(OP, call, compile.kernel(OP)))
+    compile.count_provider(call.op, served_by(call.op, call, compile.kernel(call.op)))
 
 
 class DirectCall(ir.FallbackKernel):

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.formats import get_format
+from inductor_q.kernels import rounding
 from inductor_q.ops import eight_bits
 from inductor_q.passes.frozen_weights import emit_cast_of_weight, emit_scale_of_rows
 from inductor_q.passes.graph import (
@@ -161,8 +162,16 @@ def _emit_scale(graph: fx.Graph, product: Product, dtype: torch.dtype, like: fx.
     return _emit_to_scale(graph, emit(graph, ROW_AMAX, weight.args[:3], like), dtype, like)
 
 
+def emit_scale_of_stack(
+    graph: fx.Graph, operands: Sequence[fx.Node], format: str, shape: Sequence[int], like: fx.Node
+) -> fx.Node:
+    """Emit the scales for e4m3 of the rows of a stack, which `shape` has as one matrix."""
+    amax = emit(graph, ROW_AMAX, (operands, format, shape), like)
+    return keep_for_backward(_emit_to_scale(graph, amax, torch.float8_e4m3fn, like))
+
+
 def _emit_to_scale(graph: fx.Graph, amax: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    (scale,) = inline(graph, functools.partial(eight_bits.to_scale, dtype=dtype), [amax], like)
+    (scale,) = inline(graph, functools.partial(rounding.to_scale, dtype=dtype), [amax], like)
     return scale
 
 
@@ -226,4 +235,4 @@ def _stored_codes(weight: fx.Node, dtype: torch.dtype) -> int | None:
 
 
 def _cast(dtype: torch.dtype, factor: Tensor | None, *parts: Tensor) -> tuple[Tensor, Tensor]:
-    return eight_bits.cast_together(parts, dtype, factor)
+    return rounding.cast_together(parts, dtype, factor)

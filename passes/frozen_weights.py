@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from inductor_q.capture.dynamo import input_index
 from inductor_q.context import Context
-from inductor_q.ops import eight_bits
+from inductor_q.kernels import rounding
 from inductor_q.passes.graph import (
     ADDMM,
     CAST,
@@ -69,7 +69,7 @@ def emit_scale_of_rows(
     graph: fx.Graph, weight: fx.Node, like: fx.Node, dtype: torch.dtype
 ) -> fx.Node:
     """Emit the scales [N] of a weight's rows."""
-    scales = functools.partial(eight_bits.scale_of_rows, dtype=dtype)
+    scales = functools.partial(rounding.scale_of_rows, dtype=dtype)
     (scale,) = inline(graph, scales, [weight], like)
     _never_keep(scale, weight, below=weight)
     return scale
@@ -85,7 +85,7 @@ def emit_cast_of_weight(
     transposed: bool,
 ) -> fx.Node:
     """Emit the codes of a weight under its scales, transposed where asked for."""
-    cast = functools.partial(eight_bits.cast_weight, dtype=dtype, transposed=transposed)
+    cast = functools.partial(rounding.cast_weight, dtype=dtype, transposed=transposed)
     (codes,) = inline(graph, cast, [weight, scale], like)
     _never_keep(codes, weight, below=scale)
     return codes

@@ -21,9 +21,9 @@ A frozen weight that is not quantized is cast in the graph (`frozen_weights`).
 It is done where `qfuse.compute` asks for "fp8" or "int8". The pass refuses numerics "strict",
 dtypes and sizes that tensor cores do not multiply so, devices without e4m3, fewer rows than
 `quantize_products.min_rows` of the preset, the layers of `qfuse.compute.exclude`, and weights that
-the forward pass writes to, since backward decodes or casts them again. It refuses stacks of weights
-altogether: experts of a mixture, of which each has its own rows, batched products, and parts of a
-stack (`stack_products`).
+the forward pass writes to, since backward decodes or casts them again. Of stacks of weights it
+takes packed experts with many rows each (`experts_in_fp8`), and refuses batched products and parts
+of a stack (`stack_products`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from torch import Tensor, fx
 from inductor_q import comparison
 from inductor_q.context import Context
 from inductor_q.exclusions import excluded_by
+from inductor_q.kernels import rounding
+from inductor_q.kernels.expert_calls import IN_FP8
 from inductor_q.ops import eight_bits
+from inductor_q.passes import experts_in_fp8
 from inductor_q.passes.add_adapters import ADD_PRODUCT, add_adapter
 from inductor_q.passes.emit_eight_bits import (
     emit_cast,
@@ -51,6 +54,7 @@ from inductor_q.passes.emit_eight_bits import (
 )
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import frozen_products
+from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,
@@ -104,6 +108,13 @@ class _Summed:
     others: frozenset[fx.Node]
 
 
+@dataclass(frozen=True)
+class _Experts:
+    """A product with packed experts, `qfuse::scatter2scatter`."""
+
+    node: fx.Node
+
+
 class QuantizeProducts:
     name: ClassVar[str] = "quantize_products"
     stage: ClassVar[str] = "joint"
@@ -112,12 +123,21 @@ class QuantizeProducts:
         if context.resolved.compute == "bf16":
             return
         exact = STRICT if context.numerics == "strict" else ""
-        for found in stack_products(graph, context):
-            stack = found.stack
-            reason = exact or _excluded(stack, context) or found.reason
-            yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
         backward = backward_nodes(graph)
         written = written_inputs(graph) if backward else set()
+        for found in stack_products(graph, context):
+            stack = found.stack
+            reason = exact or _excluded(stack, context)
+            if found.node.target is not SCATTER2SCATTER:
+                reason = reason or found.reason
+                yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
+                continue
+            reason = reason or experts_in_fp8.refused(found.node, context)
+            if not reason and not written.isdisjoint(_inputs(stack)):
+                reason = WRITTEN
+            plan = None if reason else _Experts(found.node)
+            op = "" if reason else IN_FP8
+            yield Site(found.node, reason, stack, plan, by_choice=True, plain=found.plain, op=op)
         shared: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         summed: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         products = [*_packed_products(graph), *frozen_products(graph, context)]
@@ -157,15 +177,17 @@ class QuantizeProducts:
             yield from _sites(members, plan, context)
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
-        plan, dtype = site.plan, eight_bits.DTYPES[context.resolved.compute]
+        plan, dtype = site.plan, rounding.DTYPES[context.resolved.compute]
         if isinstance(plan, _Summed):
             _emit_sum(graph, plan, dtype)
+        elif isinstance(plan, _Experts):
+            experts_in_fp8.emit(graph, plan.node)
         elif isinstance(plan, _Shared):
             _emit_shared(graph, plan, dtype, context)
 
 
 def _sites(members: Sequence[Product], plan: _Shared | _Summed, context: Context) -> Iterator[Site]:
-    dtype = eight_bits.DTYPES[context.resolved.compute]
+    dtype = rounding.DTYPES[context.resolved.compute]
     for i, member in enumerate(members):
         op = "requantize" if is_decoded(member, dtype) else ""
         stored, plain = _stored(member), member.weight is None

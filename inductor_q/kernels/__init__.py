@@ -17,6 +17,7 @@ from inductor_q.kernels import (
     attention_rows_triton,
     dropout_reference,
     dropout_triton,
+    expert_calls,
     grouped_gram_triton,
     linear_rows_cpp,
     linear_rows_cuda,
@@ -30,6 +31,7 @@ from inductor_q.kernels import (
     requantize_triton,
     scatter2scatter_cuda,
     scatter2scatter_dequantize,
+    scatter2scatter_fp8,
     scatter2scatter_grouped_mm,
     scatter2scatter_reference,
     scatter2scatter_triton,
@@ -69,6 +71,10 @@ PROVIDERS: dict[str, Table] = {
             scatter2scatter_dequantize.KERNEL,
             scatter2scatter_reference.KERNEL,
         ),
+    },
+    expert_calls.IN_FP8: {
+        "cpu": (scatter2scatter_reference.KERNEL,),
+        "cuda": (scatter2scatter_fp8.KERNEL, scatter2scatter_reference.KERNEL),
     },
     "grouped_gram": {
         "cpu": (scatter2scatter_reference.GRAM,),

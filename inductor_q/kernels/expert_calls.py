@@ -16,6 +16,9 @@ from inductor_q.kernels.calls import DENSE, Call, alike, laid_out
 from inductor_q.kernels.checks import check_device, check_operands, expect
 from inductor_q.kernels.tile_map import check_tiles, height
 
+#: The op's calls with products in FP8 have providers of their own.
+IN_FP8 = "scatter2scatter_fp8"
+
 
 class Stack:
     """The sizes of a stack of experts' weights: [E, N, K], or [E, K, N] where `transposed`."""
@@ -42,7 +45,8 @@ class Scatter2Scatter(Call, Stack):
 
     The op's schema, its calls and its gradients all use these fields. A kernel returns the result
     and `x @ A_e'` [R, r] in grouped order ([R, 0] without adapters), both with zeros in nobody's
-    rows (`ops/routing.py` has the words).
+    rows (`ops/routing.py` has the words). With `row_scale`, a number for each row of the weights as
+    they are stored, their products are in FP8, those of adapters never.
     """
 
     x: Tensor
@@ -62,6 +66,12 @@ class Scatter2Scatter(Call, Stack):
     scaling: float = 1.0
     bias: Tensor | None = None
     gates: Tensor | None = None
+    row_scale: Tensor | None = None
+
+    @property
+    def op(self) -> str:
+        """Under which name `kernels.PROVIDERS` lists who serves it."""
+        return "scatter2scatter" if self.row_scale is None else IN_FP8
 
     @functools.cached_property
     def fmt(self) -> QuantFormat | None:
@@ -81,6 +91,7 @@ class Scatter2Scatter(Call, Stack):
             *(self.x.device, self.format, self.shape, self.transposed, self.rows, self.rank),
             *(self.top_k, self.grouped_in, self.grouped_out),
             alike(self.x, *routing, self.lora_a, self.lora_b, self.bias, self.gates),
+            alike(self.row_scale),
             alike(*self.operands),
         )
 
@@ -125,6 +136,8 @@ class Scatter2Scatter(Call, Stack):
         if self.gates is not None:
             expect("gates", self.gates.shape, (self.tokens, self.top_k))
             check_device("gates", [self.gates], self.x)
+        if self.row_scale is not None:
+            self._check_row_scale(self.row_scale)
         check_device("routing", [self.order, self.inverse, self.offsets, self.tiles], self.x)
         check_order(self.order)
         check_tiles(self.tiles, self.rows, self.num_experts)
@@ -135,6 +148,12 @@ class Scatter2Scatter(Call, Stack):
             expect("dense weight", self.operands[0].shape, self.shape)
             if not self.x.dtype.is_floating_point:
                 raise WrongDtype(what="input of experts", expected="floating", got=self.x.dtype)
+
+    def _check_row_scale(self, scale: Tensor) -> None:
+        expect("scales of the rows of experts", scale.shape, (self.shape[0] * self.shape[1],))
+        check_device("scales of rows", [scale], self.x)
+        if scale.dtype is not torch.float32:
+            raise WrongDtype(what="scales of rows", expected=torch.float32, got=scale.dtype)
 
 
 def check_order(order: Tensor) -> None:
@@ -158,7 +177,7 @@ def arguments(**named: Any) -> tuple[Any, ...]:
 
 def unchecked(args: Sequence[Any]) -> Scatter2Scatter:
     """Make a call of the op's arguments, without checks."""
-    call = object.__new__(Scatter2Scatter)  # `__init__` sets 18 fields of a frozen class one by one
+    call = object.__new__(Scatter2Scatter)  # `__init__` sets 19 fields of a frozen class one by one
     vars(call).update(zip(ARGUMENTS, args, strict=True))
     vars(call)["shape"] = tuple(call.shape)
     return call

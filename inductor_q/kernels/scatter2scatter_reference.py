@@ -3,7 +3,7 @@
 On a CPU each expert multiplies its own rows. Elsewhere, where the number of rows is not known
 without waiting for the device, it multiplies all of them and keeps its own: right, and slow. Where
 a CPU multiplies slowly in 16 bits, products are in float32 where that is faster, and no option
-changes it.
+changes it. Products in FP8 are emulated: both sides are rounded, and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from inductor_q.kernels.expert_calls import GroupedGram, Scatter2Scatter
 from inductor_q.kernels.expert_rows import expert_of_row, gather, scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import REFERENCE, Provider
+from inductor_q.kernels.rounding import cast_rows
 from inductor_q.kernels.wide import multiplies_slowly
+
+E4M3 = torch.float8_e4m3fn
 
 #: `x W'` of fewer rows takes longer in float32 than in 16 bits, also on a slow CPU. The preset of
 #: CPUs has the same number as `widen_products.min_rows`; kernels see no preset.
@@ -79,8 +82,31 @@ def _layer(call: Scatter2Scatter, x: Tensor, weight: Tensor, expert: int) -> tup
     if multiplies_slowly(x) and (call.transposed or len(x) >= _FEW):
         y, rank = _layer(call, x.float(), weight.float(), expert)
         return y.to(x.dtype), rank.to(x.dtype)
+    if call.row_scale is not None:
+        return _in_fp8(call, call.row_scale, x, weight, expert)
     weight = weight.t() if call.transposed else weight
     y = linear(x, weight, None if call.bias is None else call.bias[expert].to(x.dtype))
+    return _add_adapter(call, y, x, expert)
+
+
+def _in_fp8(
+    call: Scatter2Scatter, row_scale: Tensor, x: Tensor, weight: Tensor, expert: int
+) -> tuple[Tensor, Tensor]:
+    scale = row_scale.view(call.shape[:2])[expert]
+    codes = (weight.float() * scale.reciprocal().unsqueeze(1)).to(E4M3).float()
+    if call.transposed:  # the sum is over what the scales differ along
+        rows, of_rows = cast_rows(x, E4M3, scale)
+        y = (rows.float() @ codes) * of_rows
+    else:
+        rows, of_rows = cast_rows(x, E4M3)
+        y = (rows.float() @ codes.t()) * of_rows * scale
+    if call.bias is not None:
+        y = y + call.bias[expert].float()
+    return _add_adapter(call, y.to(x.dtype), x, expert)
+
+
+def _add_adapter(call: Scatter2Scatter, y: Tensor, x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+    """Return `y` with the adapter's part, and `x` through its A."""
     if call.lora_a is None or call.lora_b is None:
         return y, x[:, :0]
     a, b = call.lora_a[expert].to(x.dtype), call.lora_b[expert].to(x.dtype)

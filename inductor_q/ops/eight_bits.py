@@ -1,8 +1,8 @@
 """Products in eight bits: each side has its numbers in e4m3 or int8, and a scale for each row.
 
 `x @ W'` of a frozen weight W [N, K] is `scaled_product` of two sides. x is cast with a scale for
-each token, found in its row (`cast_rows`), by torch's own operators, so that Inductor fuses the
-cast into the kernel that produces x. W is decoded straight to eight bits with a scale for each
+each token, found in its row, by torch's own operators (`kernels.rounding`), so that Inductor fuses
+the cast into the kernel that produces x. W is decoded straight to eight bits with a scale for each
 out-feature (`qfuse::requantize`), which follows from what the row's blocks share
 (`qfuse::row_amax`): the weight itself is read once.
 
@@ -17,7 +17,6 @@ rows are counted in `parts`, side by side, and `row_amax` has their rows below e
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -34,13 +33,7 @@ from inductor_q.kernels.dispatch import serve
 from inductor_q.ops.dequantize import dequantize
 from inductor_q.ops.library import define
 
-#: The dtype of each kind of product in eight bits, and its largest number.
-DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _CODECS = {torch.float8_e4m3fn: E4M3, torch.int8: Integer()}
-
-#: A row whose numbers are all smaller is cast as if its largest were this one: it may be zero.
-LEAST = 2.0**-100
 
 
 def unable(compute: str, device: torch.device) -> str:
@@ -56,47 +49,6 @@ def unable(compute: str, device: torch.device) -> str:
             "eight bits there"
         )
     return ""
-
-
-def to_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale under which numbers up to `amax` fit the dtype."""
-    return amax.clamp_min(LEAST) * (1.0 / LARGEST[dtype])
-
-
-def to_eight_bits(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 numbers that fit to e4m3 or int8, to the nearest."""
-    return (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
-
-
-def cast_rows(x: Tensor, dtype: torch.dtype, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cast `x * factor` [M, K] to eight bits, with the scale of each row [M, 1] in float32."""
-    return cast_together([x], dtype, factor)
-
-
-def cast_together(
-    parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cast parts of a matrix, which lie side by side in it, as `cast_rows` does the whole: each by
-    itself but for the scale, so that it is done where the part is computed."""
-    wide = [x.to(torch.float32) for x in parts]
-    if factor is not None:
-        factors = factor.split([x.shape[-1] for x in parts], -1)
-        wide = [x * of_part for x, of_part in zip(wide, factors, strict=True)]
-    largest = [x.abs().amax(-1, keepdim=True) for x in wide]
-    scale = to_scale(functools.reduce(torch.maximum, largest), dtype)
-    codes = [to_eight_bits(x * scale.reciprocal(), dtype) for x in wide]
-    return codes[0] if len(codes) == 1 else torch.cat(codes, -1), scale
-
-
-def scale_of_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each row [N] of a weight [N, K] that is not packed."""
-    return to_scale(weight.to(torch.float32).abs().amax(-1), dtype)
-
-
-def cast_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
-    """Cast a weight [N, K] that is not packed, by its scales; return [K, N] where `transposed`."""
-    codes = to_eight_bits(weight.to(torch.float32) * scale.reciprocal().unsqueeze(1), dtype)
-    return codes.t().contiguous() if transposed else codes
 
 
 def scaled_product(

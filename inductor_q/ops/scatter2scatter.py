@@ -42,6 +42,7 @@ def scatter2scatter(
     scaling: float = 1.0,
     bias: Tensor | None = None,
     gates: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """Return `gate * (x @ W_e' + scaling * (x @ A_e') @ B_e' + bias_e)` of each slot's expert e.
 
@@ -56,6 +57,9 @@ def scatter2scatter(
         scaling: the adapters' factor.
         bias: [E, N] or None.
         gates: [tokens, top_k], a factor per slot, or None.
+        row_scale: [E * N], or [E * K] where `transposed`: for each row of the weights the float32
+            scale under which its numbers fit e4m3 (`ops.eight_bits`), to multiply in FP8, for the
+            gradient of x, too; None for 16 bits. Adapters stay in the dtype of `x`.
 
     Returns:
         [R, N] or [tokens, N], in the dtype of `x`; a slot's terms and a token's slots are added in
@@ -85,6 +89,7 @@ def scatter2scatter(
             scaling=scaling,
             bias=bias,
             gates=gates,
+            row_scale=row_scale,
         )
     )
     return result[0]
@@ -97,7 +102,8 @@ def _checked(args: Sequence[Any]) -> Scatter2Scatter:
 
 
 def _scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = serve("scatter2scatter", _checked(args))
+    call = _checked(args)
+    result: tuple[Tensor, Tensor] = serve(call.op, call)
     return result
 
 

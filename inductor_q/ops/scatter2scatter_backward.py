@@ -26,7 +26,7 @@ OP = "scatter2scatter"
 #: Arguments that are saved for backward beside the operands; the others are no tensors.
 SAVED = (
     *("x", "order", "inverse", "offsets", "tiles"),
-    *("lora_a", "lora_b", "bias", "gates"),
+    *("lora_a", "lora_b", "bias", "gates", "row_scale"),
 )
 
 
@@ -127,6 +127,7 @@ def _input_gradients(
         lora_a=None if b is None else b.transpose(1, 2),
         lora_b=None if a is None else a.transpose(1, 2),
         gates=None if separate else gates,
+        row_scale=forward.row_scale,
     )
     if not separate:
         return u, None, grad_rank

@@ -92,6 +92,11 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: of a small weight's time the casts "
             "take most; the least in a model that was measured has 1024 x 4096 elements",
         ),
+        # Rows for each expert, from which products with packed experts are in FP8, if asked for.
+        "quantize_products.min_expert_rows": Entry(
+            value=2048,
+            evidence="a start value: PENDING",
+        ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
         "linear_rows.max_rows": Entry(
             value=16,

@@ -12,13 +12,14 @@ from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 from inductor_q.formats import FORMATS
+from inductor_q.kernels import rounding
 from inductor_q.ops import eight_bits
 from inductor_q.ops.registry import define_ops
 from tests.support.quantized import quantize, sample
 
 define_ops()
 QFUSE = torch.ops.qfuse
-FP8, INT8 = eight_bits.DTYPES["fp8"], eight_bits.DTYPES["int8"]
+FP8, INT8 = rounding.DTYPES["fp8"], rounding.DTYPES["int8"]
 DTYPES = pytest.mark.parametrize("dtype", [FP8, INT8], ids=["fp8", "int8"])
 
 
@@ -47,7 +48,7 @@ def test_the_largest_magnitude_of_a_row(name: str) -> None:
 def test_a_weight_in_eight_bits(name: str, transposed: bool, dtype: torch.dtype) -> None:
     shape = [48, 128]
     operands, values = sample(FORMATS[name], shape)
-    scale = eight_bits.to_scale(QFUSE.row_amax(operands, name, shape), dtype)
+    scale = rounding.to_scale(QFUSE.row_amax(operands, name, shape), dtype)
     codes = QFUSE.requantize(operands, scale, name, shape, dtype, transposed)
     assert codes.is_contiguous()
     assert codes.dtype is dtype
@@ -65,7 +66,7 @@ def test_several_weights_at_once(name: str, transposed: bool, dtype: torch.dtype
     rows, operands, scales, alone = [48, 16], [], [], []
     for n in rows:
         given, values = sample(FORMATS[name], (n, 128), seed=n)
-        scales.append(eight_bits.to_scale(values.abs().amax(1), dtype))
+        scales.append(rounding.to_scale(values.abs().amax(1), dtype))
         alone.append(QFUSE.requantize(given, scales[-1], name, [n, 128], dtype, transposed))
         operands += given
     args = (operands, torch.cat(scales), name, [64, 128], dtype, transposed, rows)
@@ -180,22 +181,22 @@ def test_opcheck(dtype: torch.dtype) -> None:
 def test_rows_of_any_magnitude(dtype: torch.dtype) -> None:
     """Zero, a gradient without loss scaling, an outlier: no row becomes infinite or NaN."""
     magnitudes = torch.tensor([0.0, 1e-12, 1.0, 1e30])[:, None]
-    codes, scale = eight_bits.cast_rows(normal(4, 64) * magnitudes, dtype)
+    codes, scale = rounding.cast_rows(normal(4, 64) * magnitudes, dtype)
     assert codes.float().isfinite().all()
     assert scale.shape == (4, 1)
     assert (codes[0] == 0).all()
     largest = codes.float().abs().amax(1)[1:]
-    assert (largest == eight_bits.LARGEST[dtype]).all()
+    assert (largest == rounding.LARGEST[dtype]).all()
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(FP8, 0.045), (INT8, 0.015)], ids=["fp8", "int8"])
 def test_error_of_products(dtype: torch.dtype, most: float) -> None:
     """Two e4m3 casts, each with a relative error of 2 to 3 %, give one of 3 to 4.5 %."""
     x, w, grad = normal(64, 256), normal(128, 256, seed=1) * 0.02, normal(64, 128, seed=2)
-    (a, of_a), (b, of_b) = eight_bits.cast_rows(x, dtype), eight_bits.cast_rows(w, dtype)
+    (a, of_a), (b, of_b) = rounding.cast_rows(x, dtype), rounding.cast_rows(w, dtype)
     y = eight_bits.scaled_product(a, b.t(), of_a, of_b.t(), torch.bfloat16)
     assert most / 3 < error(y, x.double() @ w.double().t()) < most
     # The weight's scales are along what is contracted now: they are in the gradient's cast.
-    g, of_g = eight_bits.cast_rows(grad, dtype, of_b.squeeze(1))
+    g, of_g = rounding.cast_rows(grad, dtype, of_b.squeeze(1))
     dx = eight_bits.scaled_product(g, b, of_g, None, torch.bfloat16)
     assert most / 3 < error(dx, grad.double() @ w.double()) < most

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import ops
-from inductor_q.ops import eight_bits
+from inductor_q.kernels import rounding
 from inductor_q.passes import quantize_products
 from inductor_q.passes.graph import CLONE
 from tests.support.compiling import Compiled, compile_step, no_codegen, partition, step
@@ -124,14 +124,14 @@ class Emulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(weight, scale)
-        codes, of_x = eight_bits.cast_rows(x, weight.dtype)
+        codes, of_x = rounding.cast_rows(x, weight.dtype)
         values = weight.double() * scale.double()[:, None]
         return ((codes.double() * of_x) @ values.t()).to(BF16)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         weight, scale = ctx.saved_tensors
-        codes, of_g = eight_bits.cast_rows(grads[0], weight.dtype, scale)
+        codes, of_g = rounding.cast_rows(grads[0], weight.dtype, scale)
         return ((codes.double() * of_g) @ weight.double()).to(BF16), None, None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import comparison, testing
-from inductor_q.ops import eight_bits
+from inductor_q.kernels import rounding
 from inductor_q.passes.emit_eight_bits import REQUANTIZE
 from inductor_q.passes.graph import CAT
 from tests.passes.test_quantize_products import BF16, compiled, error, tokens
@@ -104,8 +104,8 @@ def test_a_small_gradient_beside_a_large_one() -> None:
         return error(codes @ torch.cat(weights).double(), exact)
 
     dtype = torch.float8_e4m3fn
-    apart = off(eight_bits.cast_rows(large, dtype), eight_bits.cast_rows(small, dtype))
-    assert off(eight_bits.cast_together([large, small], dtype)) < 1.05 * apart
+    apart = off(rounding.cast_rows(large, dtype), rounding.cast_rows(small, dtype))
+    assert off(rounding.cast_together([large, small], dtype)) < 1.05 * apart
 
 
 class CrossAttention(nn.Module):

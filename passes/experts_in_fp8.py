@@ -1,0 +1,75 @@
+"""Products with packed experts in FP8: when, and how `qfuse::scatter2scatter` is told.
+
+The op multiplies in FP8 where it is given the scales of the weights' rows. They follow from what
+the rows' blocks share, and backward reads those of forward, as for other layers
+(`emit_eight_bits`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_q import comparison
+from inductor_q.capture.example import example
+from inductor_q.context import Context
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.dispatch import served_by
+from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter, unchecked
+from inductor_q.kernels.provider import REFERENCE
+from inductor_q.kernels.scatter2scatter_fp8 import KERNEL
+from inductor_q.ops.eight_bits import unable
+from inductor_q.passes.emit_eight_bits import emit_scale_of_stack
+
+_FORMAT, _OPERANDS, _SHAPE, _ROW_SCALE = map(
+    ARGUMENTS.index, ("format", "operands", "shape", "row_scale")
+)
+MIN_ROWS = "quantize_products.min_expert_rows"
+DENSE_EXPERTS = "experts in 16 bits stay so: only packed ones are computed in FP8"
+COMPARED = "experts are not compared: only layers with one weight are"
+
+
+def refused(node: fx.Node, context: Context) -> str:
+    """Return why a product with experts stays in 16 bits; empty where FP8 serves it."""
+    compute = context.resolved.compute
+    if compute != "fp8":
+        return f"experts stay in 16 bits: no kernel here multiplies groups of rows in {compute}"
+    if node.args[_FORMAT] == DENSE:
+        return DENSE_EXPERTS
+    if comparison.active():
+        return COMPARED
+    call = in_fp8(unchecked(example(node.args)))
+    if reason := unable(compute, call.device):
+        return reason
+    if call.x.dtype is not torch.bfloat16:
+        return f"the product is in {call.x.dtype}; qfuse.compute='fp8' is for bfloat16"
+    least, rows = context.threshold(MIN_ROWS), call.rows // call.num_experts
+    if rows < least:
+        return f"{rows} rows for each expert, fewer than {MIN_ROWS}={least} of the preset"
+    if call.device.type != "cpu" and served_by(call.op, call) == REFERENCE:
+        return KERNEL.missing() or KERNEL.refuses(call)
+    return ""
+
+
+def in_fp8(call: Scatter2Scatter) -> Scatter2Scatter:
+    """Return the call as it would be in FP8."""
+    rows = call.shape[0] * call.shape[1]
+    return replace(call, row_scale=call.x.new_empty((rows,), dtype=torch.float32))
+
+
+def provider() -> str:
+    return KERNEL.name
+
+
+def emit(graph: fx.Graph, node: fx.Node) -> None:
+    """Give a product the scales of its experts' rows."""
+    operands: Any = node.args[_OPERANDS]
+    experts, rows, columns = node.args[_SHAPE]
+    with graph.inserting_before(node):
+        scale = emit_scale_of_stack(
+            graph, operands, node.args[_FORMAT], [experts * rows, columns], node
+        )
+    node.update_arg(_ROW_SCALE, scale)
