@@ -25,7 +25,7 @@ def cast_rows(call: Scatter2Scatter, x: Tensor) -> tuple[Tensor, Tensor]:
     Where the product sums over the rows of the weights as they are stored, their scales are
     multiplied in. Nobody's rows are not written.
     """
-    features, rows = call.in_features, 8
+    features, rows = call.in_features, 4  # the fastest of 20 on an H100, with the width and warps
     codes = torch.empty((call.rows, features), dtype=E4M3, device=x.device)
     scales = torch.empty((call.rows,), dtype=torch.float32, device=x.device)
     assert call.row_scale is not None
@@ -42,7 +42,7 @@ def cast_rows(call: Scatter2Scatter, x: Tensor) -> tuple[Tensor, Tensor]:
         LARGEST=LARGEST[E4M3],
         PARTS=call.tile_rows // rows,
         ROWS=rows,
-        WIDTH=512,
+        WIDTH=2048,
         TOP_K=source_slots(call),
         FACTOR=call.transposed,
         num_warps=8,
