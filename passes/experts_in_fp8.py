@@ -27,7 +27,7 @@ from inductor_q.passes.emit_eight_bits import emit_scale_of_stack
 _FORMAT, _OPERANDS, _SHAPE, _ROW_SCALE = map(
     ARGUMENTS.index, ("format", "operands", "shape", "row_scale")
 )
-MIN_ROWS = "quantize_products.min_expert_rows"
+LEAST = "quantize_products.min_expert_elements"
 DENSE_EXPERTS = "experts in 16 bits stay so: only packed ones are computed in FP8"
 COMPARED = "experts are not compared: only layers with one weight are"
 
@@ -46,9 +46,9 @@ def refused(node: fx.Node, context: Context) -> str:
         return reason
     if call.x.dtype is not torch.bfloat16:
         return f"the product is in {call.x.dtype}; qfuse.compute='fp8' is for bfloat16"
-    least, rows = context.threshold(MIN_ROWS), call.rows // call.num_experts
-    if rows < least:
-        return f"{rows} rows for each expert, fewer than {MIN_ROWS}={least} of the preset"
+    least, each = context.threshold(LEAST), call.rows // call.num_experts * call.in_features
+    if each < least:
+        return f"an expert's input has {each} elements, fewer than {LEAST}={least} of the preset"
     if call.device.type != "cpu" and served_by(call.op, call) == REFERENCE:
         return KERNEL.missing() or KERNEL.refuses(call)
     return ""
@@ -58,10 +58,6 @@ def in_fp8(call: Scatter2Scatter) -> Scatter2Scatter:
     """Return the call as it would be in FP8."""
     rows = call.shape[0] * call.shape[1]
     return replace(call, row_scale=call.x.new_empty((rows,), dtype=torch.float32))
-
-
-def provider() -> str:
-    return KERNEL.name
 
 
 def emit(graph: fx.Graph, node: fx.Node) -> None:

@@ -54,7 +54,6 @@ from inductor_q.passes.emit_eight_bits import (
 )
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.frozen_weights import frozen_products
-from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import (
     ADD,
     ADDMM,
@@ -128,15 +127,10 @@ class QuantizeProducts:
         for found in stack_products(graph, context):
             stack = found.stack
             reason = exact or _excluded(stack, context)
-            if found.node.target is not SCATTER2SCATTER:
-                reason = reason or found.reason
-                yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
-                continue
-            reason = reason or experts_in_fp8.refused(found.node, context)
+            reason = reason or found.reason or experts_in_fp8.refused(found.node, context)
             if not reason and not written.isdisjoint(_inputs(stack)):
                 reason = WRITTEN
-            plan = None if reason else _Experts(found.node)
-            op = "" if reason else IN_FP8
+            plan, op = (None, "") if reason else (_Experts(found.node), IN_FP8)
             yield Site(found.node, reason, stack, plan, by_choice=True, plain=found.plain, op=op)
         shared: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         summed: dict[tuple[Any, ...], list[Product]] = defaultdict(list)

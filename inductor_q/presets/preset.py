@@ -92,10 +92,12 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: of a small weight's time the casts "
             "take most; the least in a model that was measured has 1024 x 4096 elements",
         ),
-        # Rows for each expert, from which products with packed experts are in FP8, if asked for.
-        "quantize_products.min_expert_rows": Entry(
-            value=2048,
-            evidence="a start value: PENDING",
+        # Elements of an expert's input from which packed experts are computed in FP8, if asked for.
+        "quantize_products.min_expert_elements": Entry(
+            value=1 << 22,
+            evidence="one H100: forward of NF4 experts took 0.49 to 0.94 of the time in 16 bits "
+            "with so many elements for each or more, and 0.82 to 1.26 with fewer (torch "
+            "2.11.0+cu130, 2026-11-27, benchmarks/results/moe_fp8-h100.json)",
         ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
         "linear_rows.max_rows": Entry(

@@ -1,4 +1,4 @@
-"""Stacks of weights, experts or not, under `qfuse.compute`: 16 bits, and the report says why."""
+"""Stacks of weights under `qfuse.compute`: packed experts are in FP8, others not, with a reason."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from torch.nn import functional as F
 
 from inductor_q import ops
 from inductor_q.experts.modules import expert_layers
+from inductor_q.kernels.expert_calls import ARGUMENTS
+from inductor_q.passes.emit_eight_bits import ROW_AMAX
+from inductor_q.passes.experts_in_fp8 import DENSE_EXPERTS
 from inductor_q.passes.fold_lora import STRICT
+from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.stack_products import BATCHED, STACKED
-from inductor_q.passes.stack_products import EXPERTS as REASON
-from tests.support.compiling import Compiled, compile_step, no_codegen
+from inductor_q.passes.stack_products import EXPERTS as GROUPED
+from tests.support.compiling import Compiled, compile_step, no_codegen, partition
 from tests.support.moe_models import EXPERTS, HIDDEN, model
 from tests.support.thresholds import ANY_PRODUCT
 
 parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
 
 BF16 = torch.bfloat16
+ANY_EXPERT = {**ANY_PRODUCT, "quantize_products.min_expert_elements": 1}
+IN_INT8 = "experts stay in 16 bits: no kernel here multiplies groups of rows in int8"
 
 
 class Layer(nn.Module):
@@ -45,30 +51,71 @@ class Layer(nn.Module):
         return result
 
 
-def compiled(layer: Layer, **options: Any) -> Compiled:
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, HIDDEN, generator=generator).to(BF16).requires_grad_()
     gates = torch.rand(32, 2, generator=generator).to(BF16).requires_grad_()
-    ids = torch.rand(32, EXPERTS, generator=generator).argsort(-1)[:, :2]
+    return x, torch.rand(32, EXPERTS, generator=generator).argsort(-1)[:, :2], gates
+
+
+def compiled(layer: Layer, **options: Any) -> Compiled:
+    x, ids, gates = inputs()
     given = {
         "qfuse.compute": "fp8",
-        "qfuse.thresholds": ANY_PRODUCT,
+        "qfuse.thresholds": ANY_EXPERT,
     }
     return compile_step(
         layer, x, ids, gates, module=layer, options={**given, **options}, context=no_codegen()
     )
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_packed_experts_are_in_fp8(implementation: str) -> None:
+    """Both products, forward and for the gradient, which reads the scales of forward."""
+    layer = Layer(implementation, packed=True)
+    in_16_bits = compiled(layer, **{"qfuse.compute": "bf16"})
+    outcome = compiled(layer)
+    assert outcome.report.in_eight_bits() == (6, 6)
+    assert "quantize_products" not in outcome.reasons
+    (joint,) = outcome.joint
+    scale = ARGUMENTS.index("row_scale")
+    products = joint.find_nodes(op="call_function", target=SCATTER2SCATTER)
+    assert len(products) == 4 and all(node.args[scale] is not None for node in products)
+    for name, exact in in_16_bits.gradients.items():
+        found = outcome.gradients[name]
+        assert 1e-3 < float((found - exact).norm() / exact.norm()) < 0.08, name
+
+
+def test_backward_reads_the_scales_of_forward() -> None:
+    layer = Layer("grouped_mm", packed=True)
+    options = {"qfuse.compute": "fp8", "qfuse.thresholds": ANY_EXPERT}
+    graphs = partition(lambda model: model(*inputs()).sum().backward(), layer, options)
+    counts = [len(g.find_nodes(op="call_function", target=ROW_AMAX)) for g in graphs]
+    assert counts == [2, 0]
+
+
+def test_few_rows_of_an_expert_stay_in_16_bits() -> None:
+    outcome = compiled(Layer("grouped_mm", packed=True), **{"qfuse.thresholds": ANY_PRODUCT})
+    assert outcome.report.in_eight_bits() == (2, 6)
+    reasons = outcome.reasons["quantize_products"]
+    assert sum(reasons.values()) == 4
+    assert all("quantize_products.min_expert_elements=4194304" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize("compute", ["fp8", "int8"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "16 bits"])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_they_are_refused(implementation: str, packed: bool, compute: str) -> None:
+def test_the_others_are_refused(implementation: str, packed: bool, compute: str) -> None:
     """Each of both products, forward and for the gradient of its input; what is beside is not."""
+    if packed and compute == "fp8":
+        pytest.skip("these are not")
     outcome = compiled(Layer(implementation, packed=packed), **{"qfuse.compute": compute})
-    assert outcome.reasons["quantize_products"] == {REASON: 4}
+    is_ours = packed or implementation == "batched_mm"
+    reason = IN_INT8 if is_ours and compute == "int8" else DENSE_EXPERTS if is_ours else GROUPED
+    assert outcome.reasons["quantize_products"] == {reason: 4}
     assert outcome.report.in_eight_bits() == (2, 6)
     assert f"2 of 6 products with frozen weights in {compute}" in outcome.report.summary()
-    refused = {s.module for s in outcome.report.sites if s.rejected == REASON}
+    refused = {s.module for s in outcome.report.sites if s.rejected == reason}
     stacks = {"experts.gate_up_proj", "experts.down_proj"}
     assert refused == (stacks if packed else {"experts"})
     assert outcome.ops["qfuse.scatter2scatter"] == (
