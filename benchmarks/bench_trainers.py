@@ -1,0 +1,100 @@
+"""Time the scripts in examples/ as they are: TRL's SFT and DPO, and transformers' Trainer.
+
+Each run is the script in a process of its own, with empty caches: ``qfuse`` as it stands,
+``inductor`` the same with stock Inductor in qfuse's place (what ``QfuseCallback`` prepares is the
+same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwen3-8B's shapes and
+sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
+
+A step lasts from the end of an optimizer's step to that of the next, data loading and logging
+included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
+has reserved in that half. ``loss_deviation`` is the largest difference of a step's loss from
+eager's, relative to it. ``line`` is what the callback printed: layers, graphs, breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.byte_models import BOOK
+from inductor_q.presets import select, tuned
+from inductor_q.tuning.launch import Launcher
+from inductor_q.tuning.plan import BASE, EAGER, STOCK
+from inductor_q.tuning.runs import Run
+
+CONDITIONS = {"eager": EAGER, "inductor": STOCK, "qfuse": BASE}
+ROOT = Path(__file__).parent.parent
+#: By name: the script and its own options.
+SCRIPTS = {
+    "SFT": "examples/sft.py",
+    "SFT, packing": "examples/sft.py --packing",
+    "DPO": "examples/dpo.py",
+    "Trainer": "examples/trainer.py",
+}
+LINE = re.compile(r"^.*\d+ of \d+ .*layers.*$", re.M)
+
+
+def main(argv: Sequence[str] | None = None) -> harness.Suite:
+    parser = harness.parser(__doc__, peers=tuple(CONDITIONS))
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
+    arguments = parser.parse_args(argv)
+    suite = harness.start("bench_trainers", arguments)
+    suite.settings["steps"] = arguments.steps
+    on_gpu = suite.device.type == "cuda"
+    size = ["--model", "8b", "--length", "2048", "--data", str(BOOK)]
+    size = size if on_gpu else ["--length", "64"]
+    for name in arguments.scripts:
+        command = " ".join([str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size])
+        with tempfile.TemporaryDirectory() as work:
+            launch = Launcher(
+                command, arguments.steps, tuned.place_of(suite.device), select(suite.device),
+                Path(work),
+            )  # fmt: skip
+            runs, lines = _run(launch, arguments, Path(work))
+        _add(suite, name, runs, lines)
+        harness.keep(suite, arguments)
+    harness.finish(suite, arguments, extras=("compile_s", "peak_bytes", "loss_deviation", "line"))
+    return suite
+
+
+def _run(
+    launch: Launcher, arguments: argparse.Namespace, work: Path
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Run one script as each peer; return the runs, and what the callback said."""
+    runs: dict[str, Run] = {}
+    lines: dict[str, str] = {}
+    for peer in arguments.backends:
+        condition = CONDITIONS[peer]
+        run = launch(condition, 1, arguments.limit)
+        if run.error:
+            harness.console.print(f"{peer}: {run.error}", highlight=False)
+            continue
+        runs[peer] = run
+        log = (work / condition.name / "run1.log").read_text("utf-8", "replace")
+        if peer == "qfuse" and (found := LINE.search(log)):
+            lines[peer] = found[0].strip()
+    return runs, lines
+
+
+def _add(suite: harness.Suite, name: str, runs: dict[str, Run], lines: dict[str, str]) -> None:
+    eager = runs.get("eager")
+    timings, extra = {}, {}
+    for peer, run in runs.items():
+        timings[peer] = harness.Timing.of(run.seconds[len(run.seconds) // 2 :])
+        extra[peer] = {"compile_s": run.compile_s, "peak_bytes": run.peak}
+        if eager is not None:
+            pairs = zip(run.losses, eager.losses, strict=True)
+            extra[peer]["loss_deviation"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        if peer in lines:
+            extra[peer]["line"] = lines[peer]
+    suite.add({"script": name}, timings, extra=extra)
+
+
+if __name__ == "__main__":
+    main()
