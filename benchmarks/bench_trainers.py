@@ -25,6 +25,7 @@ from inductor_q.presets import select, tuned
 from inductor_q.tuning.launch import Launcher
 from inductor_q.tuning.plan import BASE, EAGER, STOCK
 from inductor_q.tuning.runs import Run
+from inductor_q.tuning.sweep import OutOfBudget
 
 CONDITIONS = {"eager": EAGER, "inductor": STOCK, "qfuse": BASE}
 ROOT = Path(__file__).parent.parent
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
                 command, arguments.steps, tuned.place_of(suite.device), select(suite.device),
                 Path(work),
             )  # fmt: skip
-            runs, lines = _run(launch, arguments, Path(work))
+            runs, lines = _run(suite, name, launch, arguments, Path(work))
         _add(suite, name, runs, lines)
         harness.keep(suite, arguments)
     harness.finish(suite, arguments, extras=("compile_s", "peak_bytes", "loss_deviation", "line"))
@@ -64,18 +65,23 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 
 def _run(
-    launch: Launcher, arguments: argparse.Namespace, work: Path
+    suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace, work: Path
 ) -> tuple[dict[str, Run], dict[str, str]]:
     """Run one script as each peer; return the runs, and what the callback said."""
     runs: dict[str, Run] = {}
     lines: dict[str, str] = {}
     for peer in arguments.backends:
         condition = CONDITIONS[peer]
-        run = launch(condition, 1, arguments.limit)
+        try:
+            run = launch(condition, 1, arguments.limit)
+        except OutOfBudget:
+            run = Run(condition=condition.name, error=f"took more than {arguments.limit:.0f} s")
         if run.error:
-            harness.console.print(f"{peer}: {run.error}", highlight=False)
+            suite.notes.append(f"{name}, {peer}: {run.error}")
             continue
         runs[peer] = run
+        seen = f"{name}, {peer}: {1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
+        harness.console.print(seen, highlight=False)
         log = (work / condition.name / "run1.log").read_text("utf-8", "replace")
         if peer == "qfuse" and (found := LINE.search(log)):
             lines[peer] = found[0].strip()
