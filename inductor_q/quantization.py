@@ -7,6 +7,7 @@ imported before its format is asked for.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -156,7 +157,11 @@ def _tell_of_experts(model: nn.Module, to: Any) -> None:
 
 
 def _empty(config: Any, checkpoint: str | Path | None) -> nn.Module:
-    """Make the causal language model of a configuration, with its parameters on meta."""
+    """Make the causal language model of a configuration, with its parameters on meta.
+
+    The model has a copy of the configuration, which `mark` writes to: another model may be made of
+    the one that was given.
+    """
     from inductor_q.loading.files import meta_parameters
 
     name = type(config).__name__
@@ -168,7 +173,7 @@ def _empty(config: Any, checkpoint: str | Path | None) -> nn.Module:
 
     with meta_parameters():
         dtype = getattr(config, "dtype", None) or torch.bfloat16
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     return model.eval()
 
 

@@ -242,6 +242,26 @@ def test_a_configuration_and_its_checkpoint(tied: bool, tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("asked", ["int8", "nf4"])
+def test_a_configuration_stays_as_it_is(asked: str, tmp_path: Path) -> None:
+    """What a model is marked with stays with the model: the next one may be of another format."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    source = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    source.save_pretrained(tmp_path / "source")
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "source")
+    before = read.to_dict()
+    how: Any = {"checkpoint": tmp_path / "source", "progress": False}
+    first: Any = inductor_q.quantize(read, asked, **how)
+    assert read.to_dict() == before and hasattr(first.config, "quantization_config")
+    net: Any = kbit.dequantize_model(inductor_q.quantize(read, "mxfp4", **how))
+    net.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=BF16)
+    assert type(plain.model.layers[0].mlp.up_proj) is nn.Linear
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, net(ids).logits)
+
+
 @pytest.mark.parametrize("way", ["mapping", "config"])
 def test_dtypes_of_storage_and_products(way: str) -> None:
     asked: Any = {"bnb": {"quant_storage": BF16, "compute_dtype": "float16"}}
