@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from inductor_q import capture, exc, kbit, ops, quantization, testing
 from inductor_q.experts import ExpertStack
 from inductor_q.experts import quantize as quantize_experts
 from inductor_q.formats import FORMATS
+from inductor_q.loading.readers import find_in
 from inductor_q.log import warn_once
 from tests.support.compiling import compile_step, no_codegen
-from tests.support.quantized_nets import BF16, Net, packed
+from tests.support.quantized_nets import BF16, Net, packed, tiny
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 torchao: Any = pytest.importorskip("torchao.quantization")
@@ -349,12 +351,38 @@ def test_what_is_no_model() -> None:
         inductor_q.quantize(testing.tiny_qwen3_config(), "nf4", progress=False)
 
 
-@pytest.mark.parametrize(
-    "method", ["mxfp4", "awq", "gptq", "bitsandbytes", "quark", "compressed-tensors"]
-)
+ALREADY = {
+    "mxfp4": ({}, r"inductor_q\.load_checkpoint\(model, path\) .* Mxfp4Config\(dequantize=True\)"),
+    "gptq": ({"bits": 4, "group_size": 64}, "inductor_q.load_checkpoint.* inductor_q.kbit.dequant"),
+    "awq": ({"bits": 8}, "Nothing here reads its codes: .*give a checkpoint in 16 or 32 bits$"),
+    "quark": ({}, "Nothing here reads its codes: .*give a checkpoint in 16 or 32 bits$"),
+    "bitsandbytes": ({}, r"from_pretrained, and compile that .* model.dequantize\(\) makes"),
+    "torchao": ({}, "from_pretrained, and compile that .* inductor_q.kbit.dequantize_model"),
+    "compressed-tensors": ({}, "Nothing here reads its codes: its format is .None"),
+}
+
+
+@pytest.mark.parametrize("method", ALREADY)
 def test_a_checkpoint_that_is_quantized_already(method: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        f'{{"quantization_config": {{"quant_method": "{method}"}}}}'
-    )
-    with pytest.raises(exc.AlreadyQuantized, match=method):
+    """The way out is one that takes what the method makes."""
+    more, way_out = ALREADY[method]
+    said = {"quantization_config": {"quant_method": method, **more}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(exc.AlreadyQuantized, match=f"quant_method='{method}'.*{way_out}") as error:
         inductor_q.quantize(Net(), "nf4", checkpoint=tmp_path, progress=False)
+    is_read = "inductor_q.load_checkpoint(" in str(error.value)
+    if is_read:
+        assert find_in(tmp_path)
+    else:
+        with pytest.raises(exc.UnreadCheckpoint):
+            find_in(tmp_path)
+
+
+def test_what_bitsandbytes_has_quantized_is_quantized_anew(tmp_path: Path) -> None:
+    """By the way out that the error names."""
+    tiny("nf4").save_pretrained(tmp_path)
+    with pytest.raises(exc.AlreadyQuantized, match=r"model\.dequantize\(\)"):
+        inductor_q.quantize(Net(), "mxfp4", checkpoint=tmp_path, progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).dequantize()
+    inductor_q.quantize(model, "mxfp4", progress=False)
+    assert {*packed(model).values()} == {"mxfp4"}
