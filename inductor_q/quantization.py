@@ -19,6 +19,7 @@ from torch import nn
 
 from inductor_q import capture
 from inductor_q.asked import (
+    ANOTHER,
     LEAVE_OUT,
     OF_TORCHAO_FORMATS,
     ON_A_GPU,
@@ -106,7 +107,8 @@ def quantize(
         check_not_quantized(checkpoint)
     if not isinstance(model, nn.Module):
         model = _empty(model, checkpoint)
-    left = left_alone(to, model)
+    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
+    left = left_alone(to, linears)
     patterns = left if skip is None and left is not None else skip_patterns(model, skip)
     layers = linear_layers(model, patterns)
     layers = {name: layer for name, layer in layers.items() if name not in (left or ())}
@@ -282,7 +284,8 @@ def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
-        raise WrongScheme(asked=to, problem=f"torchao lacks what packs it: {error}") from error
+        problem = f"torchao lacks what packs it ({error}). Install that, or ask for another format"
+        raise WrongScheme(asked=to, problem=problem) from error
     except (AssertionError, RuntimeError, ValueError) as error:
         problem = f"torchao does not take the {what} ({error}). {LEAVE_OUT}"
         if hasattr(config, "int4_packing_format") and linear.weight.device.type == "cpu":
@@ -333,4 +336,4 @@ def _check_read(to: Any, layer: nn.Module, what: str) -> None:
     weight = layer._parameters.get("weight")
     layout = None if weight is None else capture.layout(weight)
     if layout is not None and layout.reason:
-        raise WrongScheme(asked=to, problem=layout.reason)
+        raise WrongScheme(asked=to, problem=f"{layout.reason}. {ANOTHER}")

@@ -25,6 +25,7 @@ from tests.support.quantized_nets import BF16, Net, packed, tiny
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 torchao: Any = pytest.importorskip("torchao.quantization")
+nf4_api: Any = pytest.importorskip("torchao.prototype._nf4tensor_api")
 transformers: Any = pytest.importorskip("transformers")
 
 
@@ -148,7 +149,7 @@ def test_names_that_are_not_written() -> None:
 def test_a_configuration_that_quantizes_activations() -> None:
     net = Net()
     config = torchao.Int8DynamicActivationInt8WeightConfig()
-    with pytest.raises(exc.WrongScheme, match="torchao quantizes its input as well"):
+    with pytest.raises(exc.WrongScheme, match=r"quantizes activations as well.* Ask for 'int8'"):
         inductor_q.quantize(net, config, progress=False)
     assert type(net.up.weight) is nn.Parameter
 
@@ -284,10 +285,28 @@ def test_dtypes_of_storage_and_products(way: str) -> None:
         inductor_q.quantize(Net(), {"bnb": {"quant_storage": torch.int8}}, progress=False)
 
 
-@pytest.mark.parametrize("name", ["Mxfp4Config", "FineGrainedFP8Config"])
-def test_configurations_of_packed_checkpoints(name: str) -> None:
-    with pytest.raises(exc.WrongScheme, match="load_checkpoint"):
-        inductor_q.quantize(Net(), getattr(transformers, name)(), progress=False)
+def test_fp8_as_transformers_asks_for_it() -> None:
+    """Its list of modules to leave alone is heeded."""
+    config = transformers.FineGrainedFP8Config(modules_to_not_convert=["up"])
+    net = inductor_q.quantize(Net(), config, progress=False)
+    assert packed(net) == dict.fromkeys(("down", "lm_head"), "fp8_e4m3_128x128")
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_size", 128), ("scaler_block_size", 128)])
+def test_nf4_tensors_of_other_sizes(name: str, value: int) -> None:
+    config = nf4_api.NF4WeightOnlyConfig()
+    setattr(config, name, value)
+    layer = nn.Linear(256, 256, bias=False, dtype=BF16)
+    with pytest.raises(
+        exc.WrongScheme, match=r"in blocks of 64 .* leave block_size and scaler_blo"
+    ):
+        inductor_q.quantize(layer, config, progress=False)
+
+
+def test_a_group_of_torchaos_that_is_not_read() -> None:
+    config = torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(16))
+    with pytest.raises(exc.WrongScheme, match=r"int8_g16.* Ask for another format; `qfuse formats"):
+        inductor_q.quantize(Net(), config, progress=False)
 
 
 def test_a_threshold_of_outliers_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
