@@ -137,11 +137,11 @@ def quantize(
             source.put(name, made(name, layers[name].bias))
     model = source.finish()
     mark(model, list(layers), config)
-    _tell_of_experts(model, to)
+    _tell_of_experts(model, to, found)
     return model
 
 
-def _tell_of_experts(model: nn.Module, to: Any) -> None:
+def _tell_of_experts(model: nn.Module, to: Any, found: Any) -> None:
     """Warn of fused experts, which are no `nn.Linear`."""
     left = [
         name
@@ -151,10 +151,14 @@ def _tell_of_experts(model: nn.Module, to: Any) -> None:
         if parameter.dim() == 3 and parameter.is_floating_point() and parameter.itemsize > 1
     ]
     if left:
-        asked = repr(to) if isinstance(to, str) else "a format's name"
+        from inductor_q.experts.packing import QUANTIZERS, SHORT
+
+        asked = to if isinstance(to, str) else found
+        is_written = asked in [*SHORT, *(fmt.name for fmt in QUANTIZERS)]
+        way = f"(model, {asked!r}) packs them" if is_written else f" packs to {', '.join(SHORT)}"
         warn_once(
             f"inductor_q.quantize: the fused experts of {len({*left})} layers stay in 16 bits; "
-            f"inductor_q.experts.quantize(model, {asked}) packs them"
+            f"inductor_q.experts.quantize{way}"
         )
 
 
@@ -207,7 +211,7 @@ def _other_maker(to: Any, found: str) -> Make:
         return functools.partial(_kbit, int(found[4]), found.partition("_")[2])
     if fmt in ENCODED:
         return functools.partial(_own, found)
-    raise NoQuantizer(name=found, known=tuple(ALIASES))
+    raise NoQuantizer(name=found, what="linear layers", known=tuple(ALIASES))
 
 
 def _bitsandbytes(name: str) -> Any:

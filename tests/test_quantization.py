@@ -358,6 +358,11 @@ def test_fused_experts_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     inductor_q.quantize(model, "nf4", progress=False)
     assert "experts.quantize(model, 'nf4') packs them" in caplog.text
+    for asked in ("int8", torchao.Int8WeightOnlyConfig()):  # no stack is packed so
+        net = transformers.AutoModelForCausalLM.from_config(testing.tiny_qwen3_moe_config())
+        warn_once.cache_clear()
+        inductor_q.quantize(net, asked, progress=False)
+        assert "inductor_q.experts.quantize packs to nf4, fp4, " in caplog.messages[-1]
     quantize_experts(model, "nf4")
     stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
     assert {stack.format for stack in stacks} == {"nf4_b64_nested"}
