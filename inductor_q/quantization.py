@@ -61,7 +61,7 @@ def quantize(
 
     Args:
         model: a model, a linear layer, or a causal language model's configuration of transformers'
-            beside `checkpoint`: its model is made without memory, in the configuration's dtype
+            beside `checkpoint`: its model is made without memory, of a copy of it, in its dtype
             (bfloat16 if it has none) and, as by `from_pretrained`, for evaluation.
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
             "fp8_row", "fp8_tensor", "fp8_128x128", "int4", "int4_g64", "nvfp4", "mxfp4", "mxfp8",
@@ -70,7 +70,8 @@ def quantize(
             may be said too, `{"torchao": {"format": "int4", "group_size": 128}}` or `{"torchao":
             {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`, `{"mxfp4": {}}`.
             torchao's "nf4" is its `NF4Tensor`; any other is bitsandbytes'. Or a configuration of
-            torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
+            torchao's that quantizes weights alone, or transformers' `BitsAndBytesConfig`,
+            `TorchAoConfig` or, for "fp8_128x128", `FineGrainedFP8Config()`, whose lists of
             modules to leave alone count as `skip`, by transformers' rules. Inductor's settings
             stay as they are, also where `set_inductor_config` of torchao's is true.
         skip: names or shell patterns of layers to leave alone; by default the one called "lm_head".
