@@ -59,12 +59,12 @@ FP8_DEFAULTS = {
 }
 
 #: By what torchao calls weights in its configurations that quantize activations too, the name to
-#: ask for; the second where a tensor has one scale.
-WEIGHTS_ALONE = {
-    "Int4": ("int4", "int4"),
-    "Int8": ("int8", "int8_tensor"),
-    "Float8": ("fp8_row", "fp8_tensor"),
-    "NVFP4": ("nvfp4", "nvfp4"),
+#: ask for, and those for other scales than a row's.
+WEIGHTS_ALONE = {"Int4": "int4", "Int8": "int8", "Float8": "fp8_row", "NVFP4": "nvfp4"}
+WEIGHTS_ALONE_BY = {
+    ("Int8", "PerTensor"): "int8_tensor",
+    ("Float8", "PerTensor"): "fp8_tensor",
+    ("Float8", "PerBlock"): "fp8_128x128",
 }
 MX_NAMES = {torch.float8_e4m3fn: "mxfp8", torch.float8_e5m2: "mxfp8_e5m2"}
 
@@ -135,7 +135,8 @@ def _weights_alone(config: Any) -> str:
         return f"one of {', '.join(ALIASES)}"
     granularity = getattr(config, "granularity", None)
     of = granularity[-1] if isinstance(granularity, list) else granularity  # activations go first
-    return repr(WEIGHTS_ALONE[found[1]][type(of).__name__ == "PerTensor"])
+    by = (found[1], type(of).__name__)
+    return repr(WEIGHTS_ALONE_BY.get(by, WEIGHTS_ALONE[found[1]]))
 
 
 def _resolve_fp8(to: Any) -> str:

@@ -168,6 +168,12 @@ OF_ACTIVATIONS = [
         torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow()),
         "'fp8_row'",
     ),
+    (
+        torchao.Float8DynamicActivationFloat8WeightConfig(
+            granularity=[torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])]
+        ),
+        "'fp8_128x128'",
+    ),
     (torchao.Int8DynamicActivationIntxWeightConfig(), "IntxWeightOnlyConfig.*group_size=32"),
     (mx.NVFP4DynamicActivationNVFP4WeightConfig(), "'nvfp4'"),
     (mx.MXDynamicActivationMXWeightConfig(), "'mxfp8'"),
