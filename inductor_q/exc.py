@@ -166,8 +166,11 @@ class NoQuantizer(QfuseError, ValueError):
     """The format can only be read: weights in it come from elsewhere."""
 
     name: str
+    what: str
     known: Collection[str]
-    message = "{name} is a format to read; nothing here quantizes to it. Quantize to {some!j}"
+    message = (
+        "{name} is a format to read; nothing here quantizes {what} to it. Quantize to {some!j}"
+    )
 
     @property
     def some(self) -> Collection[str]:

@@ -7,6 +7,7 @@ imported before its format is asked for.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +19,7 @@ from torch import nn
 
 from inductor_q import capture
 from inductor_q.asked import (
+    ANOTHER,
     LEAVE_OUT,
     OF_TORCHAO_FORMATS,
     ON_A_GPU,
@@ -59,7 +61,7 @@ def quantize(
 
     Args:
         model: a model, a linear layer, or a causal language model's configuration of transformers'
-            beside `checkpoint`: its model is made without memory, in the configuration's dtype
+            beside `checkpoint`: its model is made without memory, of a copy of it, in its dtype
             (bfloat16 if it has none) and, as by `from_pretrained`, for evaluation.
         to: a format's name (`inductor_q.FORMATS`) or a short one: "nf4", "fp4", "int8", "llm_int8",
             "fp8_row", "fp8_tensor", "fp8_128x128", "int4", "int4_g64", "nvfp4", "mxfp4", "mxfp8",
@@ -68,7 +70,8 @@ def quantize(
             may be said too, `{"torchao": {"format": "int4", "group_size": 128}}` or `{"torchao":
             {"config": ...}}`, `{"kbit": {"k": 4}}`, `{"fp8": {"of": "row"}}`, `{"mxfp4": {}}`.
             torchao's "nf4" is its `NF4Tensor`; any other is bitsandbytes'. Or a configuration of
-            torchao's, or transformers' `BitsAndBytesConfig` or `TorchAoConfig`, whose lists of
+            torchao's that quantizes weights alone, or transformers' `BitsAndBytesConfig`,
+            `TorchAoConfig` or, for "fp8_128x128", `FineGrainedFP8Config()`, whose lists of
             modules to leave alone count as `skip`, by transformers' rules. Inductor's settings
             stay as they are, also where `set_inductor_config` of torchao's is true.
         skip: names or shell patterns of layers to leave alone; by default the one called "lm_head".
@@ -105,7 +108,8 @@ def quantize(
         check_not_quantized(checkpoint)
     if not isinstance(model, nn.Module):
         model = _empty(model, checkpoint)
-    left = left_alone(to, model)
+    linears = (name for name, module in model.named_modules() if type(module) is nn.Linear)
+    left = left_alone(to, linears)
     patterns = left if skip is None and left is not None else skip_patterns(model, skip)
     layers = linear_layers(model, patterns)
     layers = {name: layer for name, layer in layers.items() if name not in (left or ())}
@@ -134,11 +138,11 @@ def quantize(
             source.put(name, made(name, layers[name].bias))
     model = source.finish()
     mark(model, list(layers), config)
-    _tell_of_experts(model, to)
+    _tell_of_experts(model, to, found)
     return model
 
 
-def _tell_of_experts(model: nn.Module, to: Any) -> None:
+def _tell_of_experts(model: nn.Module, to: Any, found: Any) -> None:
     """Warn of fused experts, which are no `nn.Linear`."""
     left = [
         name
@@ -148,15 +152,23 @@ def _tell_of_experts(model: nn.Module, to: Any) -> None:
         if parameter.dim() == 3 and parameter.is_floating_point() and parameter.itemsize > 1
     ]
     if left:
-        asked = repr(to) if isinstance(to, str) else "a format's name"
+        from inductor_q.experts.packing import QUANTIZERS, SHORT
+
+        asked = to if isinstance(to, str) else found
+        is_written = asked in [*SHORT, *(fmt.name for fmt in QUANTIZERS)]
+        way = f"(model, {asked!r}) packs them" if is_written else f" packs to {', '.join(SHORT)}"
         warn_once(
             f"inductor_q.quantize: the fused experts of {len({*left})} layers stay in 16 bits; "
-            f"inductor_q.experts.quantize(model, {asked}) packs them"
+            f"inductor_q.experts.quantize{way}"
         )
 
 
 def _empty(config: Any, checkpoint: str | Path | None) -> nn.Module:
-    """Make the causal language model of a configuration, with its parameters on meta."""
+    """Make the causal language model of a configuration, with its parameters on meta.
+
+    The model has a copy of the configuration, which `mark` writes to: another model may be made of
+    the one that was given.
+    """
     from inductor_q.loading.files import meta_parameters
 
     name = type(config).__name__
@@ -168,7 +180,7 @@ def _empty(config: Any, checkpoint: str | Path | None) -> nn.Module:
 
     with meta_parameters():
         dtype = getattr(config, "dtype", None) or torch.bfloat16
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     return model.eval()
 
 
@@ -200,7 +212,7 @@ def _other_maker(to: Any, found: str) -> Make:
         return functools.partial(_kbit, int(found[4]), found.partition("_")[2])
     if fmt in ENCODED:
         return functools.partial(_own, found)
-    raise NoQuantizer(name=found, known=tuple(ALIASES))
+    raise NoQuantizer(name=found, what="linear layers", known=tuple(ALIASES))
 
 
 def _bitsandbytes(name: str) -> Any:
@@ -277,7 +289,8 @@ def _torchao(to: Any, config: Any, linear: nn.Linear, what: str) -> nn.Module:
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:
-        raise WrongScheme(asked=to, problem=f"torchao lacks what packs it: {error}") from error
+        problem = f"torchao lacks what packs it ({error}). Install that, or ask for another format"
+        raise WrongScheme(asked=to, problem=problem) from error
     except (AssertionError, RuntimeError, ValueError) as error:
         problem = f"torchao does not take the {what} ({error}). {LEAVE_OUT}"
         if hasattr(config, "int4_packing_format") and linear.weight.device.type == "cpu":
@@ -328,4 +341,4 @@ def _check_read(to: Any, layer: nn.Module, what: str) -> None:
     weight = layer._parameters.get("weight")
     layout = None if weight is None else capture.layout(weight)
     if layout is not None and layout.reason:
-        raise WrongScheme(asked=to, problem=layout.reason)
+        raise WrongScheme(asked=to, problem=f"{layout.reason}. {ANOTHER}")

@@ -6,16 +6,18 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import inductor_q
 from inductor_q import exc
-from inductor_q.asked import resolve
+from inductor_q.asked import dtypes_of, resolve
 from inductor_q.formats import FORMATS
 from inductor_q.log import warn_once
 from tests.support.quantized_nets import Net, packed
 
 torchao: Any = pytest.importorskip("torchao.quantization")
+mx: Any = pytest.importorskip("torchao.prototype.mx_formats")
 transformers: Any = pytest.importorskip("transformers")
 
 
@@ -32,7 +34,11 @@ transformers: Any = pytest.importorskip("transformers")
         ({"torchao": {"format": "int4"}}, "int4_tiles_g128"),
         ({"torchao": {"format": "nf4"}}, "nf4_tensor_b64"),
         ({"torchao": {"format": "nvfp4"}}, "nvfp4_tiles"),
+        ({"torchao": {"format": "int4_g32", "group_size": 32}}, "int4_tiles_g32"),
+        ({"torchao": {"format": "nf4", "group_size": 64}}, "nf4_tensor_b64"),
+        ({"torchao": {"format": "nvfp4", "group_size": 16}}, "nvfp4_tiles"),
         ({"mxfp4": {}}, "mxfp4"),
+        ({"mxfp4": {"group_size": 32}}, "mxfp4"),
         ({"fp8": {"of": "128x128"}}, "fp8_e4m3_128x128"),
         ("int4", "int4_tiles_g128"),
         ("int4_g128", "int4_tiles_g128"),
@@ -41,6 +47,8 @@ transformers: Any = pytest.importorskip("transformers")
             "nf4_b64",
         ),
         (transformers.BitsAndBytesConfig(load_in_8bit=True), "int8_absmax"),
+        (transformers.FineGrainedFP8Config(), "fp8_e4m3_128x128"),
+        (transformers.FineGrainedFP8Config(weight_block_size=[128, 128]), "fp8_e4m3_128x128"),
     ],
     ids=str,
 )
@@ -79,11 +87,18 @@ REFUSED = [
     ),
     (
         {"torchao": {"format": "int4", "group_size": 48}},
-        r"group_size=48 beside 'int4'; .* 'int4' \(32, 64, 128, 256\)",
+        "group_size=48 beside 'int4'; it is 32 or 64 or 128 or 256",
     ),
     ({"torchao": {"format": "int4", "group_size": 32.0}}, "group_size=32.0 beside 'int4'"),
-    ({"torchao": {"format": "int4_g32", "group_size": 32}}, "beside 'int4_g32'"),
-    ({"torchao": {"format": "fp8_row", "group_size": 32}}, "beside 'fp8_row'"),
+    ({"torchao": {"format": "int4_g32", "group_size": 64}}, "beside 'int4_g32'; it is 32. Leave"),
+    ({"torchao": {"format": "nvfp4", "group_size": 32}}, "beside 'nvfp4'; it is 16. Leave it out"),
+    ({"torchao": {"format": "nf4", "group_size": 128}}, "beside 'nf4'; it is 64. Leave it out"),
+    ({"mxfp4": {"group_size": 16}}, "group_size=16 beside 'mxfp4'; it is 32. Leave it out"),
+    (
+        {"torchao": {"format": "fp8_row", "group_size": 32}},
+        r"beside 'fp8_row'; that has no groups.*: 'int4' \(32, 64, 128, 256\)",
+    ),
+    ({"torchao": {"format": "mxfp4", "group_size": 32}}, "torchao packs no weights in 'mxfp4'"),
     ({"torchao": {"format": "mxfp4"}}, "torchao packs no weights in 'mxfp4' .* by itself"),
     ({"torchao": {"format": "kbit4"}}, "torchao packs no weights in 'kbit4_e4m4'"),
     ({"torchao": {"format": torchao.Int8WeightOnlyConfig()}}, "format is a name, .* under config"),
@@ -93,6 +108,14 @@ REFUSED = [
     ({"load_in_4bit": True, "bnb": {}, "kbit": {}}, "expected exactly one key"),
     ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
     ({"load_in_4bit": "False"}, "load_in_4bit are True or False"),
+    (
+        {"bnb_4bit_quant_type": "nf4"},
+        "goes with load_in_4bit=True. Ask for {'bnb': {'quant_type': 'nf4'}}",
+    ),
+    ({"load_in_8bit": True, "bnb_4bit_quant_type": "nf4"}, "goes with load_in_4bit=True"),
+    ({"load_in_4bit": False, "bnb_4bit_use_double_quant": True}, "goes with load_in_4bit=True"),
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf5"}, "quant_type is one of"),
+    ({"load_in_4bit": True, "llm_int8_threshold": 1.0}, "'llm_int8_threshold' is none of bnb"),
     (transformers.BitsAndBytesConfig(), "neither load_in_4bit nor load_in_8bit"),
     ({"bnb": {"nested": "False"}}, "nested is True or False, not 'False'"),
     ({"bnb": {"blocksize": 64.0}}, "blocksize one of"),
@@ -112,8 +135,65 @@ REFUSED = [
         "embeddings are left alone here",
     ),
     (torchao.FqnToConfig({"up": torchao.Int8WeightOnlyConfig()}), "filter_fn=None"),
+    (torchao.PerRow(), "expected a name, a mapping or a library's configuration"),
     (4, "expected a name, a mapping or a library's configuration"),
+    (transformers.Mxfp4Config(), "load_checkpoint. To pack a model's values, .*, mxfp4"),
+    (transformers.QuantoConfig(), "nothing here reads or packs 'quanto'. To pack a model's"),
+    (
+        transformers.FineGrainedFP8Config(weight_block_size=(64, 64)),
+        r"weight_block_size=\(64, 64\); .* weight_block_size=\(128, 128\). Leave it out",
+    ),
+    (transformers.FineGrainedFP8Config(weight_block_size=None), "ask for 'fp8_row' or 'fp8_ten"),
+    (
+        transformers.FineGrainedFP8Config(activation_scheme="static"),
+        "with activation_scheme='dynamic'",
+    ),
+    (
+        transformers.FineGrainedFP8Config(dequantize=True),
+        "dequantize=True; .* by inductor_q.load_checkpoint",
+    ),
 ]
+
+#: What quantizes the weight alone as each of these does.
+OF_ACTIVATIONS = [
+    (torchao.Int8DynamicActivationInt8WeightConfig(), "'int8'"),
+    (
+        torchao.Int8DynamicActivationInt8WeightConfig(granularity=torchao.PerTensor()),
+        "'int8_tensor'",
+    ),
+    (torchao.Int8StaticActivationInt8WeightConfig(), "'int8'"),
+    (torchao.Float8DynamicActivationInt4WeightConfig(), "'int4'"),
+    (torchao.Float8DynamicActivationFloat8WeightConfig(), "'fp8_tensor'"),
+    (
+        torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow()),
+        "'fp8_row'",
+    ),
+    (
+        torchao.Float8DynamicActivationFloat8WeightConfig(
+            granularity=[torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])]
+        ),
+        "'fp8_128x128'",
+    ),
+    (torchao.Int8DynamicActivationIntxWeightConfig(), "IntxWeightOnlyConfig.*group_size=32"),
+    (mx.NVFP4DynamicActivationNVFP4WeightConfig(), "'nvfp4'"),
+    (mx.MXDynamicActivationMXWeightConfig(), "'mxfp8'"),
+    (
+        mx.MXDynamicActivationMXWeightConfig(
+            activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2
+        ),
+        "'mxfp4'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "ask_for"), OF_ACTIVATIONS, ids=str)
+def test_configurations_that_quantize_activations(config: Any, ask_for: str) -> None:
+    """They are refused before torchao is asked whether the device has the product."""
+    for asked in (config, {"torchao": {"config": config}}):
+        with pytest.raises(exc.WrongScheme, match=f"activations as well.* Ask for {ask_for}"):
+            resolve(asked)
+    if ask_for.startswith("'"):
+        assert resolve(ask_for.strip("'")) in FORMATS
 
 
 @pytest.mark.parametrize(("asked", "problem"), REFUSED, ids=str)
@@ -139,3 +219,26 @@ def test_old_spellings_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
         "load_in_8bit is deprecated, and ignored beside 'bnb'",
         "load_in_4bit is deprecated, and ignored beside 'bnb'",
     ]
+
+
+def test_old_spellings_of_how_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They are fields of "bnb" now, dtypes too, and one that is there wins."""
+    warn_once.cache_clear()
+    old = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": None}
+    with caplog.at_level(logging.WARNING, "inductor_q"):
+        assert resolve(old) == resolve(old) == "fp4_b64_nested"
+        assert resolve({**old, "bnb_4bit_use_double_quant": False}) == "fp4_b64"
+        assert resolve({**old, "bnb": {}}) == "nf4_b64_nested"
+        how = {"bnb_4bit_quant_storage": "bfloat16", "bnb_4bit_compute_dtype": torch.float16}
+        assert dtypes_of({"load_in_4bit": True, **how}) == {
+            "quant_storage": torch.bfloat16,
+            "compute_dtype": torch.float16,
+        }
+    first, *_, last = [record.getMessage() for record in caplog.records]
+    assert first == (
+        "load_in_4bit and bnb_4bit_quant_type and bnb_4bit_compute_dtype are deprecated: "
+        "ask for {'bnb': {'quant_type': 'fp4'}}"
+    )
+    assert last.startswith("load_in_4bit and bnb_4bit_quant_storage and bnb_4bit_compute_dtype")
+    assert "bnb_4bit_quant_type is deprecated, and ignored beside 'bnb'" in caplog.text
+    assert len(caplog.records) == 6

@@ -315,8 +315,9 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
-        exc.NoQuantizer(name="mxfp4", known=("nf4_b64", "kbit4_e4m4")),
-        "mxfp4 is a format to read; nothing here quantizes to it. Quantize to nf4_b64, kbit4_e4m4",
+        exc.NoQuantizer(name="hqq4_g64", what="linear layers", known=("nf4_b64", "kbit4_e4m4")),
+        "hqq4_g64 is a format to read; nothing here quantizes linear layers to it. "
+        "Quantize to nf4_b64, kbit4_e4m4",
         ValueError,
     ),
     (

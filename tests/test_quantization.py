@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from inductor_q import capture, exc, kbit, ops, quantization, testing
 from inductor_q.experts import ExpertStack
 from inductor_q.experts import quantize as quantize_experts
 from inductor_q.formats import FORMATS
+from inductor_q.loading.readers import find_in
 from inductor_q.log import warn_once
 from tests.support.compiling import compile_step, no_codegen
-from tests.support.quantized_nets import BF16, Net, packed
+from tests.support.quantized_nets import BF16, Net, packed, tiny
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 torchao: Any = pytest.importorskip("torchao.quantization")
+nf4_api: Any = pytest.importorskip("torchao.prototype._nf4tensor_api")
 transformers: Any = pytest.importorskip("transformers")
 
 
@@ -146,7 +149,7 @@ def test_names_that_are_not_written() -> None:
 def test_a_configuration_that_quantizes_activations() -> None:
     net = Net()
     config = torchao.Int8DynamicActivationInt8WeightConfig()
-    with pytest.raises(exc.WrongScheme, match="torchao quantizes its input as well"):
+    with pytest.raises(exc.WrongScheme, match=r"quantizes activations as well.* Ask for 'int8'"):
         inductor_q.quantize(net, config, progress=False)
     assert type(net.up.weight) is nn.Parameter
 
@@ -242,6 +245,26 @@ def test_a_configuration_and_its_checkpoint(tied: bool, tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("asked", ["int8", "nf4"])
+def test_a_configuration_stays_as_it_is(asked: str, tmp_path: Path) -> None:
+    """What a model is marked with stays with the model: the next one may be of another format."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    source = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    source.save_pretrained(tmp_path / "source")
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "source")
+    before = read.to_dict()
+    how: Any = {"checkpoint": tmp_path / "source", "progress": False}
+    first: Any = inductor_q.quantize(read, asked, **how)
+    assert read.to_dict() == before and hasattr(first.config, "quantization_config")
+    net: Any = kbit.dequantize_model(inductor_q.quantize(read, "mxfp4", **how))
+    net.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=BF16)
+    assert type(plain.model.layers[0].mlp.up_proj) is nn.Linear
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, net(ids).logits)
+
+
 @pytest.mark.parametrize("way", ["mapping", "config"])
 def test_dtypes_of_storage_and_products(way: str) -> None:
     asked: Any = {"bnb": {"quant_storage": BF16, "compute_dtype": "float16"}}
@@ -262,10 +285,28 @@ def test_dtypes_of_storage_and_products(way: str) -> None:
         inductor_q.quantize(Net(), {"bnb": {"quant_storage": torch.int8}}, progress=False)
 
 
-@pytest.mark.parametrize("name", ["Mxfp4Config", "FineGrainedFP8Config"])
-def test_configurations_of_packed_checkpoints(name: str) -> None:
-    with pytest.raises(exc.WrongScheme, match="load_checkpoint"):
-        inductor_q.quantize(Net(), getattr(transformers, name)(), progress=False)
+def test_fp8_as_transformers_asks_for_it() -> None:
+    """Its list of modules to leave alone is heeded."""
+    config = transformers.FineGrainedFP8Config(modules_to_not_convert=["up"])
+    net = inductor_q.quantize(Net(), config, progress=False)
+    assert packed(net) == dict.fromkeys(("down", "lm_head"), "fp8_e4m3_128x128")
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_size", 128), ("scaler_block_size", 128)])
+def test_nf4_tensors_of_other_sizes(name: str, value: int) -> None:
+    config = nf4_api.NF4WeightOnlyConfig()
+    setattr(config, name, value)
+    layer = nn.Linear(256, 256, bias=False, dtype=BF16)
+    with pytest.raises(
+        exc.WrongScheme, match=r"in blocks of 64 .* leave block_size and scaler_blo"
+    ):
+        inductor_q.quantize(layer, config, progress=False)
+
+
+def test_a_group_of_torchaos_that_is_not_read() -> None:
+    config = torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(16))
+    with pytest.raises(exc.WrongScheme, match=r"int8_g16.* Ask for another format; `qfuse formats"):
+        inductor_q.quantize(Net(), config, progress=False)
 
 
 def test_a_threshold_of_outliers_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -317,6 +358,11 @@ def test_fused_experts_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     inductor_q.quantize(model, "nf4", progress=False)
     assert "experts.quantize(model, 'nf4') packs them" in caplog.text
+    for asked in ("int8", torchao.Int8WeightOnlyConfig()):  # no stack is packed so
+        net = transformers.AutoModelForCausalLM.from_config(testing.tiny_qwen3_moe_config())
+        warn_once.cache_clear()
+        inductor_q.quantize(net, asked, progress=False)
+        assert "inductor_q.experts.quantize packs to nf4, fp4, " in caplog.messages[-1]
     quantize_experts(model, "nf4")
     stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
     assert {stack.format for stack in stacks} == {"nf4_b64_nested"}
@@ -329,12 +375,37 @@ def test_what_is_no_model() -> None:
         inductor_q.quantize(testing.tiny_qwen3_config(), "nf4", progress=False)
 
 
-@pytest.mark.parametrize(
-    "method", ["mxfp4", "awq", "gptq", "bitsandbytes", "quark", "compressed-tensors"]
-)
+ALREADY = {
+    "mxfp4": ({}, r"inductor_q\.load_checkpoint\(model, path\) .* Mxfp4Config\(dequantize=True\)"),
+    "gptq": ({"bits": 4, "group_size": 64}, "inductor_q.load_checkpoint.* inductor_q.kbit.dequant"),
+    "awq": ({"bits": 8}, "Nothing here reads its codes: .*give a checkpoint in 16 or 32 bits$"),
+    "quark": ({}, "Nothing here reads its codes: .*give a checkpoint in 16 or 32 bits$"),
+    "bitsandbytes": ({}, r"from_pretrained, and compile that .* model.dequantize\(\) makes"),
+    "torchao": ({}, "from_pretrained, and compile that .* inductor_q.kbit.dequantize_model"),
+    "compressed-tensors": ({}, "Nothing here reads its codes: its format is .None"),
+}
+
+
+@pytest.mark.parametrize("method", ALREADY)
 def test_a_checkpoint_that_is_quantized_already(method: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        f'{{"quantization_config": {{"quant_method": "{method}"}}}}'
-    )
-    with pytest.raises(exc.AlreadyQuantized, match=method):
+    """The way out is one that takes what the method makes."""
+    more, way_out = ALREADY[method]
+    said = {"quantization_config": {"quant_method": method, **more}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(exc.AlreadyQuantized, match=f"quant_method='{method}'.*{way_out}") as error:
         inductor_q.quantize(Net(), "nf4", checkpoint=tmp_path, progress=False)
+    if "inductor_q.load_checkpoint(" in str(error.value):
+        find_in(tmp_path)
+    else:
+        with pytest.raises(exc.UnreadCheckpoint):
+            find_in(tmp_path)
+
+
+def test_what_bitsandbytes_has_quantized_is_quantized_anew(tmp_path: Path) -> None:
+    """By the way out that the error names."""
+    tiny("nf4").save_pretrained(tmp_path)
+    with pytest.raises(exc.AlreadyQuantized, match=r"model\.dequantize\(\)"):
+        inductor_q.quantize(Net(), "mxfp4", checkpoint=tmp_path, progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).dequantize()
+    inductor_q.quantize(model, "mxfp4", progress=False)
+    assert {*packed(model).values()} == {"mxfp4"}

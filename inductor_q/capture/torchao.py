@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from inductor_q.capture.library import Layout, Library, Packed, Part, Stored
 from inductor_q.formats import FORMATS
-from inductor_q.formats.nf4_tensor import SCALER_BLOCK
+from inductor_q.formats.nf4_tensor import BLOCK, SCALER_BLOCK
 
 _NUMBERS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -24,7 +24,10 @@ PRE_SCALE = "its input is scaled before the product (act_pre_scale)"
 NO_ZERO_POINT = "it has no zero points, or has them in floating point, where ours are integers"
 TRANSPOSED = "it is a transposed view of a packed weight"
 OPAQUE = "only the kernel of a device knows the layout of torchao's {}"
-NF4 = "only bfloat16 with 256 scales to a factor is read, which are to_nf4's defaults"
+NF4 = (
+    f"only bfloat16 in blocks of {BLOCK} with {SCALER_BLOCK} scales to a factor is read: cast the "
+    "model, and leave block_size and scaler_block_size at their defaults"
+)
 STACKED = "it is a stack of weights, each padded for itself"
 MX = "its scales are for blocks of another size, in tiles, or for float16, which does not hold them"
 ROUNDS = "torchao multiplies with the codes and scales the result, so products round otherwise"
@@ -134,15 +137,14 @@ def _int4_tiles(weight: Any) -> Layout | str:
 
 
 def _nf4(weight: Any) -> Layout | str:
-    if weight.dtype is not torch.bfloat16 or weight.scaler_block_size != SCALER_BLOCK:
+    sizes = (weight.block_size, weight.scaler_block_size)
+    if weight.dtype is not torch.bfloat16 or sizes != (BLOCK, SCALER_BLOCK):
         return NF4
     if weight.stride()[-1] != 1:
         return TRANSPOSED
     names = ("quantized_data", "nf4", "quantized_scalers", "quantization_factor", "scaler_mean")
     operands = ("qweight", "codebook", "absmax", "factor", "mean")
-    name = f"nf4_tensor_b{weight.block_size}"
-    if name not in FORMATS:
-        return _known(name, "NF4Tensor")
+    name = f"nf4_tensor_b{BLOCK}"
     by_operand = dict(zip(operands, names, strict=True))
     return _known(name, "NF4Tensor", *(Part(by_operand[n]) for n in FORMATS[name].operands))
 

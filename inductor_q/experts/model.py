@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inductor_q.capture import packed_weight
+from inductor_q.asked import dtypes_of, left_alone
+from inductor_q.capture import holds_experts, packed_weight
 from inductor_q.capture.packed import holds_codes
-from inductor_q.exc import AlreadyAdapted, AlreadyQuantized, NothingToQuantize
+from inductor_q.exc import AlreadyAdapted, AlreadyQuantized, NothingToQuantize, WrongScheme
 from inductor_q.experts.forward import IMPLEMENTATION, register
 from inductor_q.experts.modules import (
     PROJECTIONS,
@@ -25,22 +26,18 @@ from inductor_q.experts.modules import (
     put_stack,
     take_over,
 )
-from inductor_q.experts.packing import check_cut, check_written, operand_names, pack
+from inductor_q.experts.packing import check_cut, check_written, format_of_stacks, pack
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import get_format
-from inductor_q.formats.aliases import ALIASES
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.log import log
 
-#: Short names of formats; torchao, whose are "int8" and "int4", packs no stacks.
-SHORT = {**ALIASES, "nvfp4": "nvfp4_rows"}
-
 
 def quantize(
     model: nn.Module,
-    format: str = "nf4_b64",
+    format: Any = "nf4_b64",
     *,
     targets: Collection[str] = PROJECTIONS,
     weights: Callable[[str, nn.Parameter], Tensor] | None = None,
@@ -55,9 +52,11 @@ def quantize(
 
     Args:
         model: a model of transformers (v5), or a PEFT model around one.
-        format: a name in `inductor_q.FORMATS`, such as "nf4_b64", "nf4_b64_nested", "kbit4_e4m4",
-            or a short one of `inductor_q.quantize`: "nf4", "kbit4", "mxfp4". "nvfp4" is
-            `nvfp4_rows` here, with a scale of scales for each row.
+        format: whatever `inductor_q.quantize` takes: a name in `inductor_q.FORMATS`, such as
+            "nf4_b64", a short one such as "nf4", "kbit4" or "mxfp4", a mapping such as `{"bnb":
+            {"blocksize": 128}}`, or transformers' `BitsAndBytesConfig`. "nvfp4" is `nvfp4_rows`
+            here, with a scale of scales for each row; "dense" keeps the values. torchao packs no
+            stacks. Experts multiply in the dtype of their input, whatever `compute_dtype` says.
         targets: some of "gate_up_proj", "up_proj", "down_proj".
         weights: a function (name, parameter) -> its values, for a model with parameters on the
             meta device (`inductor_q.kbit.meta_parameters`). It is called for one projection at a
@@ -72,8 +71,9 @@ def quantize(
 
     Raises:
         NoExperts, UnknownProjection, UnknownFormat, MissingExtra, NotFinite.
-        WrongScheme: two experts would share a scale. Nothing is changed then, nor for the next.
-        NoQuantizer: the format can only be read, and some projection is not in it.
+        WrongScheme: what is asked for is no format, or not one of stacks, or leaves experts alone;
+            or two experts would share a scale. Nothing is changed then, nor for the next.
+        NoQuantizer: no stack can be quantized to the format, and some projection is not in it.
         AlreadyQuantized: the checkpoint's config.json says that its weights are quantized, or a
             parameter holds codes. Nor is anything changed then.
         UnreadExperts: transformers has swizzled experts in MXFP4, not loaded them, or has them in
@@ -81,8 +81,8 @@ def quantize(
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
     """
-    format = SHORT.get(format, format)
-    operand_names(format)  # an unknown one changes nothing
+    asked, format = format, format_of_stacks(format)  # an unknown one changes nothing
+    _check_settings(asked, model)
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
     for layer in expert_layers(model).values():
@@ -118,6 +118,24 @@ def quantize(
     if source is not None:
         source.finish()
     return use_qfuse(model)
+
+
+def _check_settings(to: Any, model: nn.Module) -> None:
+    """Refuse settings of linear layers that stacks cannot have."""
+    storage = dtypes_of(to).get("quant_storage", torch.uint8)
+    if storage != torch.uint8:
+        problem = (
+            f"quant_storage={storage}, where stacks keep codes in bytes. Leave it out; "
+            "inductor_q.experts.shard leaves each rank its share of the experts"
+        )
+        raise WrongScheme(asked=to, problem=problem)
+    layers = (name for name, module in model.named_modules() if holds_experts(module))
+    if left := left_alone(to, layers):
+        problem = (
+            f"it leaves {left[0]} alone, and all layers of experts are packed. Leave that entry "
+            "out, or say which projections of each by targets=[...]"
+        )
+        raise WrongScheme(asked=to, problem=problem)
 
 
 def _pack(values: Tensor, format: str, layer: Any) -> dict[str, Any]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from inductor_q.asked import resolve
 from inductor_q.capture import LIBRARIES
 from inductor_q.capture.library import Quantizer
 from inductor_q.exc import NoQuantizer, WrongScheme, WrongShape
 from inductor_q.formats import QuantFormat, get_format
+from inductor_q.formats.aliases import ALIASES
 from inductor_q.formats.encode import ENCODED
 from inductor_q.formats.kbit import KBIT_SCALES, KBITS, kbit_format_name
 from inductor_q.kernels.calls import DENSE
@@ -55,7 +58,7 @@ def check_written(format: str) -> None:
         UnknownFormat, NoQuantizer.
     """
     if format != DENSE and get_format(format) not in QUANTIZERS:
-        raise NoQuantizer(name=format, known=[known.name for known in QUANTIZERS])
+        raise NoQuantizer(name=format, what="stacks of experts", known=tuple(SHORT))
 
 
 def _quantize_kbit(weight: Tensor, fmt: QuantFormat, *, k: int, absmax: str) -> list[Tensor]:
@@ -73,6 +76,29 @@ QUANTIZERS: dict[QuantFormat, Quantizer] = {
         for absmax in KBIT_SCALES
     },
 }
+
+
+#: The short names that mean a format that can be written, by that format's name.
+SHORT = {
+    short: name
+    for short, name in {**ALIASES, "nvfp4": "nvfp4_rows"}.items()
+    if get_format(name) in QUANTIZERS
+}
+
+
+def format_of_stacks(to: Any) -> str:
+    """Return the name of the format that is asked for, as `inductor_q.quantize` is asked.
+
+    Raises:
+        WrongScheme, UnknownFormat.
+    """
+    if isinstance(to, str) and (to in SHORT or to == DENSE):
+        return SHORT.get(to, to)
+    found = resolve(to)
+    if not isinstance(found, str):
+        problem = f"torchao packs linear layers, no stacks of experts. Ask for {', '.join(SHORT)}"
+        raise WrongScheme(asked=to, problem=problem)
+    return found
 
 
 def operand_names(format: str) -> tuple[str, ...]:

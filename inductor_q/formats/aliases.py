@@ -19,6 +19,7 @@ ALIASES = {
     "fp8_tensor": "fp8_e4m3_tensor",
     "fp8_128x128": "fp8_e4m3_128x128",
     "nvfp4": "nvfp4_tiles",
+    "mxfp4": "mxfp4",
     "mxfp8": "mxfp8_e4m3",
     "int4": "int4_tiles_g128",
     **{f"int4_g{group}": f"int4_tiles_g{group}" for group in (32, 64, 128, 256)},

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from inductor_q.exc import AlreadyQuantized, MissingExtra, WrongCheckpoint
+from inductor_q.exc import AlreadyQuantized, MissingExtra, UnreadCheckpoint, WrongCheckpoint
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -200,13 +200,38 @@ def check_not_quantized(path: str | Path) -> None:
         raise AlreadyQuantized(
             what=f"the checkpoint {path}",
             found=f"its configuration says quant_method={found.get('quant_method')!r}",
-            remedy=(
-                "inductor_q.load_checkpoint(model, path) takes its codes as they are. To quantize "
-                "anew, give a checkpoint in 16 or 32 bits, or have transformers dequantize this "
-                "one (Mxfp4Config(dequantize=True), FineGrainedFP8Config(dequantize=True), or "
-                "model.dequantize() after loading) and quantize that model without `checkpoint`"
-            ),
+            remedy=_way_out(path, str(found.get("quant_method"))),
         )
+
+
+_OURS = "inductor_q.kbit.dequantize_model(model)"
+
+#: What makes values of codes that transformers loads.
+_DEQUANTIZED = {
+    "bitsandbytes": "model.dequantize()",
+    "fp8": "from_pretrained with FineGrainedFP8Config(dequantize=True)",
+    "mxfp4": "from_pretrained with Mxfp4Config(dequantize=True)",
+    "torchao": _OURS,
+}
+
+
+def _way_out(path: str | Path, method: str) -> str:
+    """Say what can be done with a checkpoint that is quantized by a method."""
+    from inductor_q.loading.readers import ITSELF, find_in
+
+    decoded = _DEQUANTIZED.get(method)
+    if method in ITSELF:
+        as_it_is = "Load it by transformers' from_pretrained, and compile that model"
+    else:
+        try:
+            find_in(path)
+        except UnreadCheckpoint as error:
+            as_it_is = f"Nothing here reads its codes: {error.problem}"
+        else:
+            as_it_is = "inductor_q.load_checkpoint(model, path) takes its codes as they are"
+            decoded = decoded or _OURS
+    other = f", or quantize what {decoded} makes of it, without `checkpoint`" if decoded else ""
+    return f"{as_it_is}. To quantize anew, give a checkpoint in 16 or 32 bits{other}"
 
 
 def safetensors() -> Any:

@@ -161,9 +161,10 @@ def test_nf4_tensor() -> None:
 
         compiled: Any = torch.compile(ops.dequantize, backend="qfuse", fullgraph=True)
         assert_same_bits(compiled(operands, name, shape, BF16), weight.get_original_weight())
-    other = quantization.to_nf4(torch.randn(128, 256), 64, 256)
-    layout = capture.layout(other)
-    assert layout is not None and layout.reason == torchao.NF4
+    for dtype, block in ((torch.float32, 64), (BF16, 128)):
+        other = quantization.to_nf4(torch.randn(256, 256, dtype=dtype), block, 256)
+        layout = capture.layout(other)
+        assert layout is not None and layout.reason == torchao.NF4
 
 
 @pytest.mark.usefixtures("graph_or_code")

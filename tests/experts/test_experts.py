@@ -10,6 +10,7 @@ from typing import Any
 import peft as peft_package
 import pytest
 import torch
+import transformers as transformers_package
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx, nn
@@ -40,6 +41,8 @@ from tests.support.moe_models import (
 from tests.support.quantized import assert_same_bits, two_devices
 
 peft: Any = peft_package  # as shipped, it is typed in parts
+transformers: Any = transformers_package
+quantization: Any = pytest.importorskip("torchao.quantization")
 
 FORMATS = ["nf4_b64", "nf4_b64_nested", "fp4_b64", "kbit3_e4m4", "dense"]
 
@@ -92,6 +95,28 @@ def test_packed_experts(family: str, format: str) -> None:
     assert names == {"gate_up_proj", "down_proj"}
     logits, _ = step(unpacked(net), tokens())
     torch.testing.assert_close(step(net, tokens())[0], logits, **CLOSE)
+
+
+ASKED = [
+    ("mxfp4", "mxfp4"),
+    ({"mxfp4": {}}, "mxfp4"),
+    ({"bnb": {"quant_type": "fp4", "blocksize": 128, "nested": False}}, "fp4_b128"),
+    ({"kbit": {"k": 3}}, "kbit3_e4m4"),
+    ({"fp8": {"of": "row"}}, "fp8_e4m3_row"),
+    ({"load_in_4bit": True}, "nf4_b64_nested"),
+    (
+        transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head"]
+        ),
+        "nf4_b64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "format"), ASKED, ids=str)
+def test_experts_are_asked_for_as_linear_layers_are(asked: Any, format: str) -> None:
+    net = experts.quantize(model("qwen3_moe"), asked)
+    assert {stack.format for _, stack in stacks(net)} == {format}
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_row"])
@@ -552,7 +577,7 @@ def test_a_quantized_checkpoint_is_refused(method: str, tmp_path: Path) -> None:
     for checkpoint in (tmp_path, tmp_path / "model.safetensors"):
         with pytest.raises(exc.AlreadyQuantized, match=f"quant_method='{method}'") as error:
             experts.quantize(net, checkpoint=checkpoint)
-        assert "dequantize=True" in str(error.value)
+        assert ("dequantize=True" in str(error.value)) == (method in ("mxfp4", "fp8"))
     assert not [*stacks(net)]
 
 
@@ -567,7 +592,6 @@ def test_codes_of_another_library_are_refused() -> None:
 
 
 def test_experts_that_torchao_packs_are_read_as_they_are() -> None:
-    quantization = pytest.importorskip("torchao.quantization")
     net = model("olmoe")
     layer = net.model.layers[1].mlp.experts
     rows = quantization.PerRow()
@@ -670,14 +694,39 @@ def test_peft_saves_no_adapters_of_experts(told: list[str], tmp_path: Path) -> N
 # --- errors leave a model that computes ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["int8_row", "hqq4_g64_bf16"])
+@pytest.mark.parametrize("format", ["int8", "llm_int8", "int8_row", "nvfp4_tiles", "hqq4_g64_bf16"])
 def test_a_format_that_is_only_read(format: str) -> None:
     net = model("olmoe")
     logits, _ = step(net, tokens())
-    with pytest.raises(exc.NoQuantizer, match=format):
+    with pytest.raises(exc.NoQuantizer, match=r"stacks of experts to it\. Quantize to nf4, fp4, "):
         experts.quantize(net, format)
     assert not [*stacks(net)]
     torch.testing.assert_close(step(net, tokens())[0], logits, rtol=0, atol=0)
+
+
+NOT_OF_STACKS = [
+    ({"gguf": {}}, exc.WrongScheme, "'gguf' is none of"),
+    (4, exc.WrongScheme, "expected a name, a mapping or"),
+    ("nf5", exc.UnknownFormat, "did you mean 'nf4'"),
+    ({"torchao": {"format": "int8"}}, exc.NoQuantizer, "int8_row .* stacks of experts to it"),
+    ({"torchao": {"format": "nvfp4"}}, exc.NoQuantizer, "nvfp4_tiles .* Quantize to .*nvfp4"),
+    (quantization.Int8WeightOnlyConfig(), exc.WrongScheme, "no stacks of experts. Ask for nf4, "),
+    ({"bnb": {"quant_storage": "bfloat16"}}, exc.WrongScheme, "Leave it out; .*experts.shard"),
+    (
+        transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["mlp.experts"]),
+        exc.WrongScheme,
+        r"it leaves model\.layers\.0\.mlp\.experts alone.* by targets=",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "error", "problem"), NOT_OF_STACKS, ids=str)
+def test_what_no_stack_can_be(asked: Any, error: Any, problem: str) -> None:
+    net = model("olmoe")
+    before = dict(net.named_parameters())
+    with pytest.raises(error, match=problem):
+        experts.quantize(net, asked)
+    assert all(parameter is before[name] for name, parameter in net.named_parameters())
 
 
 def test_tiles_that_no_projection_may_share() -> None:
