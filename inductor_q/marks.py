@@ -16,6 +16,7 @@ from torch import nn
 from inductor_q import capture
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import CannotSave
+from inductor_q.loading.decodes import mend_decodes
 from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.merges import merge_by_values
 from inductor_q.log import warn_once
@@ -30,6 +31,7 @@ def mark(model: nn.Module, names: Iterable[str], config: Any) -> None:
     and PEFT would merge no adapter into torchao's weights, or lose what DoRA has trained. PEFT and
     transformers are imported only where the model is one of theirs.
     """
+    mend_decodes()
     packed = [model.get_submodule(name) for name in names]
     if config is not None:
         from torchao.quantization import quantize_
