@@ -3,6 +3,7 @@ has packed them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tests.support.processes import environment
 peft: Any = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from tests.support.torchao_weights import BF16, int4_tiles, linear, nf4, quantization  # noqa: E402
+from tests.support.torchao_weights import BF16, CONFIGS, int4_tiles, linear, nf4  # noqa: E402
 
 N, K, R = 128, 256, 4
 
@@ -63,7 +64,10 @@ def of_bitsandbytes() -> nn.Module:
 
 LIBRARIES: dict[str, Callable[[], nn.Module]] = {
     "NF4Tensor": lambda: holding(nf4(N, K)),
-    "int8": lambda: linear(quantization.Int8WeightOnlyConfig(), N, K),
+    **{
+        case: functools.partial(linear, CONFIGS[case][0], N, K)
+        for case in ("int8 row", "float8 row", "nvfp4")
+    },
     "LLM.int8": of_bitsandbytes,
     "LLM.int8, quantized here": lambda: inductor_q.quantize(plain(), "llm_int8", progress=False),
 }
