@@ -18,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.byte_models import BOOK
@@ -90,7 +91,8 @@ def _run(
 
 def _add(suite: harness.Suite, name: str, runs: dict[str, Run], lines: dict[str, str]) -> None:
     eager = runs.get("eager")
-    timings, extra = {}, {}
+    timings: dict[str, harness.Timing] = {}
+    extra: dict[str, dict[str, Any]] = {}
     for peer, run in runs.items():
         timings[peer] = harness.Timing.of(run.seconds[len(run.seconds) // 2 :])
         extra[peer] = {"compile_s": run.compile_s, "peak_bytes": run.peak}

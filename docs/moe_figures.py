@@ -139,7 +139,7 @@ def in_fp8() -> str:
         if not case["r"]:
             continue
         bare, adapted = (
-            [seconds(name, peer, **{**case, "r": rank}) for peer in peers] for rank in (0, case["r"])
+            [seconds(name, peer, **{**case, "r": r}) for peer in peers] for r in (0, case["r"])
         )
         of_expert = case["T"] * MODELS[case["model"]][3] // MODELS[case["model"]][0]
         ratios = (f"{times[2] / times[1]:.2f}" for times in (bare, adapted))

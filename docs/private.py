@@ -47,6 +47,7 @@ PURPOSES = {
     "torch._inductor.virtualized": "the graph being lowered, loop operations, fake mode",
     "torch._logging": "the structured trace: read by `qfuse explain`, and given our report",
     "torch._ops": "types of ops",
+    "torch._scaled_grouped_mm": "a grouped product in FP8",
     "torch._scaled_mm": "a product in FP8",
     "torch.ops.mkldnn": "whether the CPU multiplies slowly in 16 bits",
     "torch._subclasses": "whether a tensor is fake or functional",

@@ -16,10 +16,12 @@ from torch import nn
 from inductor_q import capture
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import CannotSave
+from inductor_q.loading.decodes import mend_decodes
 from inductor_q.loading.linear import PackedLinear
 from inductor_q.loading.merges import merge_by_values
 from inductor_q.log import warn_once
 
+ALONE = "save the adapter alone"
 SEVERAL = "its layers are packed by several libraries or in 4 and 8 bits, and config.json names one"
 
 
@@ -30,6 +32,7 @@ def mark(model: nn.Module, names: Iterable[str], config: Any) -> None:
     and PEFT would merge no adapter into torchao's weights, or lose what DoRA has trained. PEFT and
     transformers are imported only where the model is one of theirs.
     """
+    mend_decodes()
     packed = [model.get_submodule(name) for name in names]
     if config is not None:
         from torchao.quantization import quantize_
@@ -58,19 +61,31 @@ def mark(model: nn.Module, names: Iterable[str], config: Any) -> None:
         how = _of_bitsandbytes(base, found[0])
     else:
         return
-    if len(found) + any(capture.layout(layer.weight) is not None for layer in layers) <= 1:
+    unwritten = (
+        (f"{name}.weight", type(layer.weight).__name__)
+        for name, layer in base.named_modules()
+        if isinstance(layer, nn.Linear) and not capture.is_written(layer.weight)
+    )
+    what, kind = next(unwritten, ("", ""))
+    if what:
+        problem = f"torchao does not write its {kind} to safetensors"
+        remedy = f"Write it by torch.save(model.state_dict(), path), or {ALONE}"
+    elif len(found) + any(capture.layout(layer.weight) is not None for layer in layers) > 1:
+        what, problem = f"the {type(base).__name__}", SEVERAL
+        remedy = f"Quantize all of it by one library, or {ALONE}"
+    else:
         base.config.quantization_config = how
         return
     if hasattr(base.config, "quantization_config"):  # of what an earlier call has packed
         del base.config.quantization_config
-    warn_once(f"inductor_q.quantize: save_pretrained cannot write this model: {SEVERAL}")
+    warn_once(f"inductor_q.quantize: save_pretrained cannot write this model: {problem}")
     if (quantizer := vars(base).get("hf_quantizer")) is not None:
-        quantizer.is_serializable = functools.partial(_refuse_to_save, type(base).__name__)
+        refuse = functools.partial(_refuse_to_save, what=what, problem=problem, remedy=remedy)
+        quantizer.is_serializable = refuse
 
 
-def _refuse_to_save(name: str) -> bool:
-    remedy = "Quantize all of it by one library, or save the adapter alone"
-    raise CannotSave(what=f"the {name}", problem=SEVERAL, remedy=remedy)
+def _refuse_to_save(**said: str) -> bool:
+    raise CannotSave(**said)
 
 
 def _plain_layers(model: nn.Module) -> list[str]:

@@ -62,10 +62,9 @@ def in_fp8(call: Scatter2Scatter) -> Scatter2Scatter:
 
 def emit(graph: fx.Graph, node: fx.Node) -> None:
     """Give a product the scales of its experts' rows."""
-    operands: Any = node.args[_OPERANDS]
-    experts, rows, columns = node.args[_SHAPE]
+    args: Any = node.args
+    experts, rows, columns = args[_SHAPE]
+    flat = [experts * rows, columns]
     with graph.inserting_before(node):
-        scale = emit_scale_of_stack(
-            graph, operands, node.args[_FORMAT], [experts * rows, columns], node
-        )
+        scale = emit_scale_of_stack(graph, args[_OPERANDS], args[_FORMAT], flat, node)
     node.update_arg(_ROW_SCALE, scale)

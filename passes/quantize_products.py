@@ -130,8 +130,8 @@ class QuantizeProducts:
             reason = reason or found.reason or experts_in_fp8.refused(found.node, context)
             if not reason and not written.isdisjoint(_inputs(stack)):
                 reason = WRITTEN
-            plan, op = (None, "") if reason else (_Experts(found.node), IN_FP8)
-            yield Site(found.node, reason, stack, plan, by_choice=True, plain=found.plain, op=op)
+            told, op = (None, "") if reason else (_Experts(found.node), IN_FP8)
+            yield Site(found.node, reason, stack, told, by_choice=True, plain=found.plain, op=op)
         shared: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         summed: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         products = [*_packed_products(graph), *frozen_products(graph, context)]

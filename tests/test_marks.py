@@ -250,14 +250,21 @@ def test_a_weight_of_torchao_that_no_format_describes() -> None:
     assert type(net.up.weight).__name__ == "Int8Tensor"
 
 
-def test_torchaos_own_nf4() -> None:
-    """It is no format of bitsandbytes': PEFT trains adapters on it, and they merge into its values.
-    torchao packs what fills its scales of scales, in bfloat16."""
+NF4_TENSOR = {"torchao": {"format": "nf4"}}
+
+
+def of_nf4_tensors(seed: int = 0) -> Any:
+    """torchao packs what fills its scales of scales, in bfloat16."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = testing.tiny_qwen3_config(num_hidden_layers=1, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
-    inductor_q.quantize(model, {"torchao": {"format": "nf4"}}, progress=False)
+    return inductor_q.quantize(model, NF4_TENSOR, progress=False)
+
+
+def test_torchaos_own_nf4() -> None:
+    """It is no format of bitsandbytes'. PEFT trains adapters on it, which merge into its values."""
+    model = of_nf4_tensors()
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert type(weight).__name__ == "NF4Tensor" and {*packed(model).values()} == {"nf4_tensor_b64"}
     assert torch.equal(inductor_q.dequantize(weight), weight.get_original_weight())
@@ -270,7 +277,38 @@ def test_torchaos_own_nf4() -> None:
         expected = net(ids).logits
         assert testing.relative_error(net.merge_and_unload()(ids).logits, expected) < 0.02
     with pytest.raises(exc.WrongScheme, match="torchao does not take the weight of up"):
-        inductor_q.quantize(Net(), {"torchao": {"format": "nf4"}}, progress=False)
+        inductor_q.quantize(Net(), NF4_TENSOR, progress=False)
+
+
+def test_torchaos_own_nf4_is_saved_by_torch(
+    default_options: None, told: list[str], tmp_path: Path
+) -> None:
+    """torchao has no form of it for safetensors: an error before a file is written names the first
+    weight and what does write it, and so does the warning when it is packed."""
+    model = of_nf4_tensors()
+    assert any("cannot write this model: torchao does not write" in text for text in told)
+    said = r"q_proj\.weight cannot .* NF4Tensor to safetensors\. Write it by torch\.save"
+    with pytest.raises(exc.CannotSave, match=said):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(exc.CannotSave, match=r"q_proj\.weight .* does: torch\.save$"):
+        kbit.save(model, tmp_path / "model.safetensors")
+    assert not [*tmp_path.iterdir()]
+    ids = torch.arange(8).view(1, 8)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    again = of_nf4_tensors(seed=1)
+    with torch.no_grad():
+        assert not torch.equal(again(ids).logits, model(ids).logits)
+        again.load_state_dict(torch.load(tmp_path / "model.pt"))
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    adapted(model).save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    kbit.dequantize_model(model)
+    model.save_pretrained(tmp_path / "plain")
+
+
+def test_other_weights_of_torchao_are_saved_by_transformers(tmp_path: Path) -> None:
+    with pytest.raises(exc.CannotSave, match=r"does: save_pretrained, torch\.save"):
+        kbit.save(tiny("int8"), tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("asked", ["nf4", "fp4_b128", "llm_int8"])

@@ -87,6 +87,11 @@ def layout(tensor: Tensor) -> Layout | None:
     return None
 
 
+def is_written(tensor: Tensor) -> bool:
+    """Whether the library of such a subclass has a form of it for safetensors."""
+    return all(library.is_written(tensor) for library in LIBRARIES if library.layout(tensor))
+
+
 def is_decoder(method: object) -> bool:
     """Whether a method of that name returns the values of such a subclass."""
     return any(method in library.decoders for library in LIBRARIES)
@@ -122,6 +127,7 @@ __all__ = [
     "holds_experts",
     "is_decoder",
     "is_product",
+    "is_written",
     "layout",
     "match",
     "packed_weight",

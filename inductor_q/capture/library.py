@@ -239,6 +239,10 @@ def _is_no_subclass(tensor: Tensor) -> Layout | None:
     return None
 
 
+def _is_written(tensor: Tensor) -> bool:
+    return True
+
+
 def _holds_no_experts(module: nn.Module) -> bool:
     return False
 
@@ -262,6 +266,7 @@ class Library:
             Such a graph runs once.
         layout: returns how a tensor stores its values, if it is of a subclass of this library's.
         decoders: the methods of such tensors that return their values.
+        is_written: whether the library writes such a tensor to safetensors.
         stops_gradients: finds calls through which Dynamo's graph needs gradients that their kernel
             does not have.
         packed: returns what a module holds under a name, if this library has packed it. It looks at
@@ -283,6 +288,7 @@ class Library:
     packs_anew: Callable[[fx.Graph], Sequence[Refused]] = _packs_nothing
     layout: Callable[[Tensor], Layout | None] = _is_no_subclass
     decoders: tuple[str, ...] = ()
+    is_written: Callable[[Tensor], bool] = _is_written
     stops_gradients: Callable[[fx.Graph], Sequence[fx.Node]] = _stops_nothing
     packed: Callable[[nn.Module, str], Packed | None] = _has_not_packed
     damaged: Callable[[nn.Module], Iterable[Damage]] = _damages_nothing

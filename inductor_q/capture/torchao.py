@@ -192,9 +192,19 @@ def _read(tensor: Tensor, layout: Layout) -> Stored:
     return Stored(layout.take(tensor, call), layout.format, [*tensor.shape])
 
 
+def _is_written(tensor: Tensor) -> bool:
+    """Ask the list of classes that torchao's `flatten_tensor_state_dict` goes by."""
+    try:
+        from torchao.prototype.safetensors import safetensors_utils
+    except ImportError:  # of a torchao that writes none
+        return False
+    return type(tensor).__name__ in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES
+
+
 TORCHAO = Library(
     name="torchao",
     layout=_layout,
     decoders=("dequantize", "get_original_weight"),
+    is_written=_is_written,
     packed=_packed,
 )

@@ -21,13 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from inductor_q.integrations.methods import is_replaced, replace_method
+from inductor_q.loading.decodes import decoded, mend_decodes
 
 
 def prepare_dora(model: nn.Module) -> None:
     """Give the DoRA layers of `model`, those of linear layers, a forward that can be traced.
 
-    A model that `torch.save` has written whole comes back with PEFT's own: prepare it again.
+    A model that `torch.save` has written whole comes back with PEFT's own: prepare it again. Called
+    before adapters are attached, it has PEFT decode all weights whose format is known here, where
+    PEFT fails by itself: torchao's `NF4Tensor` and int4. `inductor_q.quantize` does that as well.
     """
+    mend_decodes()
     kind = getattr(sys.modules.get("peft.tuners.lora.dora"), "DoraLinearLayer", None)
     for layer in model.modules():
         if type(layer) is kind and not is_replaced(layer, "forward"):
@@ -46,7 +50,7 @@ def forward(
     adapter_name: str = "default",
 ) -> Tensor:
     """Return what is added to the base layer's output, as `DoraLinearLayer.forward` does."""
-    weight = _weight(base_layer)
+    weight = _weight(base_layer, (x if base_result is None else base_result).dtype)
     if self.fan_in_fan_out:
         weight = weight.T
     with torch.autocast(x.device.type, enabled=False):
@@ -73,13 +77,17 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: Any) -> Tensor:
     return total.clamp_min(0).sqrt()
 
 
-def _weight(layer: Any) -> Any:
+def _weight(layer: Any, dtype: torch.dtype) -> Any:
+    """Decode the weight, to `dtype` where it shows the dtype of its codes: that of the product."""
     weight = layer.weight
     state = getattr(weight, "quant_state", None)
     if state is not None:
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(weight.data, state)
+    values = decoded(layer, dtype)
+    if values is not None:
+        return values
     from peft.utils.integrations import dequantize_module_weight
 
     return dequantize_module_weight(layer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from inductor_q.capture import is_written
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.exc import CannotSave, CorruptQuantState, QfuseError, UnknownFormat
 from inductor_q.files import replacing
@@ -117,10 +118,11 @@ def _check_ours(model: nn.Module) -> None:
             ):
                 continue
             if not isinstance(layer, (PackedLinear, Stack)):
+                written = "save_pretrained, torch.save" if is_written(tensor) else "torch.save"
                 raise CannotSave(
                     what=_join(layer_name, name),
                     problem=f"{type(layer).__name__} keeps more than tensors",
-                    remedy="Save the model as its library does: save_pretrained, torch.save",
+                    remedy=f"Save the model as its library does: {written}",
                 )
 
 
