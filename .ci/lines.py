@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8130,
+    "benchmarks": 8270,
     "csrc": 4515,
-    "docs": 1990,
+    "docs": 2050,
     "examples": 1190,
     "inductor_q": 6660,
     "inductor_q/capture": 2645,
@@ -29,14 +29,14 @@ BUDGET = {
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 1745,
     "inductor_q/kbit": 1000,
-    "inductor_q/kernels": 7750,
+    "inductor_q/kernels": 8140,
     "inductor_q/loading": 2180,
     "inductor_q/ops": 2880,
-    "inductor_q/presets": 660,
+    "inductor_q/presets": 670,
     "inductor_q/tuning": 1135,
     "lowerings": 1050,
-    "passes": 7380,
-    "tests": 47330,
+    "passes": 7490,
+    "tests": 47850,
 }
 
 

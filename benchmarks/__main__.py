@@ -38,6 +38,7 @@ NAMES = (
     "bench_start",
     "bench_step",
     "bench_thresholds",
+    "bench_trainers",
 )
 
 #: ``--brief`` runs these in this order, in so few rounds: the results that the README and

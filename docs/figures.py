@@ -517,6 +517,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rates": step_figures.rates,
     "recipe": step_figures.recipe,
     "recipe-graphs": step_figures.recipe_graphs,
+    "scripts": step_figures.scripts,
     "small": step_figures.small,
     "eight-bits": step_figures.eight_bits,
     "eight-bits-graphs": step_figures.eight_bits_graphs,

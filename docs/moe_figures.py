@@ -132,22 +132,25 @@ def ranks() -> str:
 
 
 def in_fp8() -> str:
-    """Show forward with products in FP8 beside the op's, which are in 16 bits."""
-    name, peers = "moe_fp8-h100", ("dequantize", "qfuse", "fp8")
-    body = []
+    """Show products in FP8 beside the op's in 16 bits, with an adapter and without."""
+    name, body = "moe_fp8-h100", []
     for case in cases(name):
-        if not case["r"]:
+        if case["pass"] != "fwd" or not case["r"]:
             continue
-        bare, adapted = (
-            [seconds(name, peer, **{**case, "r": r}) for peer in peers] for r in (0, case["r"])
-        )
-        of_expert = case["T"] * MODELS[case["model"]][3] // MODELS[case["model"]][0]
-        ratios = (f"{times[2] / times[1]:.2f}" for times in (bare, adapted))
-        peaks = (mb(extra(name, peer, "peak_bytes", **case)) for peer in peers[1:])
-        shown = [us(t) for t in adapted]
-        body.append((case["model"], str(case["T"]), str(of_expert), *shown, *ratios, *peaks))
-    header = ("model", "tokens", "rows per expert", "`dequantize`", "qfuse", "FP8")
-    more = ("FP8 / qfuse without adapter", "with adapter", "memory: qfuse", "FP8")
+        experts, *_, top_k = MODELS[case["model"]]
+        shown: list[str] = []
+        for kind in ("fwd", "fwd+bwd"):
+            found = {**case, "pass": kind}
+            shown += (us(seconds(name, p, **found)) for p in ("dequantize", "qfuse", "fp8"))
+            for rank in (case["r"], 0):
+                times = [seconds(name, p, **{**found, "r": rank}) for p in ("fp8", "qfuse")]
+                shown.append(f"{times[0] / times[1]:.2f}")
+        peaks = [mb(extra(name, p, "peak_bytes", **case)) for p in ("qfuse", "fp8")]
+        each = str(case["T"] * top_k // experts)
+        body.append((case["model"], str(case["T"]), each, *shown, *peaks))
+    peers = ("`dequantize`", "qfuse", "FP8", "FP8 / qfuse", "without adapter")
+    header = ("model", "tokens", "rows per expert", *(f"forward: {p}" for p in peers))
+    more = (*(f"both: {p}" for p in peers), "memory, forward: qfuse", "FP8")
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 

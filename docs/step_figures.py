@@ -396,6 +396,33 @@ def recipe_graphs() -> str:
 GRAPHS = "qfuse[triton.cudagraphs=True]"
 
 
+def scripts() -> str:
+    """Show the scripts in examples/, by process: steps, compile time, peak and loss."""
+    called = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
+    names, body = ("trainers-h100", "trainers_qfuse-h100"), []
+    for name in names:
+        for case in cases(name):
+            for peer in called:
+                if not rows(name, peer, **case):
+                    continue
+                found = row(name, peer, **case)
+                told = found["extra"]
+                off = told.get("loss_deviation")
+                body.append(
+                    (
+                        case["script"],
+                        called[peer],
+                        ms(found["timing"]["median"]),
+                        ms(found["timing"]["low"]),
+                        f"{told['compile_s']:.0f} s",
+                        gb(told["peak_bytes"]),
+                        "" if off is None else f"{off:.2%}".replace("%", " %"),
+                    )
+                )
+    header = ("script", "", "a step", "a fifth of the steps are below", "compiling", "memory")
+    return f"{table((*header, 'loss, largest deviation'), body)}\n\n{source(*names)}"
+
+
 def small() -> str:
     """Show a step that the host limits, with and without CUDA graphs, of two processes."""
     peers = {

@@ -44,6 +44,7 @@ from benchmarks import (  # noqa: E402
     bench_rows,
     bench_step,
     bench_thresholds,
+    bench_trainers,
     bench_tiles,
     harness,
     origin,
@@ -456,6 +457,27 @@ def test_bench_thresholds_of_wide_products(tmp_path: Path) -> None:
     found = {(row["case"]["what"], row["peer"]) for row in rows}
     assert found == {(what, p) for what in ("x W'", "dY W") for p in ("bfloat16", "float32")}
     assert all(row["timing"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_bench_trainers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    out = tmp_path / "trainers.json"
+    command = ["--device", "cpu", "--scripts", "Trainer", "--steps", "4", "--out", str(out)]
+    bench_trainers.main([*command, "--backends", "eager", "qfuse"])
+    eager, ours = json.loads(out.read_text())["rows"]
+    assert (eager["peer"], ours["peer"]) == ("eager", "qfuse")
+    assert ours["extra"]["loss_deviation"] < 0.01 and ours["extra"]["compile_s"] > 0
+    assert "14 of 14 quantized layers fused" in ours["extra"]["line"]
+
+
+def test_bench_moe_in_fp8(tmp_path: Path) -> None:
+    out = tmp_path / "fp8.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    bench_moe.main([*command, "--backends", "qfuse", "fp8"])
+    rows = check_file(out, "bench_moe", {"qfuse", "fp8"})
+    errors = {row["peer"]: row["extra"]["error"] for row in rows}
+    assert errors["qfuse"] < 0.005 < errors["fp8"] < 0.04
 
 
 @pytest.mark.parametrize("format", bench_moe.FORMATS)
