@@ -26,7 +26,7 @@ from torch import nn
 
 from inductor_q.capture.caching import caching_hooks
 from inductor_q.integrations.methods import is_replaced, replace_method
-from inductor_q.log import log
+from inductor_q.log import warn_once
 
 # Local functions of transformers, and of PEFT for models that are not transformers'.
 _HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
@@ -103,7 +103,10 @@ def _then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare(model: nn.Module) -> None:
     for path, module, key in input_hooks(model):
         del module._forward_hooks[key]
-        log.info("prepare_checkpointing: removed the input hook of %s", path)
+        warn_once(
+            f"prepare_checkpointing: removed the input hook of {path!r}: it breaks the graph, and "
+            "a checkpoint without reentrance needs none"
+        )
     for module in model.modules():
         for hooks, key in caching_hooks(module):
             if not hasattr(hooks[key], "__wrapped__"):
@@ -113,4 +116,7 @@ def _prepare(model: nn.Module) -> None:
         function: Any = getattr(layer, _FUNCTION)
         setattr(layer, _FUNCTION, functools.partial(function, use_reentrant=False))
     if reentrant:
-        log.info("prepare_checkpointing: %d modules checkpoint without reentrance", len(reentrant))
+        warn_once(
+            f"prepare_checkpointing: {len(reentrant)} modules checkpoint without reentrance now, "
+            "since a reentrant checkpoint breaks the graph"
+        )

@@ -152,6 +152,17 @@ def test_a_model_that_was_saved_whole_can_be_prepared_again() -> None:
     assert not back.get_input_embeddings()._forward_hooks
 
 
+def test_what_is_removed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    net = testing.qlora_model(testing.tiny_qwen3_config())
+    net.enable_input_require_grads()
+    net.gradient_checkpointing_enable({"use_reentrant": True})
+    prepare_checkpointing(net)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("removed the input hook of 'base_model.model.model.embed_tokens'" in s for s in said)
+    assert any("3 modules checkpoint without reentrance now" in s for s in said)
+
+
 def test_only_the_hook_is_removed() -> None:
     """PEFT registers its own on models that are not transformers'."""
 
