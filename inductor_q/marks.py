@@ -78,7 +78,7 @@ def mark(model: nn.Module, names: Iterable[str], config: Any) -> None:
         return
     if hasattr(base.config, "quantization_config"):  # of what an earlier call has packed
         del base.config.quantization_config
-    warn_once(f"inductor_q.quantize: save_pretrained cannot write this model: {problem}")
+    warn_once(f"inductor_q.quantize: save_pretrained cannot write this model: {problem}. {remedy}")
     if (quantizer := vars(base).get("hf_quantizer")) is not None:
         refuse = functools.partial(_refuse_to_save, what=what, problem=problem, remedy=remedy)
         quantizer.is_serializable = refuse

@@ -78,7 +78,7 @@ def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     """Serve the op, checked when it was traced; the preferred provider follows its arguments."""
     *inputs, provider = args
     call = unchecked(inputs)
-    result: tuple[Tensor, Tensor] = serve(call.op, call, "" if call.op == IN_FP8 else provider)
+    result: tuple[Tensor, Tensor] = serve(call.op, call, "auto" if call.op == IN_FP8 else provider)
     return result
 
 

@@ -41,6 +41,8 @@ def refused(node: fx.Node, context: Context) -> str:
         return DENSE_EXPERTS
     if comparison.active():
         return COMPARED
+    if (named := context.kernel("scatter2scatter")) != "auto":
+        return f"qfuse.kernels has {named!r} for scatter2scatter, which multiplies in 16 bits"
     call = in_fp8(unchecked(example(node.args)))
     if reason := unable(compute, call.device):
         return reason
@@ -58,6 +60,18 @@ def in_fp8(call: Scatter2Scatter) -> Scatter2Scatter:
     """Return the call as it would be in FP8."""
     rows = call.shape[0] * call.shape[1]
     return replace(call, row_scale=call.x.new_empty((rows,), dtype=torch.float32))
+
+
+def provider(node: fx.Node) -> str:
+    """Name who will compute a product that is not refused."""
+    call = in_fp8(unchecked(example(node.args)))
+    return served_by(call.op, call)
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return what a product's weights are stored in."""
+    args: Any = node.args
+    return tuple(args[_OPERANDS])
 
 
 def emit(graph: fx.Graph, node: fx.Node) -> None:

@@ -128,10 +128,13 @@ class QuantizeProducts:
             stack = found.stack
             reason = exact or _excluded(stack, context)
             reason = reason or found.reason or experts_in_fp8.refused(found.node, context)
-            if not reason and not written.isdisjoint(_inputs(stack)):
+            if not reason and not written.isdisjoint(_inputs(*experts_in_fp8.operands(found.node))):
                 reason = WRITTEN
-            told, op = (None, "") if reason else (_Experts(found.node), IN_FP8)
-            yield Site(found.node, reason, stack, told, by_choice=True, plain=found.plain, op=op)
+            if reason:
+                yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
+                continue
+            provider = experts_in_fp8.provider(found.node)
+            yield Site(found.node, "", stack, _Experts(found.node), provider=provider, op=IN_FP8)
         shared: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         summed: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         products = [*_packed_products(graph), *frozen_products(graph, context)]
@@ -231,9 +234,9 @@ def _stored(product: Product) -> fx.Node | None:
     return below if product.weight is None else packed_weight(below)
 
 
-def _inputs(weight: fx.Node) -> set[fx.Node]:
-    """Find the inputs that a weight is computed from: in backward it is decoded or cast again."""
-    todo, seen = [weight], {weight}
+def _inputs(*weights: fx.Node) -> set[fx.Node]:
+    """Find the inputs that weights are computed from: backward decodes or casts them again."""
+    todo, seen = [*weights], {*weights}
     while todo:
         new = set(todo.pop().all_input_nodes) - seen
         seen |= new

@@ -195,10 +195,10 @@ def _read(tensor: Tensor, layout: Layout) -> Stored:
 def _is_written(tensor: Tensor) -> bool:
     """Ask the list of classes that torchao's `flatten_tensor_state_dict` goes by."""
     try:
-        from torchao.prototype.safetensors import safetensors_utils
+        from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
     except ImportError:  # of a torchao that writes none
         return False
-    return type(tensor).__name__ in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES
+    return type(tensor).__name__ in ALLOWED_TENSORS_SUBCLASSES
 
 
 TORCHAO = Library(

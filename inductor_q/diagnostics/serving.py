@@ -15,10 +15,11 @@ from inductor_q.diagnostics.explanation import Serving
 from inductor_q.formats import FORMATS
 from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.dequantize import POINTWISE, compiled_by
+from inductor_q.kernels.expert_calls import IN_FP8
 from inductor_q.kernels.provider import REFERENCE, Provider, on_device
 
 #: Ops that write the values of a weight, whoever serves them, and in how many bits.
-_WRITTEN = {"dequantize": 16, "requantize": 8}
+_WRITTEN = {"dequantize": 16, "requantize": 8, IN_FP8: 8}
 
 
 def of_weight(serving: Serving, weight: Quantized) -> Serving:

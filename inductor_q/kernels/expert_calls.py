@@ -90,8 +90,9 @@ class Scatter2Scatter(Call, Stack):
         return (
             *(self.x.device, self.format, self.shape, self.transposed, self.rows, self.rank),
             *(self.top_k, self.grouped_in, self.grouped_out),
-            alike(self.x, *routing, self.lora_a, self.lora_b, self.bias, self.gates),
-            alike(self.row_scale),
+            alike(
+                self.x, *routing, self.lora_a, self.lora_b, self.bias, self.gates, self.row_scale
+            ),
             alike(*self.operands),
         )
 

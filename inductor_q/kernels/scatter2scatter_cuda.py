@@ -23,6 +23,7 @@ from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles
 from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.expert_scales_triton import ExpandScales, group_of
+from inductor_q.kernels.gpu import kept
 from inductor_q.kernels.provider import Provider
 
 SOURCE = "scatter2scatter.cu"
@@ -252,7 +253,7 @@ def _codebook(fmt: QuantFormat, device: torch.device) -> tuple[Tensor, float]:
         for i in range(0, 16, 4)
     ]
     packed = torch.tensor(planes, dtype=torch.int64).to(torch.int32)
-    return packed.to(device), 1 / stretch
+    return kept(lambda: packed.to(device)), 1 / stretch
 
 
 KERNEL = Cuda()

@@ -18,13 +18,13 @@ from torch import Tensor
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels.calls import Requantize
 from inductor_q.kernels.expert_calls import Scatter2Scatter
-from inductor_q.kernels.gpu import on
+from inductor_q.kernels.gpu import kept, on
 from inductor_q.kernels.provider import DENSE_WEIGHT, Provider
 
 CAPABILITY = (9, 0)  # torch's kernel is made of Hopper's instructions
 ALIGNMENT = 16  # features of a row of 16 bytes
 MAX_RANK = 64  # the adapter's product takes all of it at once
-INT32_LIMIT = 2**31
+MOST = 2**31  # elements of a stack: larger ones were not tried
 
 
 class Fp8(Provider[Scatter2Scatter]):
@@ -46,8 +46,8 @@ class Fp8(Provider[Scatter2Scatter]):
             return f"the input is {call.x.dtype}, not bfloat16"
         if any(n % ALIGNMENT for n in call.shape[1:]):
             return f"features {call.shape[1:]} are no multiples of {ALIGNMENT}"
-        if math.prod(call.shape) >= INT32_LIMIT:
-            return f"a stack of {math.prod(call.shape)} elements, {INT32_LIMIT} or more"
+        if (elements := math.prod(call.shape)) >= MOST:
+            return f"a stack of {elements} elements; {MOST} and more were not tried"
         if call.rank > MAX_RANK:
             return f"rank {call.rank} is over {MAX_RANK}"
         device = call.x.device
@@ -98,7 +98,7 @@ def _product(call: Scatter2Scatter, codes: Tensor, of_rows: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _ones(experts: int, columns: int, device: torch.device) -> Tensor:
-    return torch.ones((experts, columns), dtype=torch.float32, device=device)
+    return kept(lambda: torch.ones((experts, columns), dtype=torch.float32, device=device))
 
 
 KERNEL = Fp8()

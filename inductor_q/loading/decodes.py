@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from inductor_q import ops
 from inductor_q.capture import packed_weight
 from inductor_q.late import on_import
+from inductor_q.log import warn_once
 
 HOME, NAME = "peft.utils.integrations", "dequantize_module_weight"
 
@@ -48,7 +49,10 @@ def decoded(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor | No
 
 def _mend() -> None:
     """Replace the function where it is, and where modules of PEFT's have imported it from there."""
-    own: Any = vars(sys.modules[HOME])[NAME]
+    own: Any = vars(sys.modules[HOME]).get(NAME)
+    if own is None:
+        warn_once(f"{HOME} has no {NAME}: DoRA decodes weights as this PEFT does by itself")
+        return
 
     @functools.wraps(own)
     def dequantize_module_weight(module: nn.Module) -> Any:

@@ -59,7 +59,8 @@ def scatter2scatter(
         gates: [tokens, top_k], a factor per slot, or None.
         row_scale: [E * N], or [E * K] where `transposed`: for each row of the weights the float32
             scale under which its numbers fit e4m3 (`ops.eight_bits`), to multiply in FP8, for the
-            gradient of x, too; None for 16 bits. Adapters stay in the dtype of `x`.
+            gradient of x, too; None for 16 bits. Adapters stay in the dtype of `x`. But on Hopper
+            the reference computes it, which multiplies every row with every expert on a GPU.
 
     Returns:
         [R, N] or [tokens, N], in the dtype of `x`; a slot's terms and a token's slots are added in

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import preferred, preferring
-from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter, arguments
+from inductor_q.kernels.expert_calls import ARGUMENTS, IN_FP8, Scatter2Scatter, arguments
 from inductor_q.ops.grouped_gram import grouped_gram
 
 OP = "scatter2scatter"
@@ -32,7 +32,8 @@ SAVED = (
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     named = dict(zip(ARGUMENTS, inputs, strict=True))
-    ctx.wanted = preferred(OP)
+    ctx.op = OP if named["row_scale"] is None else IN_FP8
+    ctx.wanted = preferred(ctx.op)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*[named.pop(name) for name in SAVED], output[1], *named.pop("operands"))
     ctx.settings = named
@@ -44,7 +45,7 @@ def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     tensors = dict(zip(SAVED, saved, strict=False))
     forward = Scatter2Scatter(operands=operands, **tensors, **ctx.settings)
     need = dict(zip(ARGUMENTS, ctx.needs_input_grad, strict=True))
-    with preferring(OP, ctx.wanted):
+    with preferring(ctx.op, ctx.wanted):
         grads = _gradients(forward, rank, grad, need)
     grads.setdefault("operands", [None] * len(operands))
     return tuple([grads.get(name) for name in ARGUMENTS])

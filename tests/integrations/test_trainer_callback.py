@@ -75,6 +75,18 @@ def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_run_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Adapters, optimizer and data are where the run was that did not stop."""
+    settings: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = train(lambda: trainer(tmp_path, **settings), compiled=True)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    rest = train(lambda: trainer(tmp_path, **settings), compiled=True, resume=checkpoint)
+    assert rest.breaks == [] and rest.graphs <= 2
+    assert len(rest.logged("loss")) == 6
+    assert rest.logged("loss")[3:] == pytest.approx(whole.logged("loss")[3:], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_a_hundred_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of as many rows each; where `dynamic` is given, it is torch's."""
 

@@ -334,7 +334,7 @@ def test_dequantize_provider_says_why_not() -> None:
 # --- as torch sees it ---------------------------------------------------------------------------
 
 
-def arguments(case: Layer) -> tuple[Any, ...]:
+def arguments(case: Layer, row_scale: Tensor | None = None) -> tuple[Any, ...]:
     return (
         case.x,
         case.operands,
@@ -349,6 +349,7 @@ def arguments(case: Layer) -> tuple[Any, ...]:
         case.scaling,
         case.bias,
         case.gates,
+        row_scale,
     )
 
 
@@ -357,6 +358,9 @@ def arguments(case: Layer) -> tuple[Any, ...]:
 def test_opcheck(everything: bool, quant: str) -> None:
     case = layer(quant=quant, lora=everything, bias=everything, gates=everything)
     opcheck(QFUSE.scatter2scatter.default, arguments(case))
+    if quant != DENSE:
+        scale = torch.full((case.shape[0] * case.shape[1],), 0.01)
+        opcheck(QFUSE.scatter2scatter.default, arguments(case, scale))
 
 
 def test_opcheck_grouped_gram() -> None:

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from inductor_q import ops
 from inductor_q.experts.modules import expert_layers
-from inductor_q.kernels.expert_calls import ARGUMENTS
+from inductor_q.kernels.expert_calls import ARGUMENTS, IN_FP8
 from inductor_q.passes.emit_eight_bits import ROW_AMAX
 from inductor_q.passes.experts_in_fp8 import DENSE_EXPERTS
 from inductor_q.passes.fold_lora import STRICT
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
+from inductor_q.passes.quantize_products import WRITTEN
 from inductor_q.passes.stack_products import BATCHED, STACKED
 from inductor_q.passes.stack_products import EXPERTS as GROUPED
 from tests.support.compiling import Compiled, compile_step, no_codegen, partition
@@ -59,13 +60,22 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compiled(layer: Layer, **options: Any) -> Compiled:
+    """Compile one step with options, of which `dynamic` is torch.compile's."""
+    dynamic = options.pop("dynamic", None)
     x, ids, gates = inputs()
     given = {
         "qfuse.compute": "fp8",
         "qfuse.thresholds": ANY_EXPERT,
     }
     return compile_step(
-        layer, x, ids, gates, module=layer, options={**given, **options}, context=no_codegen()
+        layer,
+        x,
+        ids,
+        gates,
+        module=layer,
+        options={**given, **options},
+        context=no_codegen(),
+        dynamic=dynamic,
     )
 
 
@@ -94,6 +104,40 @@ def test_backward_reads_the_scales_of_forward() -> None:
     assert counts == [2, 0]
 
 
+def test_dynamic_shapes() -> None:
+    layer = Layer("grouped_mm", packed=True)
+    outcome = compiled(layer, dynamic=True)
+    assert outcome.report.in_eight_bits() == (6, 6)
+
+
+def test_the_report_says_who_multiplies() -> None:
+    outcome = compiled(Layer("grouped_mm", packed=True))
+    served = {(s.op, s.provider) for s in outcome.report.sites if s.op == IN_FP8}
+    assert served == {(IN_FP8, "reference")}
+
+
+def test_a_provider_that_is_asked_for_multiplies_in_16_bits() -> None:
+    options = {"qfuse.kernels": {"scatter2scatter": "dequantize"}}
+    outcome = compiled(Layer("grouped_mm", packed=True), **options)
+    reason = "qfuse.kernels has 'dequantize' for scatter2scatter, which multiplies in 16 bits"
+    assert outcome.reasons["quantize_products"] == {reason: 4}
+
+
+class Writes(Layer):
+    """It scales the absmax of its first stack in forward, behind the products."""
+
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        result = super().forward(x, ids, gates)
+        stack = self.experts.parametrizations.gate_up_proj[0]
+        stack.quant_state.absmax.add_(0)
+        return result
+
+
+def test_scales_that_forward_writes_to() -> None:
+    outcome = compiled(Writes("grouped_mm", packed=True))
+    assert WRITTEN in outcome.reasons["quantize_products"]
+
+
 def test_few_rows_of_an_expert_stay_in_16_bits() -> None:
     outcome = compiled(Layer("grouped_mm", packed=True), **{"qfuse.thresholds": ANY_PRODUCT})
     assert outcome.report.in_eight_bits() == (2, 6)
@@ -102,13 +146,14 @@ def test_few_rows_of_an_expert_stay_in_16_bits() -> None:
     assert all("quantize_products.min_expert_elements=4194304" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("compute", ["fp8", "int8"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "16 bits"])
+@pytest.mark.parametrize(
+    ("packed", "compute"),
+    [(True, "int8"), (False, "int8"), (False, "fp8")],
+    ids=["packed int8", "16 bits int8", "16 bits fp8"],
+)
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_the_others_are_refused(implementation: str, packed: bool, compute: str) -> None:
     """Each of both products, forward and for the gradient of its input; what is beside is not."""
-    if packed and compute == "fp8":
-        pytest.skip("these are not")
     outcome = compiled(Layer(implementation, packed=packed), **{"qfuse.compute": compute})
     is_ours = packed or implementation == "batched_mm"
     reason = IN_INT8 if is_ours and compute == "int8" else DENSE_EXPERTS if is_ours else GROUPED

@@ -60,9 +60,15 @@ def _flag_layers(model: Any) -> None:
 
 
 def train(
-    make: Callable[[], Any], *, compiled: bool, codegen: bool = False, **settings: Any
+    make: Callable[[], Any],
+    *,
+    compiled: bool,
+    codegen: bool = False,
+    resume: str | None = None,
+    **settings: Any,
 ) -> Run:
-    """Train with the trainer that `make` returns; `settings` are those of `compile_trainer`."""
+    """Train with the trainer that `make` returns, from its start or from the checkpoint `resume`;
+    `settings` are those of `compile_trainer`."""
     import transformers
 
     from inductor_q.integrations import compile_trainer  # which names the backend to accelerate
@@ -75,7 +81,7 @@ def train(
         compile_trainer(trainer, **settings)
     without = contextlib.nullcontext() if codegen else no_codegen()
     with testing.CompileTrace() as trace, without:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     return Run(trainer.state.log_history, trace.graphs, trace.breaks, trace.recompiles)
 
 
