@@ -19,6 +19,10 @@ once, before the first. A window that is no shorter than the sequence hides noth
 lengths of other batches could pass it, one guard keeps them from this graph; where this one's does,
 FlexAttention serves every length.
 
+Short sequences keep their mask, which costs them little. Where lengths vary, the batch at hand may
+be a short one: a second graph for longer ones takes longer to compile than many short batches gain
+by their mask, so the mask goes from an eighth of that length on.
+
 Attention that a model writes out, for a softcap or for sinks, becomes FlexAttention under each of
 these masks. Rows that see no key give zero; in eager they give that with sinks, and a mean of all
 values without. It stays under strict numerics.
@@ -49,6 +53,8 @@ QFUSE = torch.ops.qfuse
 
 #: What torch._inductor.kernel.flex.flex_attention asks for.
 LEAST_FEATURES = 16
+#: Where lengths vary, others may be so many times as long as the one at hand.
+SPREAD = 8
 
 
 class CausalAttention:
@@ -263,9 +269,10 @@ def _kept(mask: _Mask, context: Context) -> str:
         return "strict numerics keep what rows of padding see"
     least = context.threshold("causal_attention.min_positions")
     count = hint(mask.length)
-    if count >= least:
+    varies = not isinstance(mask.length, int) and not _is_bounded(mask.length)
+    if count * (SPREAD if varies else 1) >= least:
         return ""
-    if not isinstance(mask.length, int) and not _is_bounded(mask.length):
+    if varies:
         below = bool(mask.length < least)  # a guard: longer batches get a graph without the mask
         assert below, f"{mask.length=} {least=}"
     return f"{count} positions, fewer than causal_attention.min_positions={least}: the mask is kept"

@@ -32,6 +32,7 @@ from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import base_model, compiled_regions
 from inductor_q.integrations.states import States
 from inductor_q.presets import PRESETS, Entry, tuned
+from tests.support.compiling import no_codegen
 from tests.support.processes import environment
 from tests.support.trainers import COMMON, model, rows, train
 
@@ -72,6 +73,30 @@ def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> N
     for key in ("loss", "eval_loss"):
         assert len(compiled.logged(key)) == len(eager.logged(key)) > 1
         assert compiled.logged(key) == pytest.approx(eager.logged(key), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_loop_of_accelerate(tmp_path: Path) -> None:
+    """As training.md has it: the first length has a graph, the others a second one."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    net = testing.qlora_model(
+        testing.tiny_qwen3_config(), adapter_dtype=torch.float32, prepare=True
+    )
+    ids = [torch.arange(n) % 200 for n in (12, 12, 20, 20, 33, 33)]
+    made = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    model, optimizer, loader = accelerator.prepare(net, optimizer, made)
+    inductor_q.compile(accelerator.unwrap_model(model))
+    with testing.CompileTrace() as trace, no_codegen():
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (trace.graphs, trace.breaks) == (2, [])
+    assert inductor_q.report(net).fused == 14
 
 
 @pytest.mark.slow
