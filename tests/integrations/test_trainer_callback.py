@@ -85,7 +85,8 @@ def test_a_loop_of_accelerate(tmp_path: Path) -> None:
         testing.tiny_qwen3_config(), adapter_dtype=torch.float32, prepare=True
     )
     ids = [torch.arange(n) % 200 for n in (12, 12, 20, 20, 33, 33)]
-    made = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
+    data: Any = [{"input_ids": row, "labels": row} for row in ids]
+    made: Any = DataLoader(data, batch_size=2)
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
     model, optimizer, loader = accelerator.prepare(net, optimizer, made)
