@@ -22,6 +22,8 @@ ALLOWED = {
     "inductor_q/integrations/checkpointing.py": "knows a layer whose forward writes to itself",
     "inductor_q/integrations/cpu_packing.py": "undoes what that library does to a module",
     "inductor_q/integrations/dora.py": "decodes a module's weight as that library's layer does",
+    "inductor_q/experts/packing.py": "a text that says what a library does not pack",
+    "inductor_q/loading/files.py": "the way out of a method, by config.json",
     "inductor_q/loading/readers/__init__.py": "methods that need no reader, by config.json",
     "inductor_q/asked.py": "what users say to ask for a library's formats",
     "inductor_q/marks.py": "marks that libraries' users look for",
