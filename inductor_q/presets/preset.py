@@ -95,8 +95,8 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         # Elements of an expert's input from which packed experts are computed in FP8, if asked for.
         "quantize_products.min_expert_elements": Entry(
             value=1 << 22,
-            evidence="one H100: forward of NF4 experts took 0.49 to 0.94 of the time in 16 bits "
-            "with so many elements for each or more, and 0.82 to 1.26 with fewer, in "
+            evidence="a start value, of one H100: forward of NF4 experts took 0.49 to 0.94 of the "
+            "time in 16 bits with so many elements for each or more, and 0.82 to 1.26 with fewer, in "
             "the first projection of four models (torch 2.11.0+cu130, 2026-11-27, "
             "benchmarks/results/moe_fp8-h100.json)",
         ),
