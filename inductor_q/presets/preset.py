@@ -96,8 +96,8 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         "quantize_products.min_expert_elements": Entry(
             value=1 << 22,
             evidence="a start value, of one H100: forward of NF4 experts took 0.49 to 0.94 of the "
-            "time in 16 bits with so many elements for each or more, and 0.82 to 1.26 with fewer, in "
-            "the first projection of four models (torch 2.11.0+cu130, 2026-11-27, "
+            "time in 16 bits with so many elements for each or more, and 0.82 to 1.26 with fewer, "
+            "in the first projection of four models (torch 2.11.0+cu130, 2026-11-27, "
             "benchmarks/results/moe_fp8-h100.json)",
         ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.

