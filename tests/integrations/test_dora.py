@@ -15,7 +15,8 @@ from inductor_q import testing
 from inductor_q.backend import qfuse
 from inductor_q.integrations import prepare_dora
 from inductor_q.integrations.dora import row_norms
-from tests.support.compiling import SMALL, compile_step, count_ops, no_codegen, partition, step
+from tests.support.compiling import SMALL, compile_step, no_codegen, step
+from tests.support.dora import assert_one_graph
 
 for extra in ("bitsandbytes", "transformers"):
     pytest.importorskip(extra)
@@ -73,19 +74,8 @@ def test_eager_values_and_gradients(bias: bool, adapter: torch.dtype) -> None:
 
 
 def test_one_graph_that_decodes_the_weight_once() -> None:
-    model, x = layer(), rows()
-    theirs, their_grads = step(model, x, module=model)
-    prepare_dora(model)
-    with testing.CompileTrace() as trace:
-        compiled = compile_step(model, x, context=no_codegen(), fullgraph=True)
-    assert (trace.graphs, trace.breaks) == (1, [])
-    assert testing.relative_error(compiled.output, theirs) < 0.02
-    for name, gradient in their_grads.items():
-        assert testing.relative_error(compiled.gradients[name], gradient) < 0.02, name
-    assert [v.is_accepted for v in compiled.report.verdicts().values()] == [True]
+    compiled, graphs = assert_one_graph(layer(), rows())
     assert not compiled.reasons.get("fold_lora")
-    graphs = partition(lambda run: run(x).sum().backward(), model)
-    assert [count_ops(graph)["qfuse.dequantize"] for graph in graphs] == [1, 1]
     largest = [
         node
         for node in graphs[0].nodes

@@ -18,7 +18,8 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.integrations import prepare_dora
 from inductor_q.loading import decodes
-from tests.support.compiling import compile_step, count_ops, no_codegen, partition, step
+from tests.support.compiling import step
+from tests.support.dora import assert_one_graph
 from tests.support.merged import merged_by_hand
 from tests.support.processes import environment
 
@@ -127,25 +128,14 @@ def test_eager_steps(library: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_one_graph_that_decodes_the_weight_once(library: str) -> None:
     prepare_dora(layer := LIBRARIES[library]())
-    model, x = adapted(layer), rows()
-    theirs, their_grads = step(model, x, module=model)
-    prepare_dora(model)
-    with testing.CompileTrace() as trace:
-        compiled = compile_step(model, x, context=no_codegen(), fullgraph=True)
-    assert (trace.graphs, trace.breaks) == (1, [])
-    assert testing.relative_error(compiled.output, theirs) < 0.02
-    for name, gradient in their_grads.items():
-        assert testing.relative_error(compiled.gradients[name], gradient) < 0.02, name
-    assert [v.is_accepted for v in compiled.report.verdicts().values()] == [True]
-    graphs = partition(lambda run: run(x).sum().backward(), model)
-    assert [count_ops(graph)["qfuse.dequantize"] for graph in graphs] == [1, 1]
+    assert_one_graph(adapted(layer), rows())
 
 
 def test_norms_of_tiles() -> None:
     """torchao multiplies with these on a GPU alone, and has no function that decodes them."""
     weight, exact = int4_tiles(N, K, 32)
     layer = holding(weight)
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError):  # PEFT's way to the norms
         adapted(layer)
     prepare_dora(layer)
     model = adapted(layer)
