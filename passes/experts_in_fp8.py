@@ -17,10 +17,8 @@ from inductor_q import comparison
 from inductor_q.capture.example import example
 from inductor_q.context import Context
 from inductor_q.kernels.calls import DENSE
-from inductor_q.kernels.dispatch import served_by
+from inductor_q.kernels.dispatch import served_by, stands_against
 from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter, unchecked
-from inductor_q.kernels.provider import REFERENCE
-from inductor_q.kernels.scatter2scatter_fp8 import KERNEL
 from inductor_q.ops.eight_bits import unable
 from inductor_q.passes.emit_eight_bits import emit_scale_of_stack
 
@@ -51,9 +49,7 @@ def refused(node: fx.Node, context: Context) -> str:
     least, each = context.threshold(LEAST), call.rows // call.num_experts * call.in_features
     if each < least:
         return f"an expert's input has {each} elements, fewer than {LEAST}={least} of the preset"
-    if call.device.type != "cpu" and served_by(call.op, call) == REFERENCE:
-        return KERNEL.missing() or KERNEL.refuses(call)
-    return ""
+    return stands_against(call.op, call)
 
 
 def in_fp8(call: Scatter2Scatter) -> Scatter2Scatter:

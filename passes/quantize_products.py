@@ -107,13 +107,6 @@ class _Summed:
     others: frozenset[fx.Node]
 
 
-@dataclass(frozen=True)
-class _Experts:
-    """A product with packed experts, `qfuse::scatter2scatter`."""
-
-    node: fx.Node
-
-
 class QuantizeProducts:
     name: ClassVar[str] = "quantize_products"
     stage: ClassVar[str] = "joint"
@@ -134,7 +127,7 @@ class QuantizeProducts:
                 yield Site(found.node, reason, stack, by_choice=True, plain=found.plain)
                 continue
             provider = experts_in_fp8.provider(found.node)
-            yield Site(found.node, "", stack, _Experts(found.node), provider=provider, op=IN_FP8)
+            yield Site(found.node, "", stack, provider=provider, op=IN_FP8)
         shared: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         summed: dict[tuple[Any, ...], list[Product]] = defaultdict(list)
         products = [*_packed_products(graph), *frozen_products(graph, context)]
@@ -177,8 +170,8 @@ class QuantizeProducts:
         plan, dtype = site.plan, rounding.DTYPES[context.resolved.compute]
         if isinstance(plan, _Summed):
             _emit_sum(graph, plan, dtype)
-        elif isinstance(plan, _Experts):
-            experts_in_fp8.emit(graph, plan.node)
+        elif site.op == IN_FP8:
+            experts_in_fp8.emit(graph, site.node)
         elif isinstance(plan, _Shared):
             _emit_shared(graph, plan, dtype, context)
 

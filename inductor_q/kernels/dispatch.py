@@ -99,6 +99,11 @@ _PLANS: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
 forget = _PLANS.clear
 
 
+def stands_against(op: str, call: Call) -> str:
+    """Return why a call is not for the provider that the device prefers; empty where it is."""
+    return against(on_device(PROVIDERS[op], call.device.type)[0], call)
+
+
 def served_by(op: str, call: Call, wanted: str = "auto") -> str:
     """Return the name of the provider that `serve` would run, without logging.
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inductor_q.kernels.expert_calls import Scatter2Scatter
-from inductor_q.kernels.expert_rows_triton import most_parts, source_slots
+from inductor_q.kernels.expert_rows_triton import most_parts, rows_of, source_slots
 from inductor_q.kernels.rounding import LARGEST, LEAST
 
 E4M3 = torch.float8_e4m3fn
@@ -101,12 +101,7 @@ def cast(
         expert = tl.load(tiles + tile * 4).to(tl.int64)
         rows = tl.load(tiles + tile * 4 + 2)
         if first < rows:
-            local = first + tl.arange(0, ROWS)
-            inside = local < rows
-            row = tl.load(tiles + tile * 4 + 1) + local
-            at = row
-            if TOP_K:
-                at = tl.load(order + row, mask=inside, other=0) // TOP_K
+            row, at, inside = rows_of(tiles, tile, first, rows, order, ROWS, TOP_K)
             column = tl.arange(0, WIDTH)
             x_at = x + at[:, None].to(tl.int64) * x_row + column[None, :]
             factor_at = factor + expert * features + column
@@ -155,9 +150,8 @@ def add_product(
         expert = tl.load(tiles + tile * 4).to(tl.int64)
         rows = tl.load(tiles + tile * 4 + 2)
         if first < rows:
-            local = first + tl.arange(0, ROWS)
-            inside = local < rows
-            row = (tl.load(tiles + tile * 4 + 1) + local).to(tl.int64)
+            row, _, inside = rows_of(tiles, tile, first, rows, tiles, ROWS, 0)
+            row = row.to(tl.int64)
             column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
             r = tl.arange(0, RANK)
             mask = inside[:, None] & (r < padded)[None, :]

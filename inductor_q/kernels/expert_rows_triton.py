@@ -187,6 +187,19 @@ def project_rows(
 
 
 @triton.jit
+def rows_of(tiles, tile, first, rows, order, ROWS: tl.constexpr, TOP_K: tl.constexpr):
+    """Return grouped rows of a part of `tiles`, ROWS from `first` on, the rows of the input that
+    they are (their own where TOP_K is 0), and which of them the part has."""
+    local = first + tl.arange(0, ROWS)
+    inside = local < rows
+    row = tl.load(tiles + tile * 4 + 1) + local
+    at = row
+    if TOP_K:
+        at = tl.load(order + row, mask=inside, other=0) // TOP_K
+    return row, at, inside
+
+
+@triton.jit
 def project(
     x,
     a,
@@ -218,12 +231,7 @@ def project(
         expert = tl.load(tiles + tile * 4).to(tl.int64)
         rows = tl.load(tiles + tile * 4 + 2)
         if first < rows:
-            local = first + tl.arange(0, ROWS)
-            inside = local < rows
-            row = tl.load(tiles + tile * 4 + 1) + local
-            at = row
-            if TOP_K:
-                at = tl.load(order + row, mask=inside, other=0) // TOP_K
+            row, at, inside = rows_of(tiles, tile, first, rows, order, ROWS, TOP_K)
             r = tl.arange(0, RANK)
             k = tl.arange(0, DEPTH)
             x_at = x + at[:, None].to(tl.int64) * x_row + k[None, :]
