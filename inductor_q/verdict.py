@@ -33,6 +33,7 @@ CAPTURED_PASSES = frozenset({"causal_attention", "group_queries", "chunk_loss"})
 
 # Passes whose sites say nothing about a layer's product.
 _OTHER_PASSES = CAPTURED_PASSES | {
+    "varying_lengths",
     "rotary_tables",
     "recompute_products",
     "keep_checkpointed",

@@ -41,6 +41,7 @@ from inductor_q.passes.runner import Pass, Site
 from inductor_q.passes.stack_adapters import StackAdapters
 from inductor_q.passes.stack_gradients import StackGradients
 from inductor_q.passes.unwrap_weights import UnwrapWeights
+from inductor_q.passes.varying_lengths import VaryingLengths
 from inductor_q.passes.widen_products import WidenProducts
 
 PIPELINE: tuple[Pass, ...] = (
@@ -58,6 +59,7 @@ PIPELINE: tuple[Pass, ...] = (
     QuantizeProducts(),  # products with frozen weights in eight bits, where asked for
     ExtendK(),  # the adapter rides in the main product
     StackGradients(),  # gradients of A that share an input: one product
+    VaryingLengths(),  # attention of varying lengths: no kernel that plans for each of them
     RotaryTables(),  # cosines and sines of positions: once, not for every head
     RecomputeProducts(),  # wide products of a checkpointed segment that torch 2.11 would keep
     KeepCheckpointed(),  # small parts of checkpointed segments are saved, not recomputed

@@ -1,0 +1,201 @@
+"""varying_lengths: where lengths vary, attention is not cuDNN's, which plans for each of them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+import inductor_q
+from inductor_q.passes.varying_lengths import (
+    CUDNN,
+    CUDNN_BACKWARD,
+    EFFICIENT,
+    EFFICIENT_BACKWARD,
+    FLASH,
+    FLASH_BACKWARD,
+    VaryingLengths,
+)
+
+HEADS, FEATURES = 4, 64
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **given: Any) -> list[Tensor]:
+    """Run forward and backward of a call of cuDNN's, as AOTAutograd writes them."""
+    dropout, causal = given.get("dropout", 0.0), given.get("causal", True)
+    out = CUDNN(q, k, v, bias, True, dropout, causal, False, scale=0.3)
+    none = torch.ops.aten.empty.memory_format([0], dtype=q.dtype, device=q.device)
+    read = (out[0], out[1], out[6], out[7], none if bias is None else bias, *out[2:6])
+    gradients = CUDNN_BACKWARD(q.cos(), q, k, v, *read, dropout, causal, scale=0.3)
+    sums = [out[1]] if given.get("sums") else []
+    return [out[0].sin(), *gradients, *sums]
+
+
+class Traced:
+    """`step` as it is traced on a GPU, which is a pretended one; and what the pass finds in it."""
+
+    def __init__(
+        self,
+        *,
+        varies: bool = True,
+        groups: int = HEADS,
+        features: int = FEATURES,
+        more: int = 0,
+        biased: bool = False,
+        **given: Any,
+    ) -> None:
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+        length: Any = 300
+        if varies:
+            length = self.mode.from_tensor(torch.empty(300, device="meta"), static_shapes=False)
+            length = length.shape[0]
+        with self.mode, torch.no_grad():
+
+            def empty(*sizes: Any) -> Tensor:
+                return torch.empty(*sizes, dtype=torch.bfloat16, device="cuda")
+
+            query = empty(2, HEADS, length, FEATURES if features == FEATURES else features)
+            key, value = (empty(2, groups, length + more, features) for _ in range(2))
+            bias = empty(2, 1, length, length + more) if biased else None
+            inputs = [query, key, value, *([bias] if biased else [])]
+
+            def run(inputs: list[Tensor]) -> list[Tensor]:
+                query, key, value, *biases = inputs
+                return step(query, key, value, biases[0] if biased else None, **given)
+
+            self.graph = make_fx(run, tracing_mode="symbolic")(inputs).graph
+        context: Any = None  # which this pass does not ask
+        self.sites = list(VaryingLengths().match(self.graph, context))
+
+    def apply(self) -> None:
+        context: Any = None
+        with V.set_fake_mode(self.mode):
+            for site in self.sites:
+                VaryingLengths().apply(self.graph, site, context)
+        self.graph.lint()
+
+    def calls(self, target: Any) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.target is target]
+
+
+def test_without_a_mask_it_is_flash_attention() -> None:
+    traced = Traced(groups=2)
+    (site,) = traced.sites
+    assert (site.rejected, site.provider) == ("", "FlashAttention")
+    traced.apply()
+    assert not traced.calls(CUDNN)
+    assert not traced.calls(CUDNN_BACKWARD)
+    (forward,), (backward,) = traced.calls(FLASH), traced.calls(FLASH_BACKWARD)
+    query, key, value = forward.all_input_nodes
+    assert forward.args[3:] == (0.0, True)
+    results = {item.args[1]: item for item in forward.users}
+    read = [results[place] for place in (0, 1, 2, 3, 4, 5)]
+    given = (query, key, value, *read, 0.0, True, results[6], results[7])
+    assert backward.args[1:] == given
+    assert forward.kwargs == backward.kwargs == {"scale": 0.3}
+    assert [item.args[1] for item in returned(traced)] == [0, 1, 2]
+
+
+def test_under_a_mask_it_is_the_memory_efficient_kernel() -> None:
+    traced = Traced(biased=True, causal=False, more=5)
+    assert [site.provider for site in traced.sites] == ["memory-efficient attention"]
+    traced.apply()
+    assert not traced.calls(CUDNN)
+    assert not traced.calls(CUDNN_BACKWARD)
+    (forward,), (backward,) = traced.calls(EFFICIENT), traced.calls(EFFICIENT_BACKWARD)
+    query, key, value, bias = forward.all_input_nodes
+    assert forward.args[4:] == (True, 0.0, False)
+    assert bias.meta["val"].shape == (*query.meta["val"].shape[:3], key.meta["val"].shape[2])
+    assert bias.meta["val"].stride(1) == 0  # shown to each head, not copied for it
+    results = {item.args[1]: item for item in forward.users}
+    read = [results[place] for place in (0, 1, 2, 3)]
+    wanted = [True, True, True, False]
+    given = (query, key, value, bias, *read, 0.0, wanted, False)
+    assert backward.args[1:] == given
+    assert [item.args[1] for item in returned(traced)] == [0, 1, 2]
+
+
+def returned(traced: Traced) -> list[fx.Node]:
+    """Return the gradients among the graph's results."""
+    (output,) = traced.graph.find_nodes(op="output")
+    return [node for node in output.all_input_nodes if node.target is operator.getitem]
+
+
+def test_a_fixed_length_stays_with_cudnn() -> None:
+    assert not Traced(varies=False).sites
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dropout": 0.1}, "attention drops scores out"),
+        ({"features": 320}, "up to 256 features"),
+        ({"more": 5}, "queries and keys differ in length"),
+        ({"groups": 2, "biased": True, "causal": False}, "grouped keys under a mask"),
+        ({"sums": True}, "the graph reads more of it than its output"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_stays_with_cudnn_says_why(given: dict[str, Any], reason: str) -> None:
+    traced = Traced(**given)
+    (site,) = traced.sites
+    assert reason in site.rejected
+    assert site.by_choice
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return attend(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_results_and_gradients_on_a_gpu(masked: bool, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    planned: Any = {"qfuse.memory": "40GB"}  # without a packed weight or a plan no pass runs
+    compiled = torch.compile(attended, backend=inductor_q.qfuse, fullgraph=True, options=planned)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for length in (300, 17, 129):
+        groups = HEADS if masked else 2
+        shapes = [(2, heads, length, FEATURES) for heads in (HEADS, groups, groups)]
+        inputs = [torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes]
+        mask = torch.rand(2, 1, length, length, device="cuda", generator=generator) > 0.3
+        mask = mask | torch.eye(length, dtype=torch.bool, device="cuda")
+        errors = []
+        exact = gradients(attended, [x.double() for x in inputs], mask if masked else None, False)
+        for run, varies in ((attended, False), (compiled, True)):
+            found = gradients(run, inputs, mask if masked else None, varies)
+            errors.append([rms(a.double() - b) for a, b in zip(found, exact, strict=True)])
+        for own, of_eager in zip(errors[1], errors[0], strict=True):
+            assert own <= 1.25 * of_eager
+    report = inductor_q.last_report()
+    assert report is not None
+    sites = [site for site in report.sites if site.pass_name == "varying_lengths"]
+    if torch.cuda.get_device_capability() >= (9, 0):
+        kernel = "memory-efficient attention" if masked else "FlashAttention"
+        assert {site.provider for site in sites} == {kernel}
+
+
+def gradients(run: Any, inputs: list[Tensor], mask: Tensor | None, varies: bool) -> list[Tensor]:
+    given = [x.clone().requires_grad_() for x in inputs]
+    for x in (*given, *([] if mask is None else [mask])):
+        if varies:
+            torch._dynamo.mark_dynamic(x, 2)
+    if varies and mask is not None:
+        torch._dynamo.mark_dynamic(mask, 3)
+    out = run(*given, mask)
+    weight = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=torch.float64).view_as(out)
+    (out.double() * weight).sum().backward()
+    return [out.detach(), *(x.grad for x in given if x.grad is not None)]
+
+
+def rms(x: Tensor) -> float:
+    return float(x.pow(2).mean().sqrt())
