@@ -37,6 +37,8 @@ EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.defau
 #: output, the logarithms of sums of exponentials, two of lengths that are not ours, and the seeds.
 _OF_FLASH = {place: place for place in range(9)}
 _OF_EFFICIENT = {0: 0, 1: 1, 6: 2, 7: 3}
+#: Those of cuDNN's that are lengths -> which operand's; the program's own sizes may be read there.
+_LENGTHS = {4: 0, 5: 1}
 #: FlashAttention reads features in groups of so many.
 _FEATURES = 8
 
@@ -115,6 +117,10 @@ class VaryingLengths:
             for item in items:
                 if place == 0:
                     replace(item, made[0])
+                elif item.users:
+                    with graph.inserting_before(node):
+                        size = (node.args[_LENGTHS[place]], -2)
+                        replace(item, emit(graph, aten.sym_size.int, size, node))
                 graph.erase_node(item)
         graph.erase_node(node)  # which is random for FX, so it would stay
 
@@ -137,11 +143,12 @@ def _refused(node: fx.Node, bias: fx.Node | None) -> str:
 
 
 def _read_elsewhere(results: dict[Any, list[fx.Node]], backward: list[fx.Node]) -> str:
-    """Return that something but backward reads what only cuDNN's backward knows; else nothing."""
-    others = [item for place, items in results.items() if place for item in items]
+    """Return that something but backward reads what cuDNN's backward is for; else nothing."""
+    known = {0, *_LENGTHS}
+    others = [item for place, items in results.items() if place not in known for item in items]
     if all(user in backward for item in others for user in item.users):
         return ""
-    return "the graph reads more of it than its output"
+    return "the graph reads more of it than its output and lengths"
 
 
 def _spread(graph: fx.Graph, bias: fx.Node, node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import inductor_q
+from inductor_q.backend import qfuse
 from inductor_q.passes.varying_lengths import (
     CUDNN,
     CUDNN_BACKWARD,
@@ -26,6 +27,7 @@ from inductor_q.passes.varying_lengths import (
 )
 
 HEADS, FEATURES = 4, 64
+SIZE = torch.ops.aten.sym_size.int
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **given: Any) -> list[Tensor]:
@@ -36,6 +38,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **given: Any) -> 
     read = (out[0], out[1], out[6], out[7], none if bias is None else bias, *out[2:6])
     gradients = CUDNN_BACKWARD(q.cos(), q, k, v, *read, dropout, causal, scale=0.3)
     sums = [out[1]] if given.get("sums") else []
+    if given.get("lengths"):
+        sums = [q.new_zeros(out[4]), q.new_zeros(out[5])]
     return [out[0].sin(), *gradients, *sums]
 
 
@@ -123,6 +127,15 @@ def test_under_a_mask_it_is_the_memory_efficient_kernel() -> None:
     assert [item.args[1] for item in returned(traced)] == [0, 1, 2]
 
 
+def test_the_lengths_that_it_returns_are_read_from_its_operands() -> None:
+    traced = Traced(lengths=True)
+    read = [node for node in traced.graph.nodes if node.target is torch.ops.aten.new_zeros.default]
+    assert {node.args[1][0].target for node in read} == {operator.getitem}
+    traced.apply()
+    assert not traced.calls(CUDNN)
+    assert {node.args[1][0].target for node in read} == {SIZE}
+
+
 def returned(traced: Traced) -> list[fx.Node]:
     """Return the gradients among the graph's results."""
     (output,) = traced.graph.find_nodes(op="output")
@@ -140,7 +153,7 @@ def test_a_fixed_length_stays_with_cudnn() -> None:
         ({"features": 320}, "up to 256 features"),
         ({"more": 5}, "queries and keys differ in length"),
         ({"groups": 2, "biased": True, "causal": False}, "grouped keys under a mask"),
-        ({"sums": True}, "the graph reads more of it than its output"),
+        ({"sums": True}, "more of it than its output and lengths"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -161,7 +174,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def test_results_and_gradients_on_a_gpu(masked: bool, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     planned: Any = {"qfuse.memory": "40GB"}  # without a packed weight or a plan no pass runs
-    compiled = torch.compile(attended, backend=inductor_q.qfuse, fullgraph=True, options=planned)
+    compiled = torch.compile(attended, backend=qfuse, fullgraph=True, options=planned)
     generator = torch.Generator("cuda").manual_seed(0)
     for length in (300, 17, 129):
         groups = HEADS if masked else 2
