@@ -39,6 +39,8 @@ _OF_FLASH = {place: place for place in range(9)}
 _OF_EFFICIENT = {0: 0, 1: 1, 6: 2, 7: 3}
 #: Those of cuDNN's that are lengths -> which operand's; the program's own sizes may be read there.
 _LENGTHS = {4: 0, 5: 1}
+#: What autograd makes of a result that it keeps.
+_SHOWN = frozenset({aten.alias.default, aten.detach.default})
 #: FlashAttention reads features in groups of so many.
 _FEATURES = 8
 
@@ -65,12 +67,8 @@ class VaryingLengths:
             results: dict[Any, list[fx.Node]] = {}
             for item in node.users:
                 results.setdefault(item.args[1], []).append(item)
-            backward = [
-                user
-                for item in results.get(0, ())
-                for user in item.users
-                if user.target is CUDNN_BACKWARD and user.args[4] is item
-            ]
+            readers = [user for item in results.get(0, ()) for user in _readers(item)]
+            backward = [user for user in readers if user.target is CUDNN_BACKWARD]
             if reason := _refused(node, bias) or _read_elsewhere(results, backward):
                 yield Site(node, rejected=reason, by_choice=True)
                 continue
@@ -125,6 +123,15 @@ class VaryingLengths:
         graph.erase_node(node)  # which is random for FX, so it would stay
 
 
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what reads a result, itself or as autograd shows it to backward."""
+    for user in node.users:
+        if user.target in _SHOWN:
+            yield from _readers(user)
+        else:
+            yield user
+
+
 def _refused(node: fx.Node, bias: fx.Node | None) -> str:
     """Return why no other kernel takes a call of cuDNN's; empty if one does."""
     query, key, value = (tensor(x) for x in node.args[:3])
@@ -146,7 +153,7 @@ def _read_elsewhere(results: dict[Any, list[fx.Node]], backward: list[fx.Node]) 
     """Return that something but backward reads what cuDNN's backward is for; else nothing."""
     known = {0, *_LENGTHS}
     others = [item for place, items in results.items() if place not in known for item in items]
-    if all(user in backward for item in others for user in item.users):
+    if all(user in backward for item in others for user in _readers(item)):
         return ""
     return "the graph reads more of it than its output and lengths"
 
