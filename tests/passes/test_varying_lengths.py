@@ -27,7 +27,7 @@ from inductor_q.passes.varying_lengths import (
 )
 
 HEADS, FEATURES = 4, 64
-SIZE = torch.ops.aten.sym_size.int
+SIZE, ZEROS = torch.ops.aten.sym_size.int, torch.ops.aten.zeros.default
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **given: Any) -> list[Tensor]:
@@ -75,6 +75,9 @@ class Traced:
                 return step(query, key, value, biases[0] if biased else None, **given)
 
             self.graph = make_fx(run, tracing_mode="symbolic")(inputs).graph
+        self.match()
+
+    def match(self) -> None:
         context: Any = None  # which this pass does not ask
         self.sites = list(VaryingLengths().match(self.graph, context))
 
@@ -126,6 +129,18 @@ def test_under_a_mask_it_is_the_memory_efficient_kernel() -> None:
     assert [item.args[1] for item in returned(traced)] == [0, 1, 2]
 
 
+def test_lengths_that_the_graph_reads_of_its_results_are_read_of_its_operands() -> None:
+    traced = Traced()
+    (forward,) = traced.calls(CUDNN)
+    (length,) = (item for item in forward.users if item.args[1] == 4)
+    with traced.graph.inserting_after(length):
+        reader = traced.graph.call_function(ZEROS, ([length],))
+    traced.match()
+    traced.apply()
+    (read,) = (node for node in reader.all_input_nodes if node.target is SIZE)
+    assert read.args == (traced.calls(FLASH)[0].args[0], -2)
+
+
 def returned(traced: Traced) -> list[fx.Node]:
     """Return the gradients among the graph's results."""
     (output,) = traced.graph.find_nodes(op="output")
@@ -158,7 +173,8 @@ def attended(qkv: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = qkv.split([HEADS, HEADS // 2, HEADS // 2], dim=1)
     if mask is None:
         return attend(q, k, v, is_causal=True, enable_gqa=True)
-    return attend(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)), mask[:, None])
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    return attend(q, k, v, mask[:, None])
 
 
 @pytest.mark.gpu
