@@ -39,7 +39,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from inductor_q.capture.example import hint
+from inductor_q.capture.example import hint, likely
 from inductor_q.context import Context
 from inductor_q.passes.causal_mask import MADE_OUTSIDE, Unproven, read
 from inductor_q.passes.dynamo_graph import CHECKPOINT, same_size, written_to
@@ -53,8 +53,6 @@ QFUSE = torch.ops.qfuse
 
 #: What torch._inductor.kernel.flex.flex_attention asks for.
 LEAST_FEATURES = 16
-#: Where lengths vary, others may be so many times as long as the one at hand.
-SPREAD = 8
 
 
 class CausalAttention:
@@ -270,7 +268,7 @@ def _kept(mask: _Mask, context: Context) -> str:
     least = context.threshold("causal_attention.min_positions")
     count = hint(mask.length)
     varies = not isinstance(mask.length, int) and not _is_bounded(mask.length)
-    if count * (SPREAD if varies else 1) >= least:
+    if (likely(mask.length) if varies else count) >= least:
         return ""
     if varies:
         below = bool(mask.length < least)  # a guard: longer batches get a graph without the mask

@@ -56,10 +56,10 @@ from inductor_q.passes.graph import (
     computed_from,
     emit,
     is_tensor,
+    likely_rows,
     peel_rows,
     peel_transposes,
     positions,
-    rows,
     same_shape,
     tensor,
     widens,
@@ -304,7 +304,7 @@ def _are_widened(layer: set[torch.dtype], whole: torch.dtype) -> bool:
 def _unwanted(found: _Sum, context: Context) -> str:
     if context.numerics == "strict":
         return STRICT
-    least, count = context.threshold("extend_k.min_rows"), rows(found.node)
+    least, count = context.threshold("extend_k.min_rows"), likely_rows(found.node)
     if count < least:
         return f"{count} rows, fewer than extend_k.min_rows={least} of the preset"
     return FACTOR if any(low.scaled for low in found.lows) else ""

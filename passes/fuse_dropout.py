@@ -41,10 +41,10 @@ from inductor_q.passes.graph import (
     as_matrix,
     computed_from,
     emit,
+    likely_rows,
     peel_rows,
     peel_transposes,
     positions,
-    rows,
     same_shape,
     tensor,
 )
@@ -272,7 +272,7 @@ def _unwanted(found: _Dropout, context: Context) -> str:
     value = tensor(found.projection.node)
     if value.device.type == "cuda" and value.dtype.itemsize != 2:
         return f"the kernels compute in 16 bits, the adapter in {value.dtype}"
-    least, count = context.threshold("fuse_dropout.min_rows"), rows(found.projection.node)
+    least, count = context.threshold("fuse_dropout.min_rows"), likely_rows(found.projection.node)
     if count < least:
         return f"{count} rows, fewer than fuse_dropout.min_rows={least} of the preset"
     return ""

@@ -5,6 +5,7 @@ Passes insert where it reads naturally; the runner restores a topological order 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
-from inductor_q.capture.example import hint
+from inductor_q.capture.example import hint, likely
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -157,10 +158,12 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 def rows(node: fx.Node) -> int:
     """Return how many rows the tensor has as a matrix whose columns are its last dimension."""
-    total = 1
-    for size in tensor(node).shape[:-1]:
-        total *= hint(size)
-    return total
+    return math.prod(map(hint, tensor(node).shape[:-1]))
+
+
+def likely_rows(node: fx.Node) -> int:
+    """Return how many rows the tensor is likely to have in long batches, if their lengths vary."""
+    return math.prod(map(likely, tensor(node).shape[:-1]))
 
 
 def peel_rows(node: fx.Node) -> fx.Node:

@@ -62,9 +62,9 @@ from inductor_q.passes.graph import (
     backward_nodes,
     emit,
     is_view,
+    likely_rows,
     peel_transposes,
     replace,
-    rows,
     tensor,
     written_inputs,
 )
@@ -311,7 +311,7 @@ def _refused(product: Product, context: Context) -> str:
             f"a weight of {count} elements, fewer than quantize_products.min_elements={least} of "
             "the preset"
         )
-    least, count = context.threshold("quantize_products.min_rows"), rows(product.node)
+    least, count = context.threshold("quantize_products.min_rows"), likely_rows(product.node)
     if count < least:
         return f"{count} rows, fewer than quantize_products.min_rows={least} of the preset"
     if compute == "int8" and value.device.type == "cuda" and not _has_more_rows(value, FEW_ROWS):

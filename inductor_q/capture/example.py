@@ -16,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.tile_map import length
 
+#: Where a size varies, that of another batch may be so many times the one at hand.
+SPREAD = 8
+
 
 def hint(size: Any) -> int:
     """Return a number for a size: itself, or the example behind a symbol (this adds no guard)."""
@@ -23,6 +26,14 @@ def hint(size: Any) -> int:
         return size
     value = size.node.hint
     return int(value) if value is not None else 1 << 12  # unbacked: assume many rows
+
+
+def likely(size: Any) -> int:
+    """Return the most that a size is likely to be in other batches, for a threshold.
+
+    Where it varies the batch at hand may be a short one, and the long ones take most of the time.
+    """
+    return size if isinstance(size, int) else hint(size) * SPREAD
 
 
 def example(value: Any) -> Any:

@@ -52,7 +52,7 @@ class Triton(TritonProvider[AdapterGrads]):
         if refused := few_ranks((grad, p, b), p.shape[1], MOST):
             return refused
         if grad.numel() < FEW:
-            return f"a gradient of {grad.numel()} elements, fewer than {FEW}"
+            return f"a gradient of fewer than {FEW} elements"
         if grad.is_cuda and torch.cuda.get_device_capability(grad.device) < (8, 0):
             return "the device is older than compute capability 8.0"
         if any(t.stride(1) != 1 for t in (grad, p, b, call.of_p, call.of_b)):

@@ -15,6 +15,7 @@ from inductor_q.ops.dropout import define_dropout
 from inductor_q.ops.eight_bits import define_eight_bits
 from inductor_q.ops.exchange import define_exchange
 from inductor_q.ops.extend import define_extend
+from inductor_q.ops.flash_backward import define_flash_backward
 from inductor_q.ops.grouped_gram import define_grouped_gram
 from inductor_q.ops.linear import define_linear
 from inductor_q.ops.linear_cross_entropy import define_linear_cross_entropy
@@ -41,6 +42,7 @@ def define_ops() -> None:
         define_eight_bits,
         define_exchange,
         define_extend,
+        define_flash_backward,
         define_grouped_gram,
         define_linear,
         define_linear_cross_entropy,
