@@ -49,6 +49,7 @@ PURPOSES = {
     "torch._ops": "types of ops",
     "torch._scaled_grouped_mm": "a grouped product in FP8",
     "torch._scaled_mm": "a product in FP8",
+    "torch.ops.aten": "FlashAttention, where the lengths of batches vary",
     "torch.ops.mkldnn": "whether the CPU multiplies slowly in 16 bits",
     "torch._subclasses": "whether a tensor is fake or functional",
     "torch.cuda.memory": "a snapshot of what is allocated, for `QfuseCallback(profile=...)`",
