@@ -1,4 +1,4 @@
-"""Models on several ranks: DistributedDataParallel and FSDP2.
+"""Models on several ranks: DistributedDataParallel, FSDP2 and FSDP1.
 
 Under DDP, over gloo on a CPU and over NCCL on two GPUs, gradients are as near to float64's as
 eager's are, and the same on both ranks. What torch does to modules, graphs and weights does not
@@ -269,11 +269,8 @@ def _fsdp1(model: Any) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = ModuleWrapPolicy({type(_layers(model)[0])})
     device = torch.device("cpu")
-    inductor_q.compile(
-        FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device).module,
-        options=SMALL,
-    )
-    return model
+    whole = FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+    return inductor_q.compile(whole, options=SMALL)
 
 
 PREPARED = (
@@ -379,3 +376,24 @@ def test_fsdp2_of_two_ranks(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     ranks.on_two_ranks(tmp_path, _shard_and_resume, str(saved))
     assert any(saved.iterdir())  # what rank 0 has saved; each rank asserts, and fails the join
+
+
+def _shard_by_fsdp1(rank: int, port: int) -> None:
+    _join(rank, port, "cpu")
+    model = _model()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    expected = _losses(DistributedDataParallel(model), _adamw(model), range(4))
+    with no_codegen():
+        model = _fsdp1(_model())
+        assert sum(parameter.numel() for parameter in model.parameters()) < 0.6 * whole
+        found = _losses(model, _adamw(model), range(4))
+    assert found == pytest.approx(expected, abs=5e-3)
+    told = report(model)
+    assert (told.graphs, told.breaks, told.fused, len(told.layers)) == (1, 0, 14, 14)
+    ranks.leave()
+
+
+@pytest.mark.slow
+def test_fsdp1_of_two_ranks(tmp_path: Path) -> None:
+    """Losses are DDP's, and a rank holds half of each flat parameter; each rank asserts."""
+    ranks.on_two_ranks(tmp_path, _shard_by_fsdp1)

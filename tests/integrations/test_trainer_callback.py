@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import inductor_q
 from examples.common import byte_tokenizer
@@ -32,7 +35,8 @@ from inductor_q.integrations.profile import StepProfile
 from inductor_q.integrations.regions import base_model, compiled_regions
 from inductor_q.integrations.states import States
 from inductor_q.presets import PRESETS, Entry, tuned
-from tests.support.compiling import no_codegen
+from tests.support import ranks
+from tests.support.compiling import SMALL, no_codegen
 from tests.support.processes import environment
 from tests.support.trainers import COMMON, model, rows, train
 
@@ -124,6 +128,55 @@ def test_a_hundred_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
     assert (graphs(), graphs(dynamic=True)) == (1, 1)
     assert capsys.readouterr().out.count("qfuse: 7 of 7 quantized layers fused; 1 graph") == 2
+
+
+def _shard(trainer: Any) -> Any:
+    """Have accelerate shard by FSDP2 between ranks on a CPU, as it does by itself between GPUs."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+    )
+    plugin.set_mixed_precision("bf16")
+    state = trainer.accelerator.state
+    state.fsdp_plugin, state.distributed_type = plugin, DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
+    return trainer
+
+
+def _train_on_a_rank(rank: int, port: int, folder: str) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in place.items()}, WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    config = testing.tiny_qwen3_config(num_hidden_layers=2, pad_token_id=258)
+    kinds: Any = {"adapter_dtype": torch.bfloat16, "quant_storage": torch.bfloat16}
+    made: list[Any] = []
+
+    def make() -> Any:
+        net = testing.qlora_model(config, **kinds)
+        made.append(trainer(Path(folder), net=net, max_steps=4, bf16=True))
+        return made[-1]
+
+    whole = train(make, compiled=False)
+    assert isinstance(made[0].model_wrapped, DistributedDataParallel)
+    run = train(lambda: _shard(make()), compiled=True, options=SMALL)
+    assert run.graphs <= 2 and run.breaks == []  # of the first length, and of the others
+    # FSDP's mixed precision rounds logits and loss to bfloat16
+    assert run.logged("loss") == pytest.approx(whole.logged("loss"), rel=2**-8)
+    net = made[1].model
+    weight = net.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
+    assert isinstance(weight, DTensor) and weight.to_local().numel() * 2 == weight.numel()
+    told = inductor_q.report(net)
+    assert (told.fused, len(told.layers)) == (14, 14)
+    ranks.leave()
+
+
+@pytest.mark.slow
+def test_a_model_that_accelerate_shards_on_two_ranks(tmp_path: Path) -> None:
+    """Losses are those of DDP in eager mode; each rank asserts, and fails the join."""
+    ranks.on_two_ranks(tmp_path, _train_on_a_rank, str(tmp_path))
 
 
 def test_which_data_has_rows_of_different_lengths() -> None:
