@@ -1,6 +1,6 @@
 """Wheel, sdist, editable install and bare checkout: one package, whole, under one name."""
 
-import email
+import email.message
 import os
 import pydoc
 import re
@@ -137,6 +137,12 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+def metadata_of(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
 class Environment:
     """A virtual environment with nothing in it but a path to this interpreter's packages.
 
@@ -188,9 +194,7 @@ def test_sdist_holds_the_source_tree_and_no_links(source: Path, sdist: Path) -> 
 
 def test_the_page_of_an_index_has_no_relative_link(wheel: Path) -> None:
     """Those of README.md lead nowhere there."""
-    with zipfile.ZipFile(wheel) as archive:
-        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        metadata = email.message_from_bytes(archive.read(name))
+    metadata = metadata_of(wheel)
     page = str(metadata.get_payload())
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert "# inductor-q" in page and "`docs/training.md`" in page
@@ -302,6 +306,22 @@ def test_every_extra_exists_and_all_covers_the_runtime_ones() -> None:
     libraries = {"bnb", "peft", "transformers", "torchao", "kbit", "triton", "depyf"}
     assert libraries | {"demo", "bench", "test", "dev", "all"} <= set(extras)
     assert extras["all"] == [f"inductor-q[{','.join(x for x in extras if x in libraries)}]"]
+
+
+def test_every_extra_that_is_named_is_in_the_wheel(wheel: Path) -> None:
+    """By documents and errors. The one for trainers brings what scripts of TRL import."""
+    metadata = metadata_of(wheel)
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+    files += chain(ROOT.glob("examples/*.py"), ROOT.glob("inductor_q/**/*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    named = re.findall(r"""inductor-q\[([\w,]+)\]|['"]\.\[([\w,]+)\]|\bextra="(\w+)\"""", text)
+    extras = {extra for groups in named for extra in "".join(groups).split(",")}
+    assert {"trl", "kbit", "bnb", "bench", "demo"} <= extras
+    assert extras <= set(metadata.get_all("Provides-Extra", []))
+    wanted = [w for w in metadata.get_all("Requires-Dist", []) if w.endswith('extra == "trl"')]
+    brings = {re.split(r"[^\w-]", line)[0] for line in wanted}
+    assert brings == {"inductor-q", "accelerate", "datasets", "trl"}
+    assert any(line.startswith("inductor-q[bnb,peft,transformers]") for line in wanted)
 
 
 def test_every_dependency_is_pinned() -> None:
