@@ -26,7 +26,15 @@ from tests.support.processes import environment
 peft: Any = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from tests.support.torchao_weights import BF16, CONFIGS, int4_tiles, linear, nf4  # noqa: E402
+from tests.support.fp8_models import fill, fp8  # noqa: E402
+from tests.support.torchao_weights import (  # noqa: E402
+    BF16,
+    CONFIGS,
+    int4_plain,
+    int4_tiles,
+    linear,
+    nf4,
+)
 
 N, K, R = 128, 256, 4
 
@@ -143,6 +151,29 @@ def test_norms_of_tiles() -> None:
     expected = merged_by_hand(model.proj, exact, dora=False).norm(dim=1)
     magnitude = model.proj.lora_magnitude_vector["default"].weight / torch.linspace(0.5, 2, N)
     assert testing.relative_error(magnitude, expected) < 0.01
+
+
+def of_transformers() -> nn.Module:
+    layer: nn.Module = fp8.FP8Linear(K, N, (128, 128))
+    fill(layer)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: holding(int4_plain(N, K, 32)[0]), TypeError, "only supports int8 weights"),
+        (of_transformers, NotImplementedError, "not implemented for 'Float8_e4m3fn'"),
+    ],
+    ids=["torchao's plain int4", "FP8 of transformers"],
+)
+def test_what_peft_does_not_take(
+    make: Callable[[], nn.Module], error: type[Exception], said: str
+) -> None:
+    """Also where its weight could be decoded. It works when this fails."""
+    prepare_dora(layer := make())
+    with pytest.raises(error, match=said):
+        adapted(layer)
 
 
 def test_without_it_peft_cannot_attach() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,10 @@ QUICK = ("OFT", "LoHa", "LoftQ, `replace_lora_weights_loftq`")  # the others are
 
 FUSED = "fused: one graph, every layer"
 BROKEN = "works; the graph breaks in PEFT's penalty on A and B, behind the model, every layer fused"
-FAILS = "PEFT refuses it, or fails, in eager mode"
+REFUSED = "PEFT refuses it: it starts from weights in 16 or 32 bits"
+SHAPE = "PEFT fails in eager mode: it takes the packed weight's shape for the layer's"
+BYTES = "PEFT fails in eager mode: it takes the packed bytes for a weight"
+FAILS = (REFUSED, SHAPE, BYTES)
 DENSE = "works: one graph; the weights stay in 16 bits, so none is packed"
 
 
@@ -102,6 +106,7 @@ class Method:
     config: Callable[[], Any]
     outcome: str = FUSED
     model: Callable[[Any, Path], Any] = on_four_bits
+    said: str = ""  # by the error, or by Dynamo of the first break: a pattern
 
     @property
     def row(self) -> str:
@@ -143,6 +148,7 @@ METHODS = (
         "AdaLoRA",
         other("AdaLora", init_r=4, target_r=2, total_step=10, target_modules=TARGETS),
         BROKEN,
+        said=r"adalora/model\.py:.*\n(?s:.*)setattr\(\) on Tensor\.requires_grad",
     ),
     Method("LoftQ, `replace_lora_weights_loftq`", lora(lora_alpha=4), model=replaced),
     Method(
@@ -151,12 +157,23 @@ METHODS = (
     Method(
         "LoftQ, `init_lora_weights`, of a model in 4 bits",
         loftq,
-        FAILS,
+        BYTES,
         model=initialized_on_four_bits,
+        said=r"mat2 shapes cannot be multiplied \(32x64 and 1x1\)",
     ),
-    Method("PiSSA", lora(init_lora_weights="pissa"), FAILS),
-    Method("LoHa", other("LoHa", r=4, target_modules=TARGETS), FAILS),
-    Method("LoKr", other("LoKr", r=4, target_modules=TARGETS), FAILS),
+    Method(
+        "PiSSA",
+        lora(init_lora_weights="pissa"),
+        REFUSED,
+        said="initialize PiSSA under float32, float16, or bfloat16",
+    ),
+    Method(
+        "LoHa",
+        other("LoHa", r=4, target_modules=TARGETS),
+        SHAPE,
+        said=r"mat2 shapes cannot be multiplied \(32x64 and 1x2048\)",  # 64 x 64 in 2048 bytes
+    ),
+    Method("LoKr", other("LoKr", r=4, target_modules=TARGETS), SHAPE, said=r"shape '\[2048, 1\]'"),
 )
 
 
@@ -176,10 +193,10 @@ def test_docs_have_the_list() -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_under_autocast(method: Method, tmp_path: Path) -> None:
-    """As a Trainer runs it: loss and gradients against eager mode's."""
+    """As a Trainer runs it: loss and gradients against eager mode's, or the reason why not."""
     torch._dynamo.reset()
-    if method.outcome == FAILS:
-        with pytest.raises((RuntimeError, TypeError)):
+    if method.outcome in FAILS:
+        with pytest.raises((RuntimeError, TypeError), match=method.said):
             step(method.model(method.config(), tmp_path).forward)
         return
     torch.manual_seed(0)
@@ -199,6 +216,7 @@ def test_a_step_under_autocast(method: Method, tmp_path: Path) -> None:
         assert testing.relative_error(ours[name], gradient) < 0.05, name
     assert trace.graphs == 1
     assert bool(trace.breaks) == (method.outcome == BROKEN)
+    assert not trace.breaks or re.search(method.said, trace.breaks[0])
     report = inductor_q.last_report()
     assert report is not None
     verdicts = report.verdicts()
