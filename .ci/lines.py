@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1135,
     "lowerings": 1050,
     "passes": 7500,
-    "tests": 48240,
+    "tests": 48480,
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -450,6 +451,25 @@ def test_a_profile_of_chosen_steps(tmp_path: Path) -> None:
     trace = json.loads((out / "trace.rank0.json").read_text())
     names = [str(event.get("name")) for event in trace["traceEvents"]]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
+
+
+@pytest.mark.gpu
+def test_gpu_a_profile_has_kernels_and_a_snapshot_of_memory(tmp_path: Path) -> None:
+    device, out = torch.device("cuda"), tmp_path / "profile"
+    config = testing.tiny_qwen3_config(num_hidden_layers=1, pad_token_id=258)
+    net = testing.qlora_model(config, adapter_dtype=torch.bfloat16, device=device)
+
+    def make() -> Any:
+        return trainer(tmp_path, net=net, max_steps=4, use_cpu=False)
+
+    train(make, compiled=True, codegen=True, profile=out, profile_steps=(3, 4))
+    trace = json.loads((out / "trace.rank0.json").read_text())
+    assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
+    snapshot = pickle.loads((out / "memory.rank0.pickle").read_bytes())
+    [events] = [trace for trace in snapshot["device_traces"] if trace]
+    assert snapshot["segments"] and {"alloc", "free_completed"} <= {e["action"] for e in events}
+    frames = {frame["name"] for event in events for frame in event.get("frames", ())}
+    assert "training_step" in frames  # of transformers' Trainer
 
 
 @pytest.mark.parametrize("steps", [(), [0, 1], (1.5,), 4])
