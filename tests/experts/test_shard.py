@@ -248,7 +248,13 @@ def _share(net: Any, rank: int, count: int = 2) -> Any:
         return experts.shard(net)
 
 
-@pytest.mark.parametrize("format", ["nf4_b64", "fp4_b32_nested", "kbit3_e4m4", "dense"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        *("nf4_b64", "fp4_b32_nested", "kbit3_e4m4", "dense"),
+        *("mxfp4", "mxfp8_e4m3", "nvfp4_rows", "fp8_e4m3_row"),
+    ],
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_shares_are_the_whole(family: str, format: str) -> None:
     whole = _make(format, family)

@@ -48,7 +48,13 @@ def compiled(module: nn.Module, x: Tensor, numerics: str = "default") -> Compile
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", ["int4_g32", "kbit3_e4m4", "mxfp4", "fp8_e4m3_row", "nf4_b64"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int4_g32", "kbit3_e4m4", "mxfp4", "fp8_e4m3_row", "nf4_b64", "nvfp4_rows"),
+        *("nvfp4_tiles", "int4_tiles_g32", "fp8_e4m3_128x128", "hqq4_g64_bf16"),
+    ],
+)
 def test_layers_of_any_format_share_a_launch(name: str, bias: bool) -> None:
     result = compiled(Decoding(name, bias=bias), torch.randn(2, 3, 64).bfloat16())
     assert result.applied["read_packed"] == 2 and result.applied["fuse_rows"] == 1
