@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import inductor_q
 from inductor_q import exc, experts, kbit
+from inductor_q.backend import qfuse
 from inductor_q.experts.model import stacks
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.integrations import prepare_dora
@@ -31,7 +32,8 @@ from inductor_q.loading.linear import PackedLinear
 from inductor_q.testing import relative_error
 from tests.support.compiling import compile_step, no_codegen
 from tests.support.merged import merged_by_hand
-from tests.support.moe_models import model, tokens
+from tests.support.moe_models import EXPERTS as EXPERTS_OF_MODEL
+from tests.support.moe_models import awaken, model, tokens
 
 transformers: Any = transformers_package
 BF16 = torch.bfloat16
@@ -823,6 +825,19 @@ EXPERTS: dict[str, tuple[Callable[[State], tuple[State, State]], dict[str, Any]]
 }
 
 
+def fused(values: State, name: str) -> Tensor:
+    """Return the values of a fused parameter, whose experts may lie matrix by matrix."""
+    if name in values:
+        return values[name]
+    layer, _, short = name.rpartition(".")
+    parts = ["gate_proj", "up_proj"] if short == "gate_up_proj" else [short]
+    rows = [
+        torch.cat([values[f"{layer}.{e}.{part}.weight"] for part in parts])
+        for e in range(EXPERTS_OF_MODEL)
+    ]
+    return torch.stack(rows)
+
+
 @pytest.mark.parametrize("format", EXPERTS)
 def test_expert_by_expert(format: str, tmp_path: Path) -> None:
     """They are stacked in the order of the fused parameter, with their scales."""
@@ -836,13 +851,7 @@ def test_expert_by_expert(format: str, tmp_path: Path) -> None:
     assert len(found) == 4
     for name, stack in found.items():
         assert stack.format == format
-        layer, _, short = name.rpartition(".")
-        parts = ["gate_proj", "up_proj"] if short == "gate_up_proj" else [short]
-        rows = [
-            torch.cat([values[f"{layer}.{e}.{part}.weight"] for part in parts])
-            for e in range(stack.num_experts)
-        ]
-        assert torch.equal(stack.dequantize(torch.float32), torch.stack(rows)), name
+        assert torch.equal(stack.dequantize(torch.float32), fused(values, name)), name
 
 
 def test_experts_without_whole_tiles_are_refused(tmp_path: Path) -> None:
@@ -852,36 +861,65 @@ def test_experts_without_whole_tiles_are_refused(tmp_path: Path) -> None:
         inductor_q.load_checkpoint(model("olmoe", intermediate_size=96), tmp_path, progress=False)
 
 
-def test_gpt_oss_trains_from_its_own_packing(tmp_path: Path) -> None:
-    """A step of LoRA on attention and on every expert: loss and gradients of the decoded model."""
+def mxfp4_of_gpt_oss(state: State) -> tuple[State, State]:
+    """Blocks and scales as gpt-oss has them; the file, and the values of the fused parameters."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    state = saved("gpt_oss", tmp_path)
-    dense = model("gpt_oss")
+    packed, values = dict(state), {}
     for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
-        e, k, n = state.pop(name).shape
+        e, k, n = packed.pop(name).shape
         blocks = random(e, n, k // 32, 16, dtype=torch.uint8)
         scales = 122 + random(e, n, k // 32, dtype=torch.uint8) % 3
-        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        with torch.no_grad():
-            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            dense.get_parameter(name).copy_(values)
-    save_packed(tmp_path, state, {"quant_method": "mxfp4"})
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return packed, values
+
+
+def save_in_shards(folder: Path, state: State, config: dict[str, Any]) -> None:
+    """Write two files, so that tensors of one layer lie in both, and their index."""
+    save_packed(folder, {}, config)
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(sorted(state))}
+    for file in set(files.values()):
+        save_file({n: state[n].contiguous() for n in files if files[n] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+#: A family, the sizes of its model, what packs its experts, and its quantization_config.
+TRAINED: dict[str, tuple[str, dict[str, Any], Callable[[State], tuple[State, State]], Any]] = {
+    "mxfp4": ("gpt_oss", {}, mxfp4_of_gpt_oss, {"quant_method": "mxfp4"}),
+    "fp8_e4m3_128x128": (
+        *("qwen3_moe", {"hidden_size": 128}),
+        *EXPERTS["fp8_e4m3_128x128"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("graph_or_code")
+@pytest.mark.parametrize("format", TRAINED)
+def test_experts_train_from_their_own_packing(format: str, tmp_path: Path) -> None:
+    """A step of LoRA on every expert, as one graph: loss and gradients of the decoded model's."""
+    family, sizes, pack, config = TRAINED[format]
+    state, values = pack(saved(family, tmp_path, **sizes))
+    save_in_shards(tmp_path, state, config)
+    dense = model(family, **sizes)
     with meta_parameters():
-        net = model("gpt_oss")
+        net = model(family, **sizes)
     inductor_q.load_checkpoint(net, tmp_path, progress=False)
+    assert [stack.format for _, stack in stacks(net)] == [format] * 4
+    for name, _ in stacks(net):
+        dense.get_parameter(name).data = fused(values, name)
     losses, gradients = [], []
     for each in (net, dense):
         each.requires_grad_(False)
-        torch.manual_seed(2)
         added = experts.add_lora(each, r=2)
-        for i, parameter in enumerate(added):
-            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
-        out = each(tokens(), labels=tokens())
+        awaken(added)
+        torch.compiler.reset()
+        run: Any = torch.compile(each, backend=qfuse, fullgraph=True) if each is net else each
+        out = run(input_ids=tokens(), labels=tokens(), use_cache=False)
         out.loss.backward()
         losses.append(out.loss.detach())
         gradients.append([p.grad for p in added])
-    assert all(isinstance(stack, ExpertStack) for _, stack in stacks(net))
     assert relative_error(losses[0], losses[1]) < 1e-5
     for got, expected in zip(*gradients, strict=True):
         assert got is not None and expected is not None
