@@ -29,9 +29,12 @@ from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.expert_calls import Scatter2Scatter
+from inductor_q.kernels.scatter2scatter_dequantize import NEVER, preferred
 from inductor_q.logits import Recipe
 from inductor_q.resolved import Budget, Resolved
 
+#: The threshold from which experts are large.
+LARGE = "fuse_scatter2scatter.min_large_expert"
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 
@@ -78,7 +81,15 @@ class Context:
 
     def expert_kernel(self, call: Scatter2Scatter) -> str:
         """Return the provider that will compute a product with experts in this compile."""
-        return served_by("scatter2scatter", call, self.kernel("scatter2scatter"))
+        wanted = preferred(call, self.kernel("scatter2scatter"), self.decoded_from())
+        return served_by("scatter2scatter", call, wanted)
+
+    def decoded_from(self) -> int:
+        """Return from how many multiplications with an expert all are decoded first here.
+
+        They are in memory then, so under a budget (`qfuse.memory`) they never are.
+        """
+        return NEVER if self.resolved.memory is not None else self.threshold(LARGE)
 
     def dequantizer(self, device: torch.device, weight: Weight | None = None) -> str:
         """Return the provider that will dequantize on a device here: this weight, or any other."""

@@ -16,9 +16,10 @@ from inductor_q.kernels.calls import AdapterGrads, AddProduct, Requantize
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.dispatch import serve, serve_kind
 from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
-from inductor_q.kernels.expert_calls import IN_FP8, GroupedGram, TileMap, unchecked
+from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
 from inductor_q.kernels.requantize_parts import Parts
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
+from inductor_q.kernels.scatter2scatter_dequantize import preferred
 from inductor_q.ops.linear import compute
 
 
@@ -75,10 +76,11 @@ def qfuse_adapter_grads(
 
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
-    """Serve the op, checked when it was traced; the preferred provider follows its arguments."""
-    *inputs, provider = args
+    """Serve the op, checked when it was traced; who is preferred follows its arguments: a provider,
+    and the multiplications from which experts are decoded first."""
+    *inputs, named, least = args
     call = unchecked(inputs)
-    result: tuple[Tensor, Tensor] = serve(call.op, call, "auto" if call.op == IN_FP8 else provider)
+    result: tuple[Tensor, Tensor] = serve(call.op, call, preferred(call, named, least))
     return result
 
 

@@ -19,6 +19,7 @@ from inductor_q.capture.example import example
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.expert_calls import unchecked
 from inductor_q.kernels.provider import warn_passed_over
+from inductor_q.kernels.scatter2scatter_dequantize import preferred
 from inductor_q.lowerings import calls
 from inductor_q.lowerings.in_force import in_force, is_ours
 from inductor_q.lowerings.kind import kind_argument
@@ -73,7 +74,8 @@ def _count_provider() -> None:
     """Report who will serve the node that is being lowered."""
     compile, node = in_force(), V.graph.current_node
     call = unchecked(example(node.args))
-    compile.count_provider(call.op, served_by(call.op, call, compile.kernel(call.op)))
+    wanted = preferred(call, compile.kernel(OP), compile.decoded_from())
+    compile.count_provider(call.op, served_by(call.op, call, wanted))
 
 
 class DirectCall(ir.FallbackKernel):
@@ -92,7 +94,7 @@ class DirectCall(ir.FallbackKernel):
     def codegen_args(self) -> list[str]:
         args: list[str] = super().codegen_args()
         if self.python_kernel_name == calls.qfuse_scatter2scatter.__name__:
-            args.append(repr(in_force().kernel(OP)))
+            args += [repr(in_force().kernel(OP)), repr(in_force().decoded_from())]
         return args
 
     def codegen_kwargs(self, skip_out: bool = False) -> list[str]:

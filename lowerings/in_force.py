@@ -10,9 +10,13 @@ from typing import Protocol
 
 from torch._inductor import config
 
+from inductor_q.kernels.scatter2scatter_dequantize import NEVER
+
 
 class InForce(Protocol):
     def kernel(self, op: str) -> str: ...
+
+    def decoded_from(self) -> int: ...
 
     def count_provider(self, op: str, provider: str) -> None: ...
 
@@ -22,6 +26,9 @@ class _Defaults:
 
     def kernel(self, op: str) -> str:
         return "auto"
+
+    def decoded_from(self) -> int:
+        return NEVER
 
     def count_provider(self, op: str, provider: str) -> None:
         pass

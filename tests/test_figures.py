@@ -203,6 +203,37 @@ def _rows_small_cpu(format: str) -> str:
     return f"{ours} ms against {decode} ms"
 
 
+def _large_experts() -> str:
+    """Decoding first against the product that decodes, forward and with backward."""
+    name, ways = "moe_fp8-h100", ("fwd", "fwd+bwd")
+
+    def pairs(tokens: int) -> list[str]:
+        case: dict[str, object] = {"model": "Mixtral", "T": tokens, "r": 16}
+        return [
+            " / ".join(
+                results.number(1e3 * results.seconds(name, peer, **case, **{"pass": way}))
+                for peer in ("dequantize", "qfuse")
+            )
+            for way in ways
+        ]
+
+    forward, both = pairs(16_384)
+    return (
+        f"{forward} ms forward, {both} with backward; 4,096 tokens: {' and '.join(pairs(4096))} ms"
+    )
+
+
+def _smaller_experts() -> str:
+    """The same for all other cases of the file."""
+    name = "moe_fp8-h100"
+    ratios = [
+        results.seconds(name, "dequantize", **case) / results.seconds(name, "qfuse", **case)
+        for case in results.cases(name)
+        if case["model"] != "Mixtral"
+    ]
+    return f"took {min(ratios):.2f} to {max(ratios):.2f} of the time"
+
+
 def _few_rows() -> str:
     name = "moe_providers-h200"
     few = [_us(name, peer, T=512) for peer in ("triton", "dequantize")]
@@ -214,7 +245,7 @@ def _few_rows() -> str:
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (
         *(_gemm_4bit, _rows_h200, _rows_many_h200, _extend_k_h200, _loss_h200),
-        _attention_rows_h200,
+        *(_attention_rows_h200, _large_experts, _smaller_experts),
     ),
     "inductor_q/presets/generic.py": (
         *(_extend_k_cpu, _wide_cpu, _masks_cpu, _loss_cpu, _rows_cpu),

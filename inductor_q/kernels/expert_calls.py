@@ -119,6 +119,11 @@ class Scatter2Scatter(Call, Stack):
     def tokens(self) -> int:
         return self.rows // self.top_k
 
+    @property
+    def products(self) -> int:
+        """The multiplications with one expert's weight, were its rows as many as the others'."""
+        return self.rows * self.in_features * self.out_features // self.num_experts
+
     def check(self) -> None:
         """Raise unless the arguments fit each other."""
         e, n, k = self.num_experts, self.out_features, self.in_features

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from inductor_q.kernels.expert_active import ActiveExperts, active_experts
-from inductor_q.kernels.expert_calls import Scatter2Scatter
+from inductor_q.kernels.expert_calls import IN_FP8, Scatter2Scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
-from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.provider import Provider, against
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
     adapter,
     missing,
@@ -29,6 +29,7 @@ from inductor_q.kernels.scatter2scatter_grouped_mm import (
     unfit,
 )
 
+NEVER = 1 << 60  # multiplications that no expert has
 PITCH = 64  # rows of buffers are multiples of 64 elements long: 128 bytes, a line of the cache
 
 
@@ -99,3 +100,15 @@ def _wide(like: Tensor, rows: int, features: int, rank: int) -> Tensor:
 
 
 KERNEL = Dequantize()
+
+
+def preferred(call: Scatter2Scatter, named: str, least: int) -> str:
+    """Return the provider to ask first: the one that is named, or for large experts this one.
+
+    Experts are large from `least` multiplications with each on. Those in FP8 have no choice.
+    """
+    if call.op == IN_FP8:
+        return "auto"
+    if named != "auto" or call.fmt is None or call.products < least:
+        return named
+    return named if against(KERNEL, call) else KERNEL.name

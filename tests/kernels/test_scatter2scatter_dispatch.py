@@ -13,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
 from inductor_q.capture.example import example_product
-from inductor_q.context import Context
+from inductor_q.context import LARGE, Context
 from inductor_q.graph_report import Report
 from inductor_q.kernels import provider as providers
 from inductor_q.kernels import scatter2scatter_cuda
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter
+from inductor_q.kernels.scatter2scatter_dequantize import NEVER, preferred
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from tests.support.moe import Layer, Sizes, layer
 from tests.support.tile_cases import BF16, FIT, FP16, device
@@ -28,9 +29,18 @@ pytest.importorskip("triton")
 
 
 def served(
-    case: Layer, arch: int, monkeypatch: pytest.MonkeyPatch, provider: str = "auto"
+    case: Layer,
+    arch: int,
+    monkeypatch: pytest.MonkeyPatch,
+    provider: str = "auto",
+    least: int = NEVER,
+    memory: int | None = None,
 ) -> tuple[str, list[str]]:
-    """Which kernel a GPU of that architecture would launch for `case`, and what is told."""
+    """Which kernel a GPU of that architecture would launch for `case`, and what is told.
+
+    `least` is the threshold of large experts, `memory` the budget.
+    """
+    context = Context(resolved(provider, least, memory), Report())
     capability = device(arch).capability
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr("inductor_q.csrc.nvrtc.library", lambda: None)  # as if it were there
@@ -57,14 +67,24 @@ def served(
         given["operands"] = [fake(operand) for operand in given["operands"]]
         call = Scatter2Scatter(**{name: fake(value) for name, value in given.items()})
         call.check()
-        reported = reported_provider(call, provider)
+        reported = reported_provider(call, context)
         assert not told  # of what only a run is to be warned of
-        serve("scatter2scatter", call, provider)
+        serve("scatter2scatter", call, preferred(call, provider, context.decoded_from()))
     assert reported == launched[0], "the report names who does not serve"
     return launched[0], told
 
 
-def reported_provider(call: Scatter2Scatter, wanted: str) -> str:
+def resolved(provider: str, least: int, memory: int | None) -> Any:
+    """What options say of it."""
+    thresholds = {LARGE: SimpleNamespace(value=least)}
+    return SimpleNamespace(
+        kernels={"scatter2scatter": provider},
+        memory=memory,
+        preset=SimpleNamespace(thresholds=thresholds),
+    )
+
+
+def reported_provider(call: Scatter2Scatter, context: Context) -> str:
     """Who serves, as the pass says of a node with the arguments of `call`."""
     graph = fx.Graph()
 
@@ -79,8 +99,6 @@ def reported_provider(call: Scatter2Scatter, wanted: str) -> str:
 
     args = tuple(node(getattr(call, name)) for name in ARGUMENTS)
     graph.call_function(torch.ops.qfuse.scatter2scatter.default, args)
-    resolved = SimpleNamespace(kernels={"scatter2scatter": wanted})
-    context = Context(resolved, Report())  # type: ignore[arg-type]
     (site,) = FuseScatter2Scatter().match(graph, context)
     if call.rank == 0 and call.bias is None and call.gates is None:  # as of a product found
         found = example_product(
@@ -121,6 +139,24 @@ def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
         assert served(layer(few, dtype=BF16, quant=DENSE), arch, monkeypatch)[0] == "triton"
     assert served(layer(FIT, dtype=BF16), 90, monkeypatch)[0] == "cuda"
     assert served(layer(few, dtype=FP16), 90, monkeypatch)[0] == "triton"
+
+
+def test_large_experts_are_decoded_first_where_a_preset_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not those with fewer multiplications, nor under a budget, nor where a kernel is named; and
+    nothing is told where the provider refuses."""
+    case = layer(FIT, dtype=BF16)
+    call = case.call()
+    products = call.products
+    assert products == call.rows * FIT.in_features * FIT.out_features // FIT.experts
+    assert served(case, 90, monkeypatch, least=products) == ("dequantize", [])
+    assert served(case, 90, monkeypatch, least=products + 1)[0] == "cuda"
+    assert served(case, 90, monkeypatch, least=products, memory=1 << 30)[0] == "cuda"
+    assert served(case, 90, monkeypatch, "cuda", products)[0] == "cuda"
+    dense = layer(FIT, dtype=BF16, quant=DENSE, lora=False)
+    assert served(dense, 90, monkeypatch, least=1)[0] == "grouped_mm"
+    assert served(layer(FIT), 90, monkeypatch, least=1)[0] == "reference"
 
 
 @pytest.mark.parametrize(

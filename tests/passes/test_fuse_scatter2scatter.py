@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import inductor_q
 from inductor_q import experts
+from inductor_q.context import LARGE
 from inductor_q.experts.modules import expert_layers
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.kernels import PROVIDERS
@@ -633,3 +634,23 @@ def test_an_untouched_model_in_bfloat16(device: str) -> None:
             unpack(layer, name)
     net.double().set_experts_implementation("eager")
     check_errors(result, expected, step(logits, ids, module=net))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "reference"),
+        ({"qfuse.thresholds": {LARGE: 1}}, "dequantize"),
+        ({"qfuse.thresholds": {LARGE: 1}, "qfuse.memory": "16GB"}, "reference"),
+    ],
+    ids=["", "large", "under a budget"],
+)
+def test_large_experts_are_decoded_first(
+    options: dict[str, Any], name: str, launched: list[str]
+) -> None:
+    """Compiled code finds it at each call, and the report says it."""
+    layer = Experts("qwen3_moe", "grouped_mm", torch.bfloat16)
+    result = compiled(layer, torch.bfloat16, options={**options, "fx_graph_cache": False})
+    assert set(launched) == {name} and len(launched) == 4
+    assert result.report.providers["scatter2scatter"] == {name: 4}
+    assert {s.provider for s in result.report.sites if s.pass_name == PASS} == {name}
