@@ -117,6 +117,8 @@ def _refused(node: fx.Node) -> str:
         return "attention has a mask, which FlashAttention takes none of"
     if dropout := argument(node, "dropout_p"):
         return f"attention drops scores out (dropout_p={dropout}), by a random state of cuDNN's"
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "flash attention is turned off"
     features = query.shape[-1]
     if not isinstance(features, int) or features > HEAD_DIM or features % _FEATURES:
         return f"FlashAttention takes up to {HEAD_DIM} features, in groups of {_FEATURES}"

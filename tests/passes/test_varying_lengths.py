@@ -12,6 +12,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import inductor_q
@@ -144,6 +145,12 @@ def test_what_stays_with_cudnn_says_why(given: dict[str, Any], reason: str) -> N
     (site,) = traced.sites
     assert reason in site.rejected
     assert site.by_choice
+
+
+def test_flash_attention_that_is_turned_off_stays_so() -> None:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        (site,) = Traced().sites
+    assert site.rejected == "flash attention is turned off"
 
 
 def attended(qkv: Tensor) -> Tensor:
