@@ -85,7 +85,7 @@ PEER_NAMES = {
 
 def readme_step() -> str:
     body: list[Sequence[str]] = []
-    for name, what in {**SCRIPTS, **RECIPES, **BARE}.items():
+    for name, what in {**RECIPES, **SCRIPTS, **BARE}.items():
         body += [
             (what, "time per step", *(ms(seconds(name, peer)) for peer in PEERS)),
             ("", "peak memory", *(gb(extra(name, peer, "peak_bytes")) for peer in PEERS)),

@@ -56,6 +56,7 @@ from inductor_q.offload import find_link
 from inductor_q.options import resolve
 from inductor_q.passes import PIPELINE
 from inductor_q.passes.chunk_loss import would_chunk
+from inductor_q.passes.grouped_keys import keeps_kernels
 from inductor_q.passes.runner import CAPTURED, LOWERED
 from inductor_q.resolved import Resolved
 
@@ -185,7 +186,12 @@ def qfuse(
     weights = packed_weights(gm, sources, example_inputs)
     frozen = frozen_weights(sources, example_inputs) if resolved.compute != "bf16" else frozenset()
     context = Context(
-        resolved, report, sources, frozen=frozen, counterparts=counterparts(gm, sources)
+        resolved,
+        report,
+        sources,
+        frozen=frozen,
+        counterparts=counterparts(gm, sources),
+        attention=keeps_kernels(gm),
     )
     quantized = is_quantized(gm, weights)
     unplanned = ""

@@ -88,7 +88,7 @@ def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Conte
         digest.update((_layout(x) if isinstance(x, torch.Tensor) else str(x)).encode())
     digest.update(f"{torch.is_grad_enabled()} {torch.__version__}".encode())
     digest.update(f"{source_digest()} {context.resolved.fingerprint()}".encode())
-    digest.update(f"{wide.slow_dtypes()}".encode())
+    digest.update(f"{wide.slow_dtypes()} {context.attention}".encode())
     digest.update(f"{context.budget and context.budget.key}".encode())
     return digest.hexdigest()
 

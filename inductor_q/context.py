@@ -50,6 +50,7 @@ class Context:
     graph is found only together with its report. `recipes` are for outputs of the graph that the
     backend makes of others. `budget` is what `qfuse.memory` leaves to the graph. `changed` is to
     be called where passes have run behind the compile, which a lazily compiled backward has.
+    `attention` is why attention is left to the kernels that torch takes, if it is.
     """
 
     resolved: Resolved
@@ -62,6 +63,7 @@ class Context:
     recipes: list[Recipe] = field(default_factory=list)
     budget: Budget | None = None
     changed: Callable[[], None] | None = None
+    attention: str = ""
 
     def note_static(self, indices: Iterable[int]) -> None:
         """Note which inputs live across steps: those that torch names, and what modules hold."""
@@ -87,15 +89,20 @@ class Context:
     def decoded_from(self) -> int:
         """Return from how many multiplications with an expert all are decoded first here.
 
-        They are in memory then, so under a budget (`qfuse.memory`) they never are.
+        They are in memory then, so under a budget (`qfuse.memory`) they never are; nor are they in
+        C++ wrapper code, which calls the op.
         """
-        return NEVER if self.resolved.memory is not None else self.threshold(LARGE)
+        kept = self.resolved.memory is not None or self.has_cpp_wrapper
+        return NEVER if kept else self.threshold(LARGE)
+
+    @property
+    def has_cpp_wrapper(self) -> bool:
+        return bool(self.resolved.inductor.get("cpp_wrapper", inductor_config.cpp_wrapper))
 
     def dequantizer(self, device: torch.device, weight: Weight | None = None) -> str:
         """Return the provider that will dequantize on a device here: this weight, or any other."""
         fmt, shape = (get_format(weight.format), weight.shape) if weight else (None, None)
-        cpp_wrapper = self.resolved.inductor.get("cpp_wrapper", inductor_config.cpp_wrapper)
-        barred = not_callable(shape, bool(cpp_wrapper))
+        barred = not_callable(shape, self.has_cpp_wrapper)
         return compiled_by(device.type, self.kernel("dequantize"), fmt, barred)
 
     def count_provider(self, op: str, provider: str) -> None:

@@ -17,6 +17,7 @@ from inductor_q.passes.graph import argument
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
+FLASH_BACKWARD = torch.ops.qfuse.flash_attention_backward.default
 
 #: Products, and which argument has the summed dimension as its last.
 _PRODUCTS: Mapping[object, int] = {
@@ -47,8 +48,9 @@ def cost_of(node: fx.Node) -> float | None:
     moved = node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
     if node.target is aten.embedding.default:
         moved = 2 * node_bytes(node)
-    if name.startswith("_scaled_dot_product_") or node.target is FLEX:
-        query, key = (example(node.args[i]) for i in (0, 1))
+    if name.startswith("_scaled_dot_product_") or node.target in (FLEX, FLASH_BACKWARD):
+        first = 1 if node.target is FLASH_BACKWARD else 0
+        query, key = (example(node.args[first + i]) for i in (0, 1))
         seen = key.shape[-2] / (2 if argument(node, "is_causal") else 1)
         operations = 4 * query.numel() * seen * _ATTENTION
     elif node.target is SCATTER2SCATTER:

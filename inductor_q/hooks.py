@@ -97,7 +97,7 @@ class _Passes(Hook):
     def own_key(self) -> tuple[str, ...]:
         resolved = self.context.resolved.fingerprint()
         limit = str(self.context.budget and self.context.budget.key)
-        return "qfuse", source_digest(), resolved, limit, self.context.tag
+        return "qfuse", source_digest(), resolved, limit, self.context.tag, self.context.attention
 
 
 class JointPasses(_Passes, CustomGraphPass):

@@ -56,12 +56,12 @@ from inductor_q.passes.graph import (
     computed_from,
     emit,
     is_tensor,
-    likely_rows,
     peel_rows,
     peel_transposes,
     positions,
     same_shape,
     tensor,
+    too_few_rows,
     widens,
     written_inputs,
 )
@@ -304,9 +304,8 @@ def _are_widened(layer: set[torch.dtype], whole: torch.dtype) -> bool:
 def _unwanted(found: _Sum, context: Context) -> str:
     if context.numerics == "strict":
         return STRICT
-    least, count = context.threshold("extend_k.min_rows"), likely_rows(found.node)
-    if count < least:
-        return f"{count} rows, fewer than extend_k.min_rows={least} of the preset"
+    if reason := too_few_rows(found.node, "extend_k.min_rows", context):
+        return reason
     return FACTOR if any(low.scaled for low in found.lows) else ""
 
 

@@ -41,12 +41,12 @@ from inductor_q.passes.graph import (
     as_matrix,
     computed_from,
     emit,
-    likely_rows,
     peel_rows,
     peel_transposes,
     positions,
     same_shape,
     tensor,
+    too_few_rows,
 )
 from inductor_q.passes.products import Product, as_product, is_projection, sums
 from inductor_q.passes.runner import Site
@@ -272,9 +272,8 @@ def _unwanted(found: _Dropout, context: Context) -> str:
     value = tensor(found.projection.node)
     if value.device.type == "cuda" and value.dtype.itemsize != 2:
         return f"the kernels compute in 16 bits, the adapter in {value.dtype}"
-    least, count = context.threshold("fuse_dropout.min_rows"), likely_rows(found.projection.node)
-    if count < least:
-        return f"{count} rows, fewer than fuse_dropout.min_rows={least} of the preset"
+    if reason := too_few_rows(found.projection.node, "fuse_dropout.min_rows", context):
+        return reason
     return ""
 
 

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
 
 from inductor_q.capture.example import hint, likely
+from inductor_q.context import Context
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -163,7 +164,17 @@ def rows(node: fx.Node) -> int:
 
 def likely_rows(node: fx.Node) -> int:
     """Return how many rows the tensor is likely to have in long batches, if their lengths vary."""
-    return math.prod(map(likely, tensor(node).shape[:-1]))
+    return likely(math.prod(tensor(node).shape[:-1]))
+
+
+def too_few_rows(node: fx.Node, name: str, context: Context) -> str:
+    """Return that a product is too short for a threshold in long batches, too; else nothing."""
+    least = context.threshold(name)
+    count, most = rows(node), likely_rows(node)
+    if most >= least:
+        return ""
+    others = f", and likely up to {most} in other batches" if most > count else ""
+    return f"{count} rows{others}, fewer than {name}={least} of the preset"
 
 
 def peel_rows(node: fx.Node) -> fx.Node:

@@ -22,6 +22,8 @@ from inductor_q.passes.dynamo_graph import same_size, written_by
 HEAD_DIM = 256
 SMALL_HEAD_DIM = 192
 
+#: Why no fused kernel takes grouped keys, and why FlashAttention is not taken for cuDNN.
+OFF = "flash attention is turned off"
 _RESHAPES = ("reshape", "view", "flatten", torch.reshape, torch.flatten)
 _FULL = slice(None)
 #: What tells only the sizes of its argument: Dynamo writes them down in the bodies of checkpoints.
@@ -47,13 +49,26 @@ def before_repeat(
         return "queries, keys and values differ in size"
     if any(not same_size(node.meta["example_value"].stride(-1), 1) for node in (query, *found)):
         return "features do not lie side by side"
-    choose: Any = torch.nn.attention._sdpa_kernel
-    if any(graph.find_nodes(op="call_function", target=choose) for graph in graphs):
-        return "the program chooses the kernel"
+    if chosen := _chosen(graphs):
+        return chosen
     # Autocast casts inside the call, which computes in the dtype of its result, not of its inputs.
     result = attention.meta["example_value"]
     refused = no_kernel(result.device, result.dtype, result.shape[-1], arguments["dropout_p"])
     return refused or found
+
+
+def keeps_kernels(gm: fx.GraphModule) -> str:
+    """Return why attention stays with the kernels that torch takes: it is turned off, or chosen
+    inside of Dynamo's graph or its subgraphs. Empty if it need not."""
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return OFF
+    return _chosen(m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
+
+
+def _chosen(graphs: Iterable[fx.Graph]) -> str:
+    choose: Any = torch.nn.attention._sdpa_kernel
+    chooses = any(graph.find_nodes(op="call_function", target=choose) for graph in graphs)
+    return "the program chooses the kernel" if chooses else ""
 
 
 def unrepeated(attention: fx.Node, arguments: Mapping[str, Any]) -> tuple[fx.Node, fx.Node] | str:
@@ -75,7 +90,7 @@ def unrepeated(attention: fx.Node, arguments: Mapping[str, Any]) -> tuple[fx.Nod
 def no_kernel(device: torch.device, dtype: torch.dtype, head_dim: Any, dropout: Any) -> str:
     """Return why no fused kernel of a device takes grouped keys; empty if one does."""
     if not torch.backends.cuda.flash_sdp_enabled():  # a CPU's, too
-        return "flash attention is turned off"
+        return OFF
     if device.type == "cpu":
         return "" if dropout == 0 else "no fused kernel of a CPU drops out"
     if device.type != "cuda":

@@ -62,10 +62,11 @@ from inductor_q.passes.graph import (
     backward_nodes,
     emit,
     is_view,
-    likely_rows,
     peel_transposes,
     replace,
+    rows,
     tensor,
+    too_few_rows,
     written_inputs,
 )
 from inductor_q.passes.products import Product, as_product, packed_weight
@@ -311,11 +312,10 @@ def _refused(product: Product, context: Context) -> str:
             f"a weight of {count} elements, fewer than quantize_products.min_elements={least} of "
             "the preset"
         )
-    least, count = context.threshold("quantize_products.min_rows"), likely_rows(product.node)
-    if count < least:
-        return f"{count} rows, fewer than quantize_products.min_rows={least} of the preset"
+    if reason := too_few_rows(product.node, "quantize_products.min_rows", context):
+        return reason
     if compute == "int8" and value.device.type == "cuda" and not _has_more_rows(value, FEW_ROWS):
-        return f"{count} rows; products in int8 have more than {FEW_ROWS} on a GPU"
+        return f"{rows(product.node)} rows; products in int8 have more than {FEW_ROWS} on a GPU"
     return ""
 
 

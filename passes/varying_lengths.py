@@ -1,10 +1,11 @@
 """Attention whose lengths vary is computed by FlashAttention, which serves every length.
 
-On Hopper and later GPUs `scaled_dot_product_attention` prefers cuDNN, which builds a plan for each
-shape that it has not seen: 0.2 to 1 s of the host's time for forward, recompute and backward.
-Batches that a collator pads to their longest sequence seldom have the same length, so nearly each
-step waited for that. FlashAttention needs no plan. Where the length is fixed cuDNN stays, which is
-up to twice as fast on long sequences.
+On GPUs of compute capability 9.x and 10.x `scaled_dot_product_attention` prefers cuDNN, which
+builds a plan for each shape that it has not seen, for forward, recompute and backward: 1 s of the
+host's time on a B200 (github.com/modelscope/FunASR/issues/3704). Batches that a collator pads to
+their longest sequence seldom have the same length, so nearly each step waited for that.
+FlashAttention needs no plan. Where the length is fixed cuDNN stays, which is faster on long
+sequences.
 
 AOTAutograd has chosen the kernel by now, so it is known which calls are cuDNN's.
 """
@@ -29,15 +30,14 @@ from inductor_q.passes.runner import Site
 define_ops()  # the vocabulary
 
 aten = torch.ops.aten
-CUDNN = aten._scaled_dot_product_cudnn_attention.default
-CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
-FLASH = aten._scaled_dot_product_flash_attention.default
+CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.qfuse.flash_attention_backward.default
 
-#: The result, and the logarithms of the sums of exponentials, among what both kernels return.
+#: Places in what both kernels return: the result, and the logarithms of the sums of exponentials.
 _OUT, _SUMS = 0, 1
-#: Lengths among what cuDNN's returns -> the operand whose length it is. The program's own sizes may
-#: be read there.
+#: Where cuDNN's also returns a length, of queries and of keys -> the operand to read it of instead.
 _LENGTHS = {4: 0, 5: 1}
 #: What autograd makes of a result that it keeps.
 _SHOWN = frozenset({aten.alias.default, aten.detach.default})
@@ -66,7 +66,8 @@ class VaryingLengths:
                 results.setdefault(item.args[1], []).append(item)
             readers = [user for item in results.get(_OUT, ()) for user in _readers(item)]
             backward = [user for user in readers if user.target is CUDNN_BACKWARD]
-            if reason := _refused(node) or _read_elsewhere(results, backward):
+            reason = context.attention or _refused(node) or _read_elsewhere(results, backward)
+            if reason:
                 yield Site(node, rejected=reason, by_choice=True)
             else:
                 yield Site(node, plan=_Plan(results, backward), provider="FlashAttention")
@@ -117,13 +118,17 @@ def _refused(node: fx.Node) -> str:
         return "attention has a mask, which FlashAttention takes none of"
     if dropout := argument(node, "dropout_p"):
         return f"attention drops scores out (dropout_p={dropout}), by a random state of cuDNN's"
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return "flash attention is turned off"
+    if any(same_size(stride, 0) for x in (query, key, value) for stride in x.stride()):
+        return "one head is shown several times"
+    if not all(same_size(x.stride(-1), 1) for x in (query, key, value)):
+        return "features do not lie side by side"
     features = query.shape[-1]
     if not isinstance(features, int) or features > HEAD_DIM or features % _FEATURES:
         return f"FlashAttention takes up to {HEAD_DIM} features, in groups of {_FEATURES}"
     if not same_size(features, value.shape[-1]):
         return "values differ from queries in features"
+    if not same_size(key.shape[1], value.shape[1]):
+        return "keys and values differ in heads"
     if argument(node, "is_causal") and not same_size(query.shape[-2], key.shape[-2]):
         return "attention is causal, and queries and keys differ in length"
     return ""

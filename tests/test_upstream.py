@@ -27,7 +27,7 @@ PATCHES = {
     if (title := re.match(r"(?P<project>\w+) (?P<versions>[\w. ]+):", section))
     for patch in re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
 }
-ADDS_NO_HOOK = ("accelerate", "transformers", "trl", "peft")
+TRAINED_WITH = ("accelerate", "transformers", "trl", "peft")
 
 #: Writes to a file whether accelerate takes the name of a backend that torch knows, and one that
 #: nobody knows; then the hooks on the embeddings, and the losses, of a model that PEFT wraps and of
@@ -92,7 +92,8 @@ def skip_unless_installed(project: str, wanted: str) -> None:
 
 
 def test_the_page_has_a_patch_of_each_project() -> None:
-    assert {project for project, _ in PATCHES} == {*ADDS_NO_HOOK, "torch"}
+    assert {project for project, _ in PATCHES} == {*TRAINED_WITH, "torch"}
+    assert len(PATCHES) == PAGE.count("```diff")  # none is hidden by another
 
 
 @pytest.mark.parametrize(("project", "wanted"), PATCHES)
@@ -107,7 +108,7 @@ def test_what_the_patches_do(tmp_path: Path) -> None:
     were. Once a library does it by itself, its patch is no longer needed."""
     folders: list[Path] = []
     for project, wanted in PATCHES:
-        if project in ADDS_NO_HOOK:
+        if project in TRAINED_WITH:
             skip_unless_installed(project, wanted)
             folders.append(patched(tmp_path / project, project, PATCHES[project, wanted]))
 

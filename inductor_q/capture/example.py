@@ -33,7 +33,11 @@ def likely(size: Any) -> int:
 
     Where it varies the batch at hand may be a short one, and the long ones take most of the time.
     """
-    return size if isinstance(size, int) else hint(size) * SPREAD
+    if isinstance(size, int):
+        return size
+    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
+    most = hint(size) * SPREAD
+    return int(bound) if bound < most else most
 
 
 def example(value: Any) -> Any:

@@ -122,7 +122,7 @@ class Scatter2Scatter(Call, Stack):
     @property
     def products(self) -> int:
         """The multiplications with one expert's weight, were its rows as many as the others'."""
-        return self.rows * self.in_features * self.out_features // self.num_experts
+        return self.rows * self.in_features * self.out_features // max(1, self.num_experts)
 
     def check(self) -> None:
         """Raise unless the arguments fit each other."""

@@ -72,16 +72,24 @@ def _composed(
     d_value = (weights.mT @ d_out).sum(2)
     d_scores = weights * (d_out @ v.mT - (d_out * o).sum(-1, keepdim=True)) * by
     d_query, d_key = (d_scores @ k).flatten(1, 2), (d_scores.mT @ q).sum(2)
-    return tuple(  # type: ignore[return-value]
-        torch.empty_like(x).copy_(d) for x, d in ((query, d_query), (key, d_key), (value, d_value))
-    )
+    made = _empty(query), _empty(key), _empty(value)
+    for gradient, values in zip(made, (d_query, d_key, d_value), strict=True):
+        gradient.copy_(values)
+    return made
 
 
 def _fake(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return _empty(query), _empty(key), _empty(value)
+
+
+def _empty(x: Tensor) -> Tensor:
+    """Allocate a gradient as FlashAttention does, which goes by [B, S, H, D]."""
+    return torch.empty_like(x.transpose(1, 2)).transpose(1, 2)
 
 
 def define_flash_backward() -> None:
-    define(SCHEMA, flash_attention_backward, _fake)
+    # Without the tag Inductor may hand over features that lie apart, which the kernel refuses.
+    tags = (torch.Tag.needs_fixed_stride_order,)
+    define(SCHEMA, flash_attention_backward, _fake, tags=tags)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.utils.checkpoint import checkpoint
 
+from inductor_q.backend import qfuse
+from inductor_q.ops import flash_backward
 from inductor_q.ops.registry import define_ops
+from inductor_q.passes.graph import emit
 
 define_ops()
 
 BACKWARD = torch.ops.qfuse.flash_attention_backward
+OF_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def operands(groups: int, queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
@@ -58,3 +66,51 @@ def test_opcheck() -> None:
     q, k, v = operands(2, 5, 5, torch.float32)
     given = (q, q, k, v, q, sums(q, k, True, 0.25), True)
     torch.library.opcheck(BACKWARD.default, given, {"scale": 0.25})
+
+
+class Swap(CustomGraphPass):
+    """Put the op into a joint graph, in the place of the backward of a CPU's FlashAttention."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        (old,) = graph.find_nodes(op="call_function", target=OF_CPU)
+        with graph.inserting_before(old):
+            given = (*old.args[:6], old.args[7])  # without the rate of dropout
+            new = emit(graph, BACKWARD.default, given, old, scale=old.kwargs.get("scale"))
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+
+    def uuid(self) -> None:
+        return None
+
+
+def test_inductor_hands_over_what_was_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features lie side by side, as the kernel asks, where Inductor would lay them otherwise."""
+    strides: list[tuple[int, ...]] = []
+    composed = flash_backward._composed
+
+    def note(*args: Any) -> Any:
+        strides.extend(x.stride() for x in args[1:4])
+        return composed(*args)
+
+    def segment(x: Tensor, y: Tensor) -> Tensor:
+        q, k = (t.mT.sin().mT for t in (x, y))
+        return attend(q, k, k, is_causal=True)
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = checkpoint(segment, x, y, use_reentrant=False)
+        return result
+
+    monkeypatch.setattr(flash_backward, "_composed", note)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 4, 9, 16, generator=generator) for _ in range(2)]
+    # Without a packed weight or a plan no pass of ours runs.
+    options: Any = {"joint_custom_pre_pass": Swap(), "qfuse.memory": "1GB"}
+    gradients = []
+    for call in (run, torch.compile(run, backend=qfuse, options=options)):
+        torch._dynamo.reset()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        call(*leaves).sin().sum().backward()
+        gradients.append([x.grad for x in leaves])
+    assert strides == [x.stride() for x in (inputs[0], inputs[1], inputs[1])]
+    for own, eager in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(own, eager)

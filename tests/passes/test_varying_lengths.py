@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 import inductor_q
 from inductor_q.backend import qfuse
+from inductor_q.passes.grouped_keys import keeps_kernels
 from inductor_q.passes.varying_lengths import (
     CUDNN,
     CUDNN_BACKWARD,
@@ -49,9 +51,13 @@ class Traced:
         *,
         varies: bool = True,
         groups: int = HEADS,
+        groups_of_values: int | None = None,
         features: int = FEATURES,
+        of_values: int | None = None,
         more: int = 0,
         biased: bool = False,
+        expanded: bool = False,
+        apart: bool = False,
         **given: Any,
     ) -> None:
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -64,8 +70,13 @@ class Traced:
             def empty(*sizes: Any) -> Tensor:
                 return torch.empty(*sizes, dtype=torch.bfloat16, device="cuda")
 
-            query = empty(2, HEADS, length, FEATURES if features == FEATURES else features)
-            key, value = (empty(2, groups, length + more, features) for _ in range(2))
+            query = empty(2, HEADS, length, features)
+            key = empty(2, groups, length + more, features)
+            value = empty(2, groups_of_values or groups, length + more, of_values or features)
+            if expanded:
+                key = key.expand(-1, HEADS, -1, -1)
+            if apart:
+                query = empty(2, HEADS, features, length).mT
             bias = empty(2, 1, length, length + more) if biased else None
             inputs = [query, key, value, *([bias] if biased else [])]
 
@@ -76,8 +87,8 @@ class Traced:
             self.graph = make_fx(run, tracing_mode="symbolic")(inputs).graph
         self.match()
 
-    def match(self) -> None:
-        context: Any = None  # which this pass does not ask
+    def match(self, attention: str = "") -> None:
+        context: Any = SimpleNamespace(attention=attention)
         self.sites = list(VaryingLengths().match(self.graph, context))
 
     def apply(self) -> None:
@@ -134,6 +145,11 @@ def test_a_fixed_length_stays_with_cudnn() -> None:
     [
         ({"dropout": 0.1}, "attention drops scores out"),
         ({"features": 320}, "up to 256 features"),
+        ({"features": 60}, "in groups of 8"),
+        ({"of_values": 32}, "values differ from queries in features"),
+        ({"groups_of_values": 2}, "keys and values differ in heads"),
+        ({"expanded": True, "groups": 1}, "one head is shown several times"),
+        ({"apart": True}, "features do not lie side by side"),
         ({"more": 5}, "queries and keys differ in length"),
         ({"biased": True, "causal": False}, "attention has a mask"),
         ({"sums": True}, "more of it than its output and lengths"),
@@ -147,10 +163,31 @@ def test_what_stays_with_cudnn_says_why(given: dict[str, Any], reason: str) -> N
     assert site.by_choice
 
 
-def test_flash_attention_that_is_turned_off_stays_so() -> None:
+def test_what_keeps_attention_as_it_is() -> None:
+    traced = Traced()
+    traced.match(attention="the program chooses the kernel")
+    assert [site.rejected for site in traced.sites] == ["the program chooses the kernel"]
+
+
+def chooses(x: Tensor) -> Tensor:
+    with sdpa_kernel([SDPBackend.MATH]):
+        return attend(x, x, x)
+
+
+def test_a_program_that_chooses_the_kernel_keeps_it() -> None:
+    found: list[str] = []
+
+    def look(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        found.append(keeps_kernels(gm))
+        return gm.forward
+
+    x = torch.randn(1, 1, 4, 8)
+    for run in (chooses, lambda x: attend(x, x, x)):
+        torch._dynamo.reset()
+        torch.compile(run, backend=look)(x)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        (site,) = Traced().sites
-    assert site.rejected == "flash attention is turned off"
+        found.append(keeps_kernels(fx.symbolic_trace(nn.Identity())))
+    assert found == ["the program chooses the kernel", "", "flash attention is turned off"]
 
 
 def attended(qkv: Tensor) -> Tensor:
@@ -164,19 +201,22 @@ def test_results_and_gradients_on_a_gpu(dtype: torch.dtype) -> None:
     torch.compiler.reset()
     planned: Any = {"qfuse.memory": "40GB"}  # without a packed weight or a plan no pass runs
     compiled = torch.compile(attended, backend=qfuse, fullgraph=True, options=planned)
+    preferred = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     generator = torch.Generator("cuda").manual_seed(0)
     for length in (300, 64, 17, 129):
         shape = (2, 2 * HEADS, length, FEATURES)
         qkv = torch.randn(shape, device="cuda", generator=generator).to(dtype)
         exact = gradients(attended, qkv.double())
         eager = [rms(a - b) for a, b in zip(gradients(attended, qkv), exact, strict=True)]
-        own = [rms(a - b) for a, b in zip(gradients(compiled, qkv), exact, strict=True)]
+        with sdpa_kernel(preferred, set_priority=True):
+            found = gradients(compiled, qkv)
+        own = [rms(a - b) for a, b in zip(found, exact, strict=True)]
         assert all(one <= 1.25 * other for one, other in zip(own, eager, strict=True))
     assert inductor_q.report().graphs == 1
     report = inductor_q.last_report()
     assert report is not None
     sites = [site for site in report.sites if site.pass_name == "varying_lengths"]
-    if torch.cuda.get_device_capability() >= (9, 0):
+    if torch.cuda.get_device_capability()[0] in (9, 10):
         assert [(site.rejected, site.provider) for site in sites] == [("", "FlashAttention")]
 
 
