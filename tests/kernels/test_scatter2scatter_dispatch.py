@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
@@ -80,6 +81,7 @@ def resolved(provider: str, least: int, memory: int | None) -> Any:
     return SimpleNamespace(
         kernels={"scatter2scatter": provider},
         memory=memory,
+        inductor={},
         preset=SimpleNamespace(thresholds=thresholds),
     )
 
@@ -154,6 +156,8 @@ def test_large_experts_are_decoded_first_where_a_preset_says_so(
     assert served(case, 90, monkeypatch, least=products + 1)[0] == "cuda"
     assert served(case, 90, monkeypatch, least=products, memory=1 << 30)[0] == "cuda"
     assert served(case, 90, monkeypatch, "cuda", products)[0] == "cuda"
+    with inductor_config.patch(cpp_wrapper=True):  # which calls the op
+        assert served(case, 90, monkeypatch, least=products)[0] == "cuda"
     dense = layer(FIT, dtype=BF16, quant=DENSE, lora=False)
     assert served(dense, 90, monkeypatch, least=1)[0] == "grouped_mm"
     assert served(layer(FIT), 90, monkeypatch, least=1)[0] == "reference"
