@@ -5,6 +5,9 @@ Each run is the script in a process of its own, with empty caches: ``qfuse`` as 
 same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwen3-8B's shapes and
 sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
 
+``eager[no cuDNN]`` and ``inductor[no cuDNN]`` have torch prefer other kernels of attention, which
+need no plan for each length.
+
 A step lasts from the end of an optimizer's step to that of the next, data loading and logging
 included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
 has reserved in that half. ``loss_deviation`` is the largest difference of a step's loss from
@@ -14,9 +17,11 @@ eager's, relative to it. ``line`` is what the callback printed: layers, graphs, 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,9 @@ from inductor_q.tuning.runs import Run
 from inductor_q.tuning.sweep import OutOfBudget
 
 CONDITIONS = {"eager": EAGER, "inductor": STOCK, "qfuse": BASE}
+#: What torch reads to prefer cuDNN's attention less, and the ending of peers that have it.
+NO_CUDNN, VARIABLES = "[no cuDNN]", {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+PEERS = ("eager", "eager[no cuDNN]", "inductor", "inductor[no cuDNN]", "qfuse")
 ROOT = Path(__file__).parent.parent
 #: By name: the script and its own options.
 SCRIPTS = {
@@ -41,7 +49,7 @@ LINE = re.compile(r"^.*\d+ of \d+ .*layers.*$", re.M)
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
-    parser = harness.parser(__doc__, peers=tuple(CONDITIONS))
+    parser = harness.parser(__doc__, peers=PEERS)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
@@ -58,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
                 command, arguments.steps, tuned.place_of(suite.device), select(suite.device),
                 Path(work),
             )  # fmt: skip
-            runs, lines = _run(suite, name, launch, arguments, Path(work))
+            runs, lines = _run(suite, name, launch, arguments)
         _add(suite, name, runs, lines)
         harness.keep(suite, arguments)
     harness.finish(suite, arguments, extras=("compile_s", "peak_bytes", "loss_deviation", "line"))
@@ -66,15 +74,18 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 
 def _run(
-    suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace, work: Path
+    suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace
 ) -> tuple[dict[str, Run], dict[str, str]]:
     """Run one script as each peer; return the runs, and what the callback said."""
     runs: dict[str, Run] = {}
     lines: dict[str, str] = {}
     for peer in arguments.backends:
-        condition = CONDITIONS[peer]
+        condition = CONDITIONS[peer.removesuffix(NO_CUDNN)]
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        variables = {"PYTHONPATH": paths, **(VARIABLES if peer.endswith(NO_CUDNN) else {})}
+        own = replace(launch, work=launch.work / re.sub(r"\W+", "-", peer), variables=variables)
         try:
-            run = launch(condition, 1, arguments.limit)
+            run = own(condition, 1, arguments.limit)
         except OutOfBudget:
             run = Run(condition=condition.name, error=f"took more than {arguments.limit:.0f} s")
         if run.error:
@@ -82,8 +93,8 @@ def _run(
             continue
         runs[peer] = run
         seen = f"{name}, {peer}: {1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
-        harness.console.print(seen, highlight=False)
-        log = (work / condition.name / "run1.log").read_text("utf-8", "replace")
+        harness.console.print(seen, highlight=False, markup=False)
+        log = (own.work / condition.name / "run1.log").read_text("utf-8", "replace")
         if peer == "qfuse" and (found := LINE.search(log)):
             lines[peer] = found[0].strip()
     return runs, lines

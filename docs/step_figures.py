@@ -403,7 +403,13 @@ GRAPHS = "qfuse[triton.cudagraphs=True]"
 
 def scripts() -> str:
     """Show the scripts in examples/, by process: steps, compile time, peak and loss."""
-    called = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
+    called = {
+        "eager": "eager",
+        "eager[no cuDNN]": "eager, without cuDNN",
+        "inductor": "stock Inductor",
+        "inductor[no cuDNN]": "stock Inductor, without cuDNN",
+        "qfuse": "qfuse",
+    }
     body = []
     for name in SCRIPTS:
         for case in cases(name):

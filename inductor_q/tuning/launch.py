@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inductor_q.own_options import OPTIONS
@@ -34,13 +34,14 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 @dataclass(frozen=True)
 class Launcher:
     """Measure conditions of one model, over the preset that ships. Caches and logs go to `work`:
-    a condition's first run there compiles with empty caches."""
+    a condition's first run there compiles with empty caches. Each run has `variables`, too."""
 
     model: str
     steps: int
     place: tuned.Place
     preset: Preset
     work: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, condition: Condition, number: int, seconds: float) -> Run:
         """Run the condition.
@@ -85,6 +86,7 @@ class Launcher:
         """Return the variables under which a process has the condition, and caches of its own."""
         variables = {name: text for name, text in os.environ.items() if name not in BY_PRESET}
         variables |= {
+            **self.variables,
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
             "TRITON_CACHE_DIR": str(folder / "cache" / "triton"),
             "QFUSE_PRESET": self.preset.name,

@@ -26,6 +26,8 @@ def test_environment_of_each_kind_of_change(tmp_path: Path) -> None:
     assert launch.environment(BASE, tmp_path)["QFUSE_PRESET"] == "cpu"
     assert launch.environment(BASE, tmp_path)["TORCH_COMPILE_DISABLE"] == "0"
     assert launch.environment(EAGER, tmp_path)["TORCH_COMPILE_DISABLE"] == "1"
+    more = replace(launch, variables={"SOME": "1"})
+    assert more.environment(BASE, tmp_path)["SOME"] == "1"
     own = launch.environment(Condition("c", {"qfuse.compute": "int8"}), tmp_path)
     assert (own["QFUSE_COMPUTE"], own["QFUSE_PRESET"]) == ("int8", "cpu")
     both = {"extend_k.min_rows": 9, "max_autotune_gemm": True, "kernels.dequantize": "inductor"}
