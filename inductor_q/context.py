@@ -29,8 +29,9 @@ from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.expert_calls import Scatter2Scatter
-from inductor_q.kernels.scatter2scatter_dequantize import NEVER, preferred
+from inductor_q.kernels.scatter2scatter_dequantize import preferred
 from inductor_q.logits import Recipe
+from inductor_q.presets import NEVER
 from inductor_q.resolved import Budget, Resolved
 
 #: The threshold from which experts are large.
@@ -50,7 +51,7 @@ class Context:
     graph is found only together with its report. `recipes` are for outputs of the graph that the
     backend makes of others. `budget` is what `qfuse.memory` leaves to the graph. `changed` is to
     be called where passes have run behind the compile, which a lazily compiled backward has.
-    `attention` is why attention is left to the kernels that torch takes, if it is.
+    `attention` says why attention keeps the kernels that torch takes; else it is empty.
     """
 
     resolved: Resolved

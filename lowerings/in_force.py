@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch._inductor import config
 
-from inductor_q.kernels.scatter2scatter_dequantize import NEVER
+from inductor_q.presets import NEVER
 
 
 class InForce(Protocol):

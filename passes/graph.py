@@ -6,7 +6,7 @@ Passes insert where it reads naturally; the runner restores a topological order 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -218,6 +218,15 @@ def widens(node: fx.Node) -> bool:
 def shows(node: fx.Node) -> bool:
     """Whether a node is a view that keeps the last dimension, or a cast that keeps the values."""
     return widens(node) or (node.target in VIEWS and peel_rows(node) is not node)
+
+
+def readers(node: fx.Node, shown: Container[object]) -> Iterator[fx.Node]:
+    """Yield what reads a value, itself or as the operators in `shown` show it."""
+    for user in node.users:
+        if user.target in shown:
+            yield from readers(user, shown)
+        else:
+            yield user
 
 
 def single_user(node: fx.Node) -> fx.Node | None:

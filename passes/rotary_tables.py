@@ -17,7 +17,16 @@ from torch import fx
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.ops.registry import define_ops
-from inductor_q.passes.graph import CAST, MUL, PERMUTE, VIEWS, is_tensor, same_shape, tensor
+from inductor_q.passes.graph import (
+    CAST,
+    MUL,
+    PERMUTE,
+    VIEWS,
+    is_tensor,
+    readers,
+    same_shape,
+    tensor,
+)
 from inductor_q.passes.runner import Site
 
 define_ops()  # the vocabulary
@@ -36,7 +45,7 @@ class RotaryTables:
         for node in graph.nodes:
             if node.target in _TABLES and is_tensor(node):
                 table = _as_read(node)
-                if sum(_spreads(user, table) for user in _readers(table)) > 1:
+                if sum(_spreads(user, table) for user in readers(table, _SPREADS)) > 1:
                     yield Site(node, plan=table, provider="inductor")
 
     def apply(self, graph: fx.Graph, site: Site, context: Context) -> None:
@@ -64,14 +73,6 @@ def _is_returned(user: fx.Node) -> bool:
     if user.target in _SPREADS or user.target is PERMUTE:
         return any(_is_returned(u) for u in user.users)
     return user.op == "output"
-
-
-def _readers(table: fx.Node) -> Iterator[fx.Node]:
-    for user in table.users:
-        if user.target in _SPREADS:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _spreads(user: fx.Node, table: fx.Node) -> bool:

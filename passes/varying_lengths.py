@@ -23,7 +23,7 @@ from torch import fx
 from inductor_q.context import Context
 from inductor_q.ops.registry import define_ops
 from inductor_q.passes.dynamo_graph import same_size
-from inductor_q.passes.graph import argument, emit, replace, tensor
+from inductor_q.passes.graph import argument, emit, readers, replace, tensor
 from inductor_q.passes.grouped_keys import HEAD_DIM
 from inductor_q.passes.runner import Site
 
@@ -64,8 +64,8 @@ class VaryingLengths:
             results: dict[Any, list[fx.Node]] = {}
             for item in node.users:
                 results.setdefault(item.args[1], []).append(item)
-            readers = [user for item in results.get(_OUT, ()) for user in _readers(item)]
-            backward = [user for user in readers if user.target is CUDNN_BACKWARD]
+            readings = [user for item in results.get(_OUT, ()) for user in readers(item, _SHOWN)]
+            backward = [user for user in readings if user.target is CUDNN_BACKWARD]
             reason = context.attention or _refused(node) or _read_elsewhere(results, backward)
             if reason:
                 yield Site(node, rejected=reason, by_choice=True)
@@ -102,20 +102,11 @@ class VaryingLengths:
         graph.erase_node(node)  # which is random for FX, so it would stay
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what reads a result, itself or as autograd shows it to backward."""
-    for user in node.users:
-        if user.target in _SHOWN:
-            yield from _readers(user)
-        else:
-            yield user
-
-
 def _refused(node: fx.Node) -> str:
     """Return why FlashAttention does not take a call of cuDNN's; empty if it does."""
     query, key, value = (tensor(x) for x in node.args[:3])
     if argument(node, "attn_bias") is not None:
-        return "attention has a mask, which FlashAttention takes none of"
+        return "attention has a mask, and FlashAttention takes none"
     if dropout := argument(node, "dropout_p"):
         return f"attention drops scores out (dropout_p={dropout}), by a random state of cuDNN's"
     if any(same_size(stride, 0) for x in (query, key, value) for stride in x.stride()):
@@ -138,6 +129,6 @@ def _read_elsewhere(results: dict[Any, list[fx.Node]], backward: list[fx.Node]) 
     """Return that something but backward reads what cuDNN's backward is for; else nothing."""
     known = {_OUT, *_LENGTHS}
     others = [item for place, items in results.items() if place not in known for item in items]
-    if all(user in backward for item in others for user in _readers(item)):
+    if all(user in backward for item in others for user in readers(item, _SHOWN)):
         return ""
     return "the graph reads more of it than its output and lengths"

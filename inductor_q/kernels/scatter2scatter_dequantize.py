@@ -29,7 +29,6 @@ from inductor_q.kernels.scatter2scatter_grouped_mm import (
     unfit,
 )
 
-NEVER = 1 << 60  # multiplications that no expert has
 PITCH = 64  # rows of buffers are multiples of 64 elements long: 128 bytes, a line of the cache
 
 

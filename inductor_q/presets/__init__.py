@@ -11,13 +11,14 @@ from inductor_q.exc import UnknownPreset
 from inductor_q.presets import tuned
 from inductor_q.presets.generic import CPU, GENERIC, NONE
 from inductor_q.presets.nvidia import NVIDIA
-from inductor_q.presets.preset import MAPPINGS, THRESHOLDS, Entry, FrozenMap, Preset
+from inductor_q.presets.preset import MAPPINGS, NEVER, THRESHOLDS, Entry, FrozenMap, Preset
 
 if TYPE_CHECKING:
     import torch  # `qfuse presets` answers without it
 
 __all__ = [
     "MAPPINGS",
+    "NEVER",
     "NONE",
     "PRESETS",
     "THRESHOLDS",

@@ -72,6 +72,9 @@ class Preset:
 
 MAPPINGS = ("thresholds", "options", "kernels", "losses", "min_memory")
 
+#: The threshold that no size reaches.
+NEVER = 1 << 60
+
 # Every device starts with these, and every preset holds them unless measurements differed there.
 THRESHOLDS: Mapping[str, Entry] = FrozenMap(
     {
@@ -102,7 +105,7 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         ),
         # Multiplications with an expert's weight from which experts are decoded before the product.
         "fuse_scatter2scatter.min_large_expert": Entry(
-            value=1 << 60,
+            value=NEVER,
             evidence="a start value, which is never: all decoded experts are in memory then; "
             "measured where a preset says otherwise",
         ),

@@ -21,8 +21,9 @@ from inductor_q.kernels import scatter2scatter_cuda
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter
-from inductor_q.kernels.scatter2scatter_dequantize import NEVER, preferred
+from inductor_q.kernels.scatter2scatter_dequantize import preferred
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
+from inductor_q.presets import NEVER
 from tests.support.moe import Layer, Sizes, layer
 from tests.support.tile_cases import BF16, FIT, FP16, device
 

@@ -111,7 +111,10 @@ def tokens(dtype: torch.dtype = BF16) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_training_step(name: str, case: str) -> None:
-    """Values and gradients are as near to float64's as eager's, or as FP8 is."""
+    """Values and gradients are as near to float64's as eager's, or as FP8 is.
+
+    Under dropout only what no mask changes is compared; test_fuse_dropout.py is about masks.
+    """
     compute, dropout, applied = CASES[case]
     module = Segment(name, dropout)
     eager = step(module, tokens(), module=module)
