@@ -654,3 +654,20 @@ def test_large_experts_are_decoded_first(
     assert set(launched) == {name} and len(launched) == 4
     assert result.report.providers["scatter2scatter"] == {name: 4}
     assert {s.provider for s in result.report.sites if s.pass_name == PASS} == {name}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
+def test_large_experts_are_decoded_first_on_a_gpu(large: bool) -> None:
+    """Of either route a step is no further from float64 than eager's, and a quarter."""
+    layer = Experts("qwen3_moe", "grouped_mm", torch.bfloat16).to("cuda")
+    x, ids, gates = inputs(torch.bfloat16, n=64)
+    args = (
+        x.detach().cuda().requires_grad_(),
+        ids.cuda(),
+        gates.detach().cuda().requires_grad_(),
+    )
+    thresholds = {"qfuse.thresholds": {LARGE: 1}} if large else {}
+    result = compiled(layer, torch.bfloat16, args, options={**thresholds, "fx_graph_cache": False})
+    served = result.report.providers["scatter2scatter"]
+    assert sum(served.values()) == 4 and ("dequantize" in served) == large, served
