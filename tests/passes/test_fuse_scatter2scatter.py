@@ -35,10 +35,15 @@ class Experts(nn.Module):
     """The expert layer of a tiny model, with its choices, and an input that wants a gradient."""
 
     def __init__(
-        self, family: str, implementation: str, dtype: torch.dtype, packed: bool = True
+        self,
+        family: str,
+        implementation: str,
+        dtype: torch.dtype,
+        packed: bool = True,
+        device: str = "cpu",
     ) -> None:
         super().__init__()
-        net = model(family).to(dtype)
+        net = model(family).to(device, dtype)
         self.experts: Any = expert_layers(net)["model.layers.0.mlp.experts"]
         self.experts.requires_grad_(False)
         if packed:
@@ -660,7 +665,7 @@ def test_large_experts_are_decoded_first(
 @pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
 def test_large_experts_are_decoded_first_on_a_gpu(large: bool) -> None:
     """Of either route a step is no further from float64 than eager's, and a quarter."""
-    layer = Experts("qwen3_moe", "grouped_mm", torch.bfloat16).to("cuda")
+    layer = Experts("qwen3_moe", "grouped_mm", torch.bfloat16, device="cuda")
     x, ids, gates = inputs(torch.bfloat16, n=64)
     args = (
         x.detach().cuda().requires_grad_(),
