@@ -27,6 +27,7 @@ from inductor_q import capture, corrections, lowerings, memory
 from inductor_q.cache import (
     add_stored,
     bodies_are_cacheable,
+    cacheable_functions,
     load_report,
     report_key,
     report_tag,
@@ -232,6 +233,7 @@ def qfuse(
     patches = {
         **(FUSION_LIMITS if quantized and provider == POINTWISE else {}),
         **(memory.PATCHES if context.budget is not None else {}),
+        **cacheable_functions(),
         **resolved.inductor,
     }
     for name, hook in (

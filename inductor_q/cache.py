@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from inductor_q import kept
 from inductor_q.context import Context
@@ -20,6 +21,23 @@ from inductor_q.graph_report import Report
 from inductor_q.kernels import wide
 
 _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
+
+#: What torch's cache does not know (2.13), so that it keeps no graph of a trainer in mixed
+#: precision (pytorch/pytorch#191106). What they do is in their arguments, which are in its key;
+#: where these name no dtype it is in `autocast_dtypes`.
+_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+
+
+def cacheable_functions() -> dict[str, Any]:
+    """Return the patch of Inductor's configuration by which graphs that autocast are cached."""
+    ours = {f"torch.amp.autocast_mode.{name}": "known by its arguments" for name in _AUTOCAST}
+    users: Any = inductor_config.unsafe_marked_cacheable_functions
+    return {"unsafe_marked_cacheable_functions": {**ours, **users}}
+
+
+def autocast_dtypes() -> str:
+    """Name the dtypes of an autocast that names none."""
+    return " ".join(str(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
 
 
 @functools.cache
@@ -51,7 +69,10 @@ def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
         return False
     try:
         # A body may have one in it, as a checkpointed segment has.
-        with functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True):
+        with (
+            functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
+            inductor_config.patch(cacheable_functions()),
+        ):
             for body in bodies:
                 for node in body.graph.nodes:
                     if node.op != "call_function" or _is_grad_mode(node):
@@ -79,12 +100,17 @@ def _has_no_module(node: fx.Node) -> bool:
 
 
 def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context) -> str:
-    """Name the report of a compile by the graph's text, its inputs, our sources and the options."""
+    """Name the report of a compile by the graph's text, its inputs, our sources and the options.
+
+    A size that varies is its symbol, as in the keys of torch's caches: the next process begins with
+    a batch of another length, and finds this graph.
+    """
     digest = hashlib.sha256()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             digest.update(module.code.encode())
-    for x in example_inputs:
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        x = node.meta.get("example_value", example)
         digest.update((_layout(x) if isinstance(x, torch.Tensor) else str(x)).encode())
     digest.update(f"{torch.is_grad_enabled()} {torch.__version__}".encode())
     digest.update(f"{source_digest()} {context.resolved.fingerprint()}".encode())

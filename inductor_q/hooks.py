@@ -17,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from inductor_q.cache import source_digest
+from inductor_q.cache import autocast_dtypes, source_digest
 from inductor_q.context import Context
 from inductor_q.kernels import wide
 from inductor_q.log import log, warn_once
@@ -97,7 +97,9 @@ class _Passes(Hook):
     def own_key(self) -> tuple[str, ...]:
         resolved = self.context.resolved.fingerprint()
         limit = str(self.context.budget and self.context.budget.key)
-        return "qfuse", source_digest(), resolved, limit, self.context.tag, self.context.attention
+        context = self.context
+        key = "qfuse", source_digest(), resolved, limit, context.tag, context.attention
+        return *key, autocast_dtypes()
 
 
 class JointPasses(_Passes, CustomGraphPass):

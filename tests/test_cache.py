@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from inductor_q import cli
+import inductor_q
+from inductor_q import cli, testing
+from inductor_q.backend import qfuse
+from inductor_q.cache import autocast_dtypes
 from tests.support.processes import ROOT, environment
 
 pytest.importorskip("bitsandbytes")
@@ -293,8 +297,6 @@ class Twice(torch.autograd.Function):
 
 def test_an_autograd_function_in_a_checkpointed_segment_is_cacheable() -> None:
     """As bitsandbytes' layers are there: torch's cache passed over every checkpointed model."""
-    from torch.utils.checkpoint import checkpoint
-
     from inductor_q.cache import bodies_are_cacheable
 
     captured: list[torch.fx.GraphModule] = []
@@ -308,6 +310,44 @@ def test_an_autograd_function_in_a_checkpointed_segment_is_cacheable() -> None:
 
     torch.compile(segment, backend=backend, fullgraph=True)(torch.ones(2, requires_grad=True))
     assert bodies_are_cacheable(captured[0])
+
+
+def test_a_trainers_graph_is_cached_for_batches_of_any_length() -> None:
+    """The next process begins with another length, and has the report of the first one. torch 2.13
+    alone caches no graph that autocasts."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    layer = testing.lora_linear(64, 64)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
+        return result
+
+    found: list[dict[str, int]] = []
+    with fresh_cache():
+        for length in (40, 56):
+            torch.compiler.reset()
+            counters.clear()
+            x = torch.ones(2, length, 64)
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+            torch.compile(step, backend=qfuse, fullgraph=True)(x).sum().backward()
+            found.append(dict(counters["aot_autograd"]))
+    report = inductor_q.last_report()
+    assert found[0]["autograd_cache_saved"] == found[1]["autograd_cache_hit"] == 1
+    assert report is not None and report.cached and not report.lost
+    assert [verdict.status for verdict in report.verdicts().values()] == ["fused"]
+
+
+def test_an_autocast_that_names_no_dtype_is_kept_by_torchs() -> None:
+    before = autocast_dtypes()
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert autocast_dtypes() != before
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+    assert autocast_dtypes() == before
 
 
 def test_a_segment_that_sets_data_is_not_cacheable() -> None:
