@@ -19,16 +19,16 @@ from docs.read_results import (
 )
 
 ONE = "formats-h200"
-LINEAR = "formats_linear-h100"
+#: Decodes and linear layers of some formats, measured on another device.
+MORE = "formats_more-h100"
+#: Of a format that is in both, the second file's row is the newer one.
+LINEAR = ("formats_linear-h100", MORE)
 STEPS = (
-    "formats_step_intx4-h200",
-    "formats_step_fp8_128x128-h200",
-    "formats_step-h200",
+    "formats_step_intx4-h100",
     "formats_step_fp8_row-h100",
+    "formats_step-h100",
     "formats_step_int8-h100",
 )
-#: A decode measured again on another device.
-AGAIN = {"formats_nvfp4-h100": "nvfp4, on an H100"}
 #: A format that no other peer can train, or decode in a compiled graph.
 ALONE = "formats_step_int4-h200"
 CPU = "formats-cpu"
@@ -38,11 +38,11 @@ EXPERTS = ("moe_mxfp4-h200", "moe_nvfp4-h200")
 def decodes() -> str:
     """Write how long a decode takes, and which share of the roof it and a copy reach."""
     body = []
-    names = (ONE, ALONE, *AGAIN)
+    names = (ONE, ALONE, MORE)
     for name, case in ((n, c) for n in names for c in cases(n) if c["part"] == "dequantize"):
         shares = (percent(row(name, peer, **case)["roof_fraction"]) for peer in ("qfuse", "copy"))
         shown = (_time(name, peer, case, 1e6) for peer in ("eager", "inductor", "qfuse"))
-        format = AGAIN.get(name, case["format"])
+        format = case["format"] + ", on an H100" * name.endswith("h100")
         body.append((format, case["size"].replace("x", " x "), *shown, *shares))
     header = ("format", "N x K", "its library", "the same under stock Inductor", "qfuse")
     more = ("qfuse, share of the roof", "a copy, share of the roof")
@@ -55,21 +55,26 @@ def _time(name: str, peer: str, case: dict[str, Any], scale: float) -> str:
 
 def training() -> str:
     """Write a linear layer's and a step's time and peak memory beside stock Inductor's."""
+    found = {
+        (part, case["format"]): (name, case)
+        for part, files in (("linear", (*LINEAR, ALONE)), ("step", (*STEPS, ALONE)))
+        for name in files
+        for case in cases(name)
+        if case["part"] == part
+    }
     body = []
-    files = [(LINEAR, "linear"), *((name, "step") for name in STEPS)]
-    for name, part in (*files, (ALONE, "linear"), (ALONE, "step")):
-        for case in (c for c in cases(name) if c["part"] == part):
-            shown = (_time(name, peer, case, 1e3) for peer in ("eager", "inductor", "qfuse"))
-            peers = [peer for peer in ("inductor", "qfuse") if rows(name, peer, **case)]
-            peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
-            what = "linear" if part == "linear" else case["size"]
-            what += ", on an H100" * name.endswith("h100")
-            share = percent(row(name, "qfuse", **case)["roof_fraction"])
-            sizes = (_ratio(name, case), share, *["none"] * (2 - len(peaks)), *peaks)
-            body.append((case["format"], what, *shown, *sizes))
+    for (part, format), (name, case) in found.items():
+        shown = (_time(name, peer, case, 1e3) for peer in ("eager", "inductor", "qfuse"))
+        peers = [peer for peer in ("inductor", "qfuse") if rows(name, peer, **case)]
+        peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
+        what = "linear" if part == "linear" else case["size"]
+        what += ", on an H200" * name.endswith("h200")
+        share = percent(row(name, "qfuse", **case)["roof_fraction"])
+        sizes = (_ratio(name, case), share, *["none"] * (2 - len(peaks)), *peaks)
+        body.append((format, what, *shown, *sizes))
     header = ("format", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
     more = ("qfuse, share of the roof", "peak, stock", "peak, qfuse")
-    return f"{table((*header, *more), body)}\n\n{source(LINEAR, *STEPS, ALONE)}"
+    return f"{table((*header, *more), body)}\n\n{source(*LINEAR, *STEPS, ALONE)}"
 
 
 def on_cpu() -> str:
