@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -43,12 +45,13 @@ INT4: Any = vars(torch)["int4"]
 DEQUANTIZE = torch.ops.qfuse.dequantize.default
 
 
-def read(weight: Any) -> Stored:
+def read(weight: Any, shape: Sequence[int] = (N, K)) -> Stored:
     module = nn.Module()
     module.weight = nn.Parameter(weight, requires_grad=False)
     packed = capture.packed_weight(module, "weight")
     assert packed is not None and packed.read is not None, packed
-    assert (packed.format, packed.kind, packed.shape) == (type(weight).__name__, "linear", (N, K))
+    assert packed.shape == tuple(shape)
+    assert (packed.format, packed.kind) == (type(weight).__name__, "linear")
     return packed.read()
 
 
@@ -209,25 +212,35 @@ GPU_LAYOUTS = {
 @pytest.mark.parametrize("case", GPU_LAYOUTS)
 def test_int4_layouts_of_gpus(case: str) -> None:
     weight, exact = GPU_LAYOUTS[case]()
-    module = nn.Module()
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    packed = capture.packed_weight(module, "weight")
-    assert packed is not None and packed.read is not None, packed
-    operands, name, shape = packed.read()
+    operands, name, shape = read(weight, exact.shape)
     assert name.startswith(f"int4_{case.split(',')[0]}_g")
     assert_same_bits(ops.dequantize(operands, name, shape, torch.float32), exact.float())
     assert_same_bits(ops.dequantize(operands, name, shape, BF16), exact.float().to(BF16))
 
 
+def test_tiles_that_torchao_packed_on_a_gpu() -> None:
+    """Their values are those of torch's own kernel, which multiplied them with the identity."""
+    path = Path(__file__).parent / "samples" / "torchao_tiles.safetensors"
+    with safe_open(path, "pt") as file:
+        said = file.metadata()
+    parts = load_file(path)
+    assert said["library"].startswith("torchao ")
+    assert "tile_packed_to_4d" in said["packed_by"] and "_weight_int4pack_mm" in said["decoded_by"]
+    exact = parts["values"]
+    assert exact.dtype is BF16 and exact.unique().numel() >= 64
+    weight = quantization.Int4TilePackedTo4dTensor(
+        parts["qdata"], parts["scale_and_zero"], [1, 64], exact.shape
+    )
+    operands, name, shape = read(weight, exact.shape)
+    assert name == "int4_tiles_g64"
+    assert_same_bits(ops.dequantize(operands, name, shape, BF16), exact)
+
+
 @pytest.mark.parametrize("case", ["tiles", "tiles, padded"])
 def test_tiles_are_read_where_torchao_has_them(case: str) -> None:
     """Kernels refuse an operand that is a strided view."""
-    weight, _ = GPU_LAYOUTS[case]()
-    module = nn.Module()
-    module.weight = nn.Parameter(weight, requires_grad=False)
-    packed = capture.packed_weight(module, "weight")
-    assert packed is not None and packed.read is not None, packed
-    operands, name, shape = packed.read()
+    weight, exact = GPU_LAYOUTS[case]()
+    operands, name, shape = read(weight, exact.shape)
     stored = (weight.qdata, weight.scale_and_zero)
     assert [t.data_ptr() for t in operands] == [t.data_ptr() for t in stored]
     assert all(t.is_contiguous() for t in operands)
