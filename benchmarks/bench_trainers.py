@@ -6,7 +6,8 @@ same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwe
 sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
 
 ``eager[no cuDNN]`` and ``inductor[no cuDNN]`` have torch prefer other kernels of attention, which
-need no plan for each length.
+need no plan for each length. ``qfuse[CUDA graphs]`` records a graph for each length: ``--pad`` makes
+them few.
 
 A step lasts from the end of an optimizer's step to that of the next, data loading and logging
 included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
@@ -29,14 +30,20 @@ from benchmarks import harness
 from benchmarks.byte_models import BOOK
 from inductor_q.presets import select, tuned
 from inductor_q.tuning.launch import Launcher
-from inductor_q.tuning.plan import BASE, EAGER, STOCK
+from inductor_q.tuning.plan import BASE, EAGER, STOCK, Condition
 from inductor_q.tuning.runs import Run
 from inductor_q.tuning.sweep import OutOfBudget
 
-CONDITIONS = {"eager": EAGER, "inductor": STOCK, "qfuse": BASE}
+GRAPHED = "qfuse[CUDA graphs]"
+CONDITIONS = {
+    "eager": EAGER,
+    "inductor": STOCK,
+    "qfuse": BASE,
+    GRAPHED: Condition("graphs", {"triton.cudagraphs": True}),
+}
 #: What torch reads to prefer cuDNN's attention less, and the ending of peers that have it.
 NO_CUDNN, VARIABLES = "[no cuDNN]", {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
-PEERS = ("eager", "eager[no cuDNN]", "inductor", "inductor[no cuDNN]", "qfuse")
+PEERS = ("eager", "eager[no cuDNN]", "qfuse", GRAPHED, "inductor[no cuDNN]", "inductor")
 ROOT = Path(__file__).parent.parent
 #: By name: the script and its own options.
 SCRIPTS = {
@@ -52,13 +59,15 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=PEERS)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pad", type=int, help="pad lengths to a multiple of this")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
     arguments = parser.parse_args(argv)
     suite = harness.start("bench_trainers", arguments)
-    suite.settings["steps"] = arguments.steps
+    suite.settings |= {"steps": arguments.steps, "pad": arguments.pad}
     on_gpu = suite.device.type == "cuda"
     size = ["--model", "8b", "--length", "2048", "--data", str(BOOK)]
     size = size if on_gpu else ["--length", "64"]
+    size += ["--pad", str(arguments.pad)] if arguments.pad else []
     for name in arguments.scripts:
         command = " ".join([str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size])
         with tempfile.TemporaryDirectory() as work:
@@ -66,19 +75,14 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
                 command, arguments.steps, tuned.place_of(suite.device), select(suite.device),
                 Path(work),
             )  # fmt: skip
-            runs, lines = _run(suite, name, launch, arguments)
-        _add(suite, name, runs, lines)
-        harness.keep(suite, arguments)
+            _run(suite, name, launch, arguments)
     harness.finish(suite, arguments, extras=("compile_s", "peak_bytes", "loss_deviation", "line"))
     return suite
 
 
-def _run(
-    suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace
-) -> tuple[dict[str, Run], dict[str, str]]:
-    """Run one script as each peer; return the runs, and what the callback said."""
-    runs: dict[str, Run] = {}
-    lines: dict[str, str] = {}
+def _run(suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace) -> None:
+    """Run one script as each peer, and keep what is known after each."""
+    case, eager = {"script": name}, None
     for peer in arguments.backends:
         condition = CONDITIONS[peer.removesuffix(NO_CUDNN)]
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -91,28 +95,19 @@ def _run(
         if run.error:
             suite.notes.append(f"{name}, {peer}: {run.error}")
             continue
-        runs[peer] = run
         seen = f"{name}, {peer}: {1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
         harness.console.print(seen, highlight=False, markup=False)
-        log = (own.work / condition.name / "run1.log").read_text("utf-8", "replace")
-        if peer == "qfuse" and (found := LINE.search(log)):
-            lines[peer] = found[0].strip()
-    return runs, lines
-
-
-def _add(suite: harness.Suite, name: str, runs: dict[str, Run], lines: dict[str, str]) -> None:
-    eager = runs.get("eager")
-    timings: dict[str, harness.Timing] = {}
-    extra: dict[str, dict[str, Any]] = {}
-    for peer, run in runs.items():
-        timings[peer] = harness.Timing.of(run.seconds[len(run.seconds) // 2 :])
-        extra[peer] = {"compile_s": run.compile_s, "peak_bytes": run.peak}
+        eager = run if peer == "eager" else eager
+        extra: dict[str, Any] = {"compile_s": run.compile_s, "peak_bytes": run.peak}
         if eager is not None:
             pairs = zip(run.losses, eager.losses, strict=False)  # a run may log fewer
-            extra[peer]["loss_deviation"] = max(abs(a - b) / abs(b) for a, b in pairs)
-        if peer in lines:
-            extra[peer]["line"] = lines[peer]
-    suite.add({"script": name}, timings, extra=extra)
+            extra["loss_deviation"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        log = (own.work / condition.name / "run1.log").read_text("utf-8", "replace")
+        if peer.startswith("qfuse") and (found := LINE.search(log)):
+            extra["line"] = found[0].strip()
+        timing = harness.Timing.of(run.seconds[len(run.seconds) // 2 :])
+        suite.add(case, {peer: timing}, extra={peer: extra})
+        harness.keep(suite, arguments)
 
 
 if __name__ == "__main__":

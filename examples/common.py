@@ -28,6 +28,7 @@ def parser(what: str | None) -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=10)
     made.add_argument("--length", type=int, default=256, help="the most tokens of a sequence")
     made.add_argument("--data", type=Path, default=TEXT, help="a text, cut into its paragraphs")
+    made.add_argument("--pad", type=int, help="pad lengths to a multiple of this, so they are few")
     made.add_argument("--output", default=tempfile.gettempdir() + "/inductor-q-example")
     made.add_argument("--profile", help="a folder for a trace of two steps")
     return made

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
             output_dir=args.output,
             max_steps=args.steps,
             max_length=args.length,
+            pad_to_multiple_of=args.pad,
             per_device_train_batch_size=2,
             learning_rate=1e-4,
             logging_steps=1,

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
             output_dir=args.output,
             max_steps=args.steps,
             max_length=args.length,
+            pad_to_multiple_of=args.pad,
             packing=args.packing,
             per_device_train_batch_size=2,
             learning_rate=2e-4,

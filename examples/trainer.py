@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> Any:
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
         ),
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        data_collator=DataCollatorForLanguageModeling(
+            tokenizer, mlm=False, pad_to_multiple_of=args.pad
+        ),
         train_dataset=rows[4:],
         eval_dataset=rows[:4],
         callbacks=[QfuseCallback(profile=args.profile)],

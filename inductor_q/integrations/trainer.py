@@ -36,6 +36,7 @@ from inductor_q.integrations.states import (
     tell_of_graphs,
     without_graphs,
 )
+from inductor_q.integrations.walks import spare_walks, walk_again
 from inductor_q.log import log
 from inductor_q.options import check_options
 from inductor_q.process import report
@@ -127,6 +128,7 @@ class QfuseCallback(TrainerCallback):
             graphs = _graphs(args, self.settings, tells=state.is_world_process_zero)
             settings = without_graphs(self.settings) if graphs == "overwritten" else self.settings
             model = compile(kwargs["model"], **settings)
+            spare_walks(model)
             data = getattr(kwargs.get("train_dataloader"), "dataset", None)
             for states in states_of(model):
                 states.told_by = self
@@ -146,6 +148,7 @@ class QfuseCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profile:
             self.profile.end()
+        walk_again(kwargs["model"])
         self._say(state, kwargs["model"])
 
     def _say(self, state: Any, model: nn.Module) -> None:
