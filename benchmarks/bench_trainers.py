@@ -6,8 +6,8 @@ same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwe
 sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
 
 ``eager[no cuDNN]`` and ``inductor[no cuDNN]`` have torch prefer other kernels of attention, which
-need no plan for each length. ``qfuse[CUDA graphs]`` records a graph for each length: ``--pad`` makes
-them few.
+need no plan for each length. ``qfuse[CUDA graphs]`` records a graph for each length, of which
+``--pad`` leaves few.
 
 A step lasts from the end of an optimizer's step to that of the next, data loading and logging
 included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
