@@ -34,6 +34,9 @@ OF_TORCHAO_FORMATS = re.compile(
     rf"|{OF_TORCHAO['nf4']}"
 )
 
+#: What "fp8" may be of, as the formats' names have it.
+FP8_KINDS = tuple(n.removeprefix("fp8_") for n in (*ALIASES, *FORMATS) if n.startswith("fp8_"))
+
 #: torchao's names that say nothing of groups, and the groups that they may have.
 BY_GROUP = {"int4": SHIFTED_GROUPS, "int8": GROUPS[8]}
 
@@ -222,11 +225,18 @@ def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
     if strange:
         fields_of = ", ".join(FIELDS[library])
         problem = f"{library} has no {', '.join(strange)}; it has {fields_of}"
+        if ask_for := [repr(DEPRECATED[name]) for name in strange if name in DEPRECATED]:
+            problem += f". Ask for {' or '.join(ask_for)}"
         if any(field.startswith("activation") for field in strange):
             problem += (
                 ". Weights alone are quantized, activations keep the model's dtype: leave it out"
             )
         raise WrongScheme(asked=to, problem=problem)
+    if library == "bnb" and fields.get("quant_type") == "int8":
+        if others := [name for name in FIELDS["bnb"][1:] if name in fields]:
+            problem = f"LLM.int8 has no {' and no '.join(others)}: leave that out"
+            raise WrongScheme(asked=to, problem=problem)
+        return INT8.name
     if library == "bnb":
         found = (fields.get("quant_type", "nf4"), fields.get("blocksize", 64))
         return _named(to, *found, fields.get("nested", True))
@@ -237,7 +247,10 @@ def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
             raise WrongScheme(asked=to, problem=problem)
         return kbit_format_name(k, absmax)
     if library == "fp8":
-        return resolve(f"fp8_{fields.get('of', 'row')}")
+        of = fields.get("of", "row")
+        if not _is_one_of(of, FP8_KINDS):
+            raise WrongScheme(asked=to, problem=f"of is one of {FP8_KINDS}")
+        return resolve(f"fp8_{of}")
     if library == "mxfp4":
         _check_group(to, library, library, fields.get("group_size"))
         return library
@@ -284,7 +297,8 @@ def _check_group(asked: Any, short: str, name: str, size: Any) -> None:
 
 def _named(asked: Any, quant_type: Any, blocksize: Any, nested: Any) -> str:
     if not _is_one_of(quant_type, BNB_QUANT_TYPES) or not _is_one_of(blocksize, BLOCKSIZES):
-        problem = f"quant_type is one of {tuple(BNB_QUANT_TYPES)}, blocksize one of {BLOCKSIZES}"
+        types = (*BNB_QUANT_TYPES, *(["int8"] if isinstance(asked, Mapping) else []))
+        problem = f"quant_type is one of {types}, blocksize one of {BLOCKSIZES}"
         raise WrongScheme(asked=asked, problem=problem)
     if not isinstance(nested, bool):
         raise WrongScheme(asked=asked, problem=f"nested is True or False, not {nested!r}")

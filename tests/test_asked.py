@@ -26,6 +26,8 @@ transformers: Any = pytest.importorskip("transformers")
     [
         ({"bnb": {"quant_type": "fp4", "blocksize": 128, "nested": False}}, "fp4_b128"),
         ({"bnb": {}}, "nf4_b64_nested"),
+        ({"bnb": {"quant_type": "int8"}}, "int8_absmax"),
+        ({"fp8": {"of": "e5m2_row"}}, "fp8_e5m2_row"),
         ({"kbit": {"k": 2, "absmax": "fp16"}}, "kbit2_fp16"),
         ({"fp8": {"of": "tensor"}}, "fp8_e4m3_tensor"),
         ({"torchao": {"format": "int8_g64"}}, "int8_g64"),
@@ -71,6 +73,11 @@ REFUSED = [
     ({"gguf": {}}, "'gguf' is none of bnb, torchao, kbit, fp8, mxfp4"),
     ({"bnb": {"quant_typ": "nf4"}}, "bnb has no quant_typ; it has quant_type, blocksize, nested"),
     ({"bnb": {"blocksize": 48}}, "blocksize one of"),
+    ({"bnb": {"quant_type": "nf5"}}, "quant_type is one of .*'int8'"),
+    ({"bnb": {"quant_type": "int8", "nested": True}}, "LLM.int8 has no nested: leave that out"),
+    ({"bnb": {"load_in_8bit": True}}, "has no load_in_8bit; .*Ask for 'llm_int8'"),
+    ({"fp8": {"of": "banana"}}, "of is one of .*'row', 'tensor', '128x128'"),
+    ({"fp8": {"of": None}}, "of is one of"),
     (
         {"torchao": {"format": "nf4", "activation_dtype": "nf4"}},
         "activations keep .*: leave it out",
