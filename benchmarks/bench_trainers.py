@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--pad", type=int, help="pad lengths to a multiple of this")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
     arguments = parser.parse_args(argv)
+    if arguments.pad and arguments.out is None:
+        parser.error("--pad: name a file by --out, since the usual one is of scripts as they are")
     suite = harness.start("bench_trainers", arguments)
     suite.settings |= {"steps": arguments.steps, "pad": arguments.pad}
     on_gpu = suite.device.type == "cuda"
@@ -82,8 +84,9 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 def _run(suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace) -> None:
     """Run one script as each peer, and keep what is known after each."""
-    case, eager = {"script": name}, None
-    for peer in arguments.backends:
+    case: dict[str, Any] = {"script": name, **({"pad": arguments.pad} if arguments.pad else {})}
+    eager: Run | None = None
+    for peer in sorted(arguments.backends, key=lambda peer: peer != "eager"):
         condition = CONDITIONS[peer.removesuffix(NO_CUDNN)]
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         variables = {"PYTHONPATH": paths, **(VARIABLES if peer.endswith(NO_CUDNN) else {})}
@@ -94,6 +97,7 @@ def _run(suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.
             run = Run(condition=condition.name, error=f"took more than {arguments.limit:.0f} s")
         if run.error:
             suite.notes.append(f"{name}, {peer}: {run.error}")
+            harness.keep(suite, arguments)
             continue
         seen = f"{name}, {peer}: {1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
         harness.console.print(seen, highlight=False, markup=False)

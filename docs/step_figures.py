@@ -409,6 +409,7 @@ def scripts() -> str:
         "inductor": "stock Inductor",
         "inductor[no cuDNN]": "stock Inductor, without cuDNN",
         "qfuse": "qfuse",
+        "qfuse[CUDA graphs]": "qfuse, CUDA graphs",
     }
     body = []
     for name in SCRIPTS:

@@ -233,9 +233,10 @@ def qfuse(
     patches = {
         **(FUSION_LIMITS if quantized and provider == POINTWISE else {}),
         **(memory.PATCHES if context.budget is not None else {}),
-        **cacheable_functions(),
         **resolved.inductor,
     }
+    cacheable = cacheable_functions(patches)
+    patches |= cacheable
     for name, hook in (
         ("joint_custom_pre_pass", JointPasses),
         ("custom_partitioner_fn", Partitioner),
@@ -244,11 +245,12 @@ def qfuse(
         patches[name] = hook(context, patches.get(name, getattr(inductor_config, name)))
     key = report_key(gm, example_inputs, context)
     report.tag = context.tag = report_tag(key, together=resolved.strict)
-    cacheable = (
-        bodies_are_cacheable(gm) or functorch_config.autograd_cache_allow_custom_autograd_functions
+    cached = (
+        bodies_are_cacheable(gm, cacheable)
+        or functorch_config.autograd_cache_allow_custom_autograd_functions
     )
     with (
-        functorch_config.patch(autograd_cache_allow_custom_autograd_functions=cacheable),
+        functorch_config.patch(autograd_cache_allow_custom_autograd_functions=cached),
         _unless_traced_anew(report),
     ):
         compiled = compile_fx(gm, example_inputs, config_patches=patches)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,31 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from inductor_q import kept
+from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.graph_report import Report
 from inductor_q.kernels import wide
 
 _SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h", ".json"}
 
-#: What torch's cache does not know (2.13), so that it keeps no graph of a trainer in mixed
-#: precision (pytorch/pytorch#191106). What they do is in their arguments, which are in its key;
-#: where these name no dtype it is in `autocast_dtypes`.
+#: torch's cache does not know these (2.13), so it keeps no graph of a trainer in mixed precision
+#: (pytorch/pytorch#191106). What they do is in their arguments, which are in its key; where these
+#: name no dtype it is in `autocast_state`.
 _AUTOCAST = ("_enter_autocast", "_exit_autocast")
 
 
-def cacheable_functions() -> dict[str, Any]:
-    """Return the patch of Inductor's configuration by which graphs that autocast are cached."""
+def cacheable_functions(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the patch of Inductor's configuration by which graphs that autocast are cached, beside
+    what the user's options or configuration name."""
+    name = "unsafe_marked_cacheable_functions"
     ours = {f"torch.amp.autocast_mode.{name}": "known by its arguments" for name in _AUTOCAST}
-    users: Any = inductor_config.unsafe_marked_cacheable_functions
-    return {"unsafe_marked_cacheable_functions": {**ours, **users}}
+    return {name: {**ours, **options.get(name, getattr(inductor_config, name))}}
 
 
-def autocast_dtypes() -> str:
-    """Name the dtypes of an autocast that names none."""
-    return " ".join(str(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+def autocast_state() -> str:
+    """Name the dtypes of an autocast that names none, and whether the caller is in one."""
+    devices = ("cpu", "cuda")
+    return str([(torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices])
 
 
 @functools.cache
@@ -54,9 +57,9 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
+def bodies_are_cacheable(gm: fx.GraphModule, patch: Mapping[str, Any] | None = None) -> bool:
     """Return whether the bodies of the graph's autograd.Functions are as cacheable as its top
-    level, those inside of checkpointed segments too.
+    level, those inside of checkpointed segments too; `patch` is of `cacheable_functions`.
 
     torch checks only the top level and refuses autograd.Functions as a whole by default; their
     bodies are part of the cache key, so with the same check on them they may be cached.
@@ -71,7 +74,7 @@ def bodies_are_cacheable(gm: fx.GraphModule) -> bool:
         # A body may have one in it, as a checkpointed segment has.
         with (
             functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
-            inductor_config.patch(cacheable_functions()),
+            inductor_config.patch(dict(patch or {})),
         ):
             for body in bodies:
                 for node in body.graph.nodes:
@@ -103,16 +106,21 @@ def report_key(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Conte
     """Name the report of a compile by the graph's text, its inputs, our sources and the options.
 
     A size that varies is its symbol, as in the keys of torch's caches: the next process begins with
-    a batch of another length, and finds this graph.
+    a batch of another length, and finds this graph. Torch may keep several graphs under one key, of
+    which the report is the latest's. Under `qfuse.strict` a report belongs to one graph, and each
+    length has its own.
     """
     digest = hashlib.sha256()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             digest.update(module.code.encode())
-    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, example in zip(placeholders, example_inputs, strict=True):
         x = node.meta.get("example_value", example)
         digest.update((_layout(x) if isinstance(x, torch.Tensor) else str(x)).encode())
-    digest.update(f"{torch.is_grad_enabled()} {torch.__version__}".encode())
+        if context.resolved.strict and isinstance(example, torch.Tensor):
+            digest.update(str([hint(size) for size in example.shape]).encode())
+    digest.update(f"{torch.is_grad_enabled()} {autocast_state()} {torch.__version__}".encode())
     digest.update(f"{source_digest()} {context.resolved.fingerprint()}".encode())
     digest.update(f"{wide.slow_dtypes()} {context.attention}".encode())
     digest.update(f"{context.budget and context.budget.key}".encode())

@@ -17,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-from inductor_q.cache import autocast_dtypes, source_digest
+from inductor_q.cache import autocast_state, source_digest
 from inductor_q.context import Context
 from inductor_q.kernels import wide
 from inductor_q.log import log, warn_once
@@ -99,7 +99,7 @@ class _Passes(Hook):
         limit = str(self.context.budget and self.context.budget.key)
         context = self.context
         key = "qfuse", source_digest(), resolved, limit, context.tag, context.attention
-        return *key, autocast_dtypes()
+        return *key, autocast_state()
 
 
 class JointPasses(_Passes, CustomGraphPass):

@@ -90,9 +90,9 @@ def measure(
 ) -> Budget:
     """Return the budget of a graph that is to be compiled. Beside it there is what the GPU has
     allocated by now or, on a CPU, the graph's inputs, and what its steps took beyond their plan."""
-    if device.type == "cuda":
-        return Budget(total, torch.cuda.memory_allocated(device), difference)
-    return Budget(total, sum(tensor_bytes(inputs).values()), difference)
+    given = sum(tensor_bytes(inputs).values())
+    base = torch.cuda.memory_allocated(device) if device.type == "cuda" else given
+    return Budget(total, base, difference, inputs=given)
 
 
 def plan(

@@ -29,13 +29,15 @@ class Link:
 @dataclass(frozen=True)
 class Budget:
     """The budget of a graph, what of it is allocated before the graph runs, what an earlier step
-    of the graph took beyond its plan (inductor_q.corrections), and what is left; and the link over
-    which tensors may be offloaded, or why none is."""
+    of the graph took beyond its plan (inductor_q.corrections), and what is left; the link over
+    which tensors may be offloaded, or why none is; and the bytes of the graph's inputs: a plan for
+    short sequences is none for long ones."""
 
     total: int
     base: int
     difference: int = 0
     link: Link | str = ""
+    inputs: int = 0
 
     @property
     def limit(self) -> int:
@@ -46,7 +48,7 @@ class Budget:
     @property
     def key(self) -> str:
         """What of it decides on a plan."""
-        return f"{self.limit} {self.link if isinstance(self.link, Link) else ''}"
+        return f"{self.limit} {self.link if isinstance(self.link, Link) else ''} {self.inputs}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import inductor_q
 from inductor_q import cli, testing
 from inductor_q.backend import qfuse
-from inductor_q.cache import autocast_dtypes
+from inductor_q.cache import cacheable_functions, report_key
+from inductor_q.context import Context, new_report
+from inductor_q.hooks import JointPasses
+from inductor_q.options import resolve
 from tests.support.processes import ROOT, environment
 
 pytest.importorskip("bitsandbytes")
@@ -340,14 +344,33 @@ def test_a_trainers_graph_is_cached_for_batches_of_any_length() -> None:
     assert [verdict.status for verdict in report.verdicts().values()] == ["fused"]
 
 
-def test_an_autocast_that_names_no_dtype_is_kept_by_torchs() -> None:
-    before = autocast_dtypes()
+def test_the_default_of_autocast_is_part_of_each_key() -> None:
+    """A graph that autocasts without naming a dtype is another one under another default."""
+
+    def keys() -> tuple[object, str]:
+        resolved = resolve(None, None, device=torch.device("cpu"), dynamic=False)
+        context = Context(resolved, new_report(resolved, torch.device("cpu")))
+        gm = torch.fx.symbolic_trace(torch.nn.Tanh())
+        return JointPasses(context, None).uuid(), report_key(gm, [torch.ones(1)], context)
+
+    before = keys()
     torch.set_autocast_dtype("cpu", torch.float16)
     try:
-        assert autocast_dtypes() != before
+        after = keys()
     finally:
         torch.set_autocast_dtype("cpu", torch.bfloat16)
-    assert autocast_dtypes() == before
+    assert all(a != b for a, b in zip(before, after, strict=True))
+    with torch.autocast("cpu"):
+        assert keys()[1] != before[1]
+    assert keys() == before
+
+
+def test_functions_that_the_user_marks_stay_marked() -> None:
+    name = "unsafe_marked_cacheable_functions"
+    for options, users in (({name: {"mine": "1"}}, "mine"), ({}, "global")):
+        with inductor_config.patch({name: {"global": "2"}}):
+            marked = cacheable_functions(options)[name]
+        assert users in marked and "torch.amp.autocast_mode._enter_autocast" in marked
 
 
 def test_a_segment_that_sets_data_is_not_cacheable() -> None:
@@ -365,10 +388,6 @@ def test_a_segment_that_sets_data_is_not_cacheable() -> None:
 
 
 def test_reports_are_kept_by_all_that_a_compile_depends_on() -> None:
-    from inductor_q.cache import report_key
-    from inductor_q.context import Context, new_report
-    from inductor_q.options import resolve
-
     gm = torch.fx.symbolic_trace(torch.nn.Tanh())
     resolved = resolve(None, None, device=torch.device("cpu"), dynamic=False)
     context = Context(resolved, new_report(resolved, torch.device("cpu")), [])

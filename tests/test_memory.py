@@ -409,14 +409,16 @@ def test_shares_are_of_a_gpu(given: object, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_limit_is_part_of_each_key() -> None:
-    """Another state of the device is another plan; a few bytes more are not."""
+    """Another state of the device is another plan, and so are longer sequences; a few bytes more
+    are not."""
 
-    def keys(base: int) -> tuple[object, str]:
+    def keys(base: int, inputs: int = 0) -> tuple[object, str]:
         resolved = on_cpu({"qfuse.memory": "1GB"})
         context = Context(resolved, new_report(resolved, torch.device("cpu")))
-        context.budget = Budget(10**9, base)
+        context.budget = Budget(10**9, base, inputs=inputs)
         gm = torch.fx.symbolic_trace(nn.Identity())
-        return Partitioner(context, None).uuid(), report_key(gm, [], context)
+        return Partitioner(context, None).uuid(), report_key(gm, [torch.ones(1)], context)
 
     assert keys(10**8) == keys(10**8 + 1)
     assert all(a != b for a, b in zip(keys(10**8), keys(5 * 10**8), strict=True))
+    assert all(a != b for a, b in zip(keys(10**8), keys(10**8, inputs=1), strict=True))

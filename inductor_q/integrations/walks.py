@@ -1,76 +1,77 @@
-"""Spare a trainer two walks over all modules in every step.
+"""Make two walks over all modules cheap, which a trainer takes for each batch.
 
-transformers' Trainer calls `model.train()` for each batch, and `model.num_parameters()` to add up
-floating-point operations. Each is a loop in Python over all modules, of which a model with adapters
-has thousands, and where steps are short a GPU waits for it. While a trainer trains, the model finds
-these two here, which do the same and look first whether there is anything to do.
+transformers' Trainer calls `model.train()`, which sets an attribute of every module, and
+`model.num_parameters()`, to add up floating-point operations. A model with adapters has thousands
+of modules, and where steps are short a GPU waits. So a model that a trainer trains first reads
+whether all modules train already, and counts its parameters once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-_METHODS = ("train", "num_parameters")
+from inductor_q.integrations.methods import is_replaced, replace_method
+from inductor_q.integrations.regions import base_model
 
-
-class _Walk:
-    """Stand in for a method of `model`; what was found holds for the adapters that it has."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.adapters: tuple[str, ...] | None = None
-
-    def has_changed(self) -> bool:
-        """Whether adapters came or went since the last call, and with them modules."""
-        before, self.adapters = self.adapters, tuple(getattr(self.model, "peft_config", ()))
-        return self.adapters != before
-
-
-class Train(_Walk):
-    """Do what `model.train(mode)` does, unless all modules train already."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.modules: list[nn.Module] = []
-
-    def __call__(self, mode: bool = True) -> Any:
-        if self.has_changed():
-            self.modules = list(self.model.modules())
-        if mode is True and all(module.training for module in self.modules):
-            return self.model
-        return type(self.model).train(self.model, mode)
-
-
-class NumParameters(_Walk):
-    """Do what `model.num_parameters(...)` does, and keep counts that are of all parameters."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.count: Any = model.num_parameters
-        self.found: dict[bool, int] = {}
-
-    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        if only_trainable:
-            return int(self.count(only_trainable=True, exclude_embeddings=exclude_embeddings))
-        if self.has_changed():
-            self.found.clear()
-        if exclude_embeddings not in self.found:
-            self.found[exclude_embeddings] = self.count(exclude_embeddings=exclude_embeddings)
-        return self.found[exclude_embeddings]
+#: By model: the adapters that it had, and the counts without and with embeddings.
+_counts: WeakKeyDictionary[nn.Module, tuple[Any, dict[bool, int]]] = WeakKeyDictionary()
 
 
 def spare_walks(model: nn.Module) -> None:
-    """Put both in the place of the model's own methods, unless an instance has its own already."""
-    if "train" not in vars(model):
-        vars(model)["train"] = Train(model)
-    if hasattr(model, "num_parameters") and "num_parameters" not in vars(model):
-        vars(model)["num_parameters"] = NumParameters(model)
+    """Let `model` look first whether there is anything to do; it trains from now on."""
+    model.train()  # once as it is: a module's own `train` may leave a part in evaluation
+    for module, name, method in _methods(model):
+        if hasattr(type(module), name) and not is_replaced(module, name):
+            replace_method(module, method)
 
 
 def walk_again(model: nn.Module) -> None:
     """Give the model its own methods back."""
-    for name in _METHODS:
-        if isinstance(vars(model).get(name), _Walk):
-            del vars(model)[name]
+    for module, name, method in _methods(model):
+        if getattr(vars(module).get(name), "__func__", None) is method:
+            delattr(module, name)
+
+
+def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+    """Yield each method, by its name, and the module that has it."""
+    yield model, "train", train
+    yield base_model(model), "num_parameters", num_parameters
+
+
+def train(self: Any, mode: bool = True) -> Any:
+    """Do what the method of the model's class does, unless all modules train already."""
+    if mode is True and _all_train(self):
+        return self
+    return type(self).train(self, mode)
+
+
+def _all_train(model: nn.Module) -> bool:
+    waiting: list[nn.Module] = [model]
+    while waiting:
+        module = waiting.pop()
+        if not module.training:
+            return False
+        waiting += [part for part in module._modules.values() if part is not None]
+    return True
+
+
+def num_parameters(
+    self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Do what the method of the model's class does; remember counts of all parameters until
+    adapters come or go."""
+    adapters = tuple(getattr(self, "peft_config", ()))
+    before, found = _counts.get(self, (None, {}))
+    if before != adapters:
+        found = {}
+        _counts[self] = adapters, found
+    if only_trainable or exclude_embeddings not in found:
+        count = type(self).num_parameters(self, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return int(count)
+        found[exclude_embeddings] = count
+    return found[exclude_embeddings]

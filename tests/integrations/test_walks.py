@@ -1,4 +1,4 @@
-"""A trainer walks over the modules once, not in every step, and trains as it did."""
+"""A trainer reads what it would set and count again for each batch, and trains as it did."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from inductor_q.integrations.facts import facts_of
 from inductor_q.integrations.walks import spare_walks, walk_again
 from tests.support.trainers import COMMON, model, rows, train
 
@@ -30,63 +31,99 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return modes
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of each count of a model of transformers."""
+    from transformers import PreTrainedModel
+
+    asked, count = [], PreTrainedModel.num_parameters
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> int:
+        asked.append((args, kwargs))
+        return count(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "num_parameters", note)
+    return asked
+
+
 def test_modules_that_train_are_left_alone(walked: list[bool]) -> None:
     net: Any = model(1)
-    net.train()
-    spare_walks(net)
     walked.clear()
-    assert net.train() is net and net.train(True) is net and not walked
-    assert net.eval() is net and walked == [False] and not any(m.training for m in net.modules())
-    net.train()
-    assert walked == [False, True] and all(m.training for m in net.modules())
-
-
-def test_one_module_in_evaluation_is_found() -> None:
-    """Also of an adapter that was added since."""
-    from peft import LoraConfig
-
-    net: Any = model(1)
     spare_walks(net)
+    assert walked == [True]
+    assert net.train() is net and net.train(True) is net and walked == [True]
+    assert net.eval() is net and not any(m.training for m in net.modules())
     net.train()
-    next(m for m in net.modules() if isinstance(m, nn.Embedding)).eval()
-    assert all(m.training for m in net.train().modules())
-    net.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
-    [added] = [m.lora_A["second"] for m in net.modules() if "second" in getattr(m, "lora_A", ())]
-    added.eval()
-    assert added.training is False and net.train() is net and added.training
+    assert walked == [True, False, True] and all(m.training for m in net.modules())
 
 
-def test_counts_are_those_of_the_model() -> None:
-    from peft import LoraConfig
+class Frozen(nn.Sequential):
+    """Keep the second part in evaluation, as models with frozen normalization do."""
 
-    net: Any = model(1)
-    count = net.num_parameters
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["root", "part"])
+def test_a_part_that_stays_in_evaluation(inside: bool) -> None:
+    frozen = Frozen(nn.Linear(2, 2), nn.Dropout())
+    net: Any = nn.Sequential(frozen) if inside else frozen
     spare_walks(net)
-    asked: list[dict[str, Any]] = [{}, {"exclude_embeddings": True}, {"only_trainable": True}]
     for _ in range(2):
-        assert [net.num_parameters(**kwargs) for kwargs in asked] == [count(**k) for k in asked]
-    before = net.num_parameters()
+        assert net.train() is net and frozen[0].training and not frozen[1].training
+
+
+def test_a_module_in_evaluation_is_found() -> None:
+    """That holds for one that was put in the place of another, too."""
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout()))
+    spare_walks(net)
+    net[1][0].eval()
+    assert net.train()[1][0].training
+    net[1][0] = nn.Dropout().eval()
+    assert net.train()[1][0].training
+
+
+def test_counts_are_those_of_the_model(counted: list[Any]) -> None:
+    from peft import LoraConfig
+
+    net: Any = model(1)
+    whole, every = net.num_parameters(), net.num_parameters(exclude_embeddings=True)
+    spare_walks(net)
+    counted.clear()
+    for _ in range(3):
+        assert net.num_parameters() == whole
+        assert net.num_parameters(exclude_embeddings=True) == every
+    assert len(counted) == 2
     net.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
-    assert net.num_parameters() == count() > before
+    assert net.num_parameters() > whole and len(counted) == 3
+    assert net.num_parameters(only_trainable=True) > 0
     net.requires_grad_(False)
     assert net.num_parameters(only_trainable=True) == 0
 
 
-def test_a_model_can_be_copied_and_has_its_methods_back() -> None:
+def test_nothing_of_it_is_written_or_stays() -> None:
+    """A copy is a model of its own, what is pickled has the methods of its class, and decoding sees
+    the same model."""
     net: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    before = facts_of(net)
     spare_walks(net)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert other.eval() is other and not other[1].training and net[1].training
-        assert other.train() is other and other[1].training
+    assert facts_of(net) == before
+    other = copy.deepcopy(net)
+    assert other.eval() is other and not other[1].training and net[1].training
+    assert other.train() is other and other[1].training
+    assert b"inductor_q" not in pickle.dumps(net)
+    spare_walks(net)  # as after a training that was cut short
     walk_again(net)
-    assert not {"train", "num_parameters"} & {*vars(net)}
-    own = net.train = net.eval  # a method that the user has put there stays
+    assert "train" not in vars(net)
+    own = net.train = lambda mode=True: net  # a method that the user has put there stays
     spare_walks(net)
     walk_again(net)
-    assert vars(net)["train"] == own
+    assert vars(net)["train"] is own
 
 
-def test_a_trainer_walks_in_its_first_step(tmp_path: Path, walked: list[bool]) -> None:
+def test_a_trainer_walks_once(tmp_path: Path, walked: list[bool], counted: list[Any]) -> None:
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
     from examples.common import byte_tokenizer
@@ -98,12 +135,14 @@ def test_a_trainer_walks_in_its_first_step(tmp_path: Path, walked: list[bool]) -
         pad: Any = DataCollatorForLanguageModeling(byte_tokenizer(), mlm=False)
         data: Any = rows(40)
         nets.append(model(1))
-        return Trainer(nets[-1], arguments, pad, data)
+        trainer = Trainer(nets[-1], arguments, pad, data)
+        walked.clear()
+        counted.clear()
+        return trainer
 
     eager = train(make, compiled=False)
-    assert len(walked) >= 4
-    walked.clear()
+    assert len(walked) == len(counted) == 4
     compiled = train(make, compiled=True)
-    assert len(walked) <= 1 and "train" not in vars(nets[-1])
+    assert len(walked) == len(counted) == 1 and "train" not in vars(nets[-1])
     assert compiled.logged("total_flos") == eager.logged("total_flos")
     assert compiled.logged("loss") == pytest.approx(eager.logged("loss"), rel=1e-3)

@@ -664,7 +664,7 @@ def test_large_experts_are_decoded_first(
 @pytest.mark.gpu
 @pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
 def test_large_experts_are_decoded_first_on_a_gpu(large: bool) -> None:
-    """Of either route a step is no further from float64 than eager's, and a quarter."""
+    """By either route a step is no further from float64 than one and a quarter of eager's error."""
     layer = Experts("qwen3_moe", "grouped_mm", torch.bfloat16, device="cuda")
     x, ids, gates = inputs(torch.bfloat16, n=64)
     args = (
