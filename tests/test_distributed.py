@@ -378,6 +378,67 @@ def test_fsdp2_of_two_ranks(tmp_path: Path) -> None:
     assert any(saved.iterdir())  # what rank 0 has saved; each rank asserts, and fails the join
 
 
+#: FSDP2 shards these as their libraries, and our packed layers, keep them.
+SHARDED_FORMATS: tuple[Any, ...] = (
+    {"torchao": {"format": "nf4"}},
+    "mxfp4",
+    "kbit4",
+    "fp8_128x128",
+)
+
+
+def _packed_model(format: Any) -> Any:
+    """Make a QLoRA model of one layer in another format, with adapters in bfloat16."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    config = testing.tiny_qwen3_config(num_hidden_layers=1, **sizes)
+    torch.manual_seed(0)
+    base: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    inductor_q.quantize(base, format, progress=False)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model: Any = peft.get_peft_model(base, lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_scale_is_no_layer() -> None:
+    torch.compiler.reset()
+    model = _compiled_by_us(_packed_model("mxfp4"))
+    with no_codegen():
+        _losses(model, _adamw(model), range(1))
+    assert report(model).fused == len(report(model).layers) == 7
+
+
+def _shard_other_formats(rank: int, port: int) -> None:
+    _join(rank, port, "cpu")
+    for format in SHARDED_FORMATS:
+        with no_codegen():
+            torch.compiler.reset()
+            model = inductor_q.compile(_packed_model(format), options=SMALL)
+            expected = _losses(DistributedDataParallel(model), _adamw(model), range(3))
+            torch.compiler.reset()
+            model = _compiled_by_us(_packed_model(format))
+            found = _losses(model, _adamw(model), range(3))
+        assert found == pytest.approx(expected, abs=1e-2), format
+        told = report(model)
+        assert (told.graphs, told.fused, len(told.layers)) == (1, 7, 7), format
+    ranks.leave()
+
+
+@pytest.mark.slow
+def test_fsdp2_of_other_formats(tmp_path: Path) -> None:
+    """Losses are about DDP's, and every layer is fused.
+
+    torch 2.13 gathers no NF4Tensor of torchao's in a group of one rank, in eager mode either.
+    """
+    ranks.on_two_ranks(tmp_path, _shard_other_formats)
+
+
 def _shard_by_fsdp1(rank: int, port: int) -> None:
     _join(rank, port, "cpu")
     model = _model()

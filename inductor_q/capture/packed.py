@@ -60,6 +60,7 @@ def is_packed_weight(
         is_parameter: whether it is a parameter, not a buffer.
         beside: the names of all tensors that the same module holds, and "quant_state", if any.
     """
+    tensor = _on_this_rank(tensor)
     if type(tensor).__name__ in _PARAMETERS or wraps_codes(tensor):
         return True
     if "quant_state" in beside and name in MAIN_NAMES:
@@ -99,10 +100,18 @@ def _inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [t for t in inner if isinstance(t, Tensor)]
 
 
+def _on_this_rank(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor (DTensor) that this rank holds, by which it is judged: a
+    sharded scale is no weight."""
+    while type(tensor).__name__ == "DTensor":
+        (tensor,) = _inner_tensors(tensor)
+    return tensor
+
+
 def wraps_codes(tensor: Tensor) -> bool:
     """Whether a part of a subclass holds codes: offsets of a nested tensor, which are long integers
     in one dimension, do not."""
     return any(
         wraps_codes(part) or (holds_codes(part) and (part.dtype.itemsize == 1 or part.dim() > 1))
-        for part in _inner_tensors(tensor)
+        for part in _inner_tensors(_on_this_rank(tensor))
     )
