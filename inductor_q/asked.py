@@ -232,12 +232,12 @@ def _resolve_mapping(asked: Mapping[str, Any]) -> Any:
                 ". Weights alone are quantized, activations keep the model's dtype: leave it out"
             )
         raise WrongScheme(asked=to, problem=problem)
-    if library == "bnb" and fields.get("quant_type") == "int8":
-        if others := [name for name in FIELDS["bnb"][1:] if name in fields]:
-            problem = f"LLM.int8 has no {' and no '.join(others)}: leave that out"
-            raise WrongScheme(asked=to, problem=problem)
-        return INT8.name
     if library == "bnb":
+        if fields.get("quant_type") == "int8":
+            if others := [name for name in FIELDS["bnb"][1:] if name in fields]:
+                problem = f"LLM.int8 has no {' and no '.join(others)}: leave that out"
+                raise WrongScheme(asked=to, problem=problem)
+            return INT8.name
         found = (fields.get("quant_type", "nf4"), fields.get("blocksize", 64))
         return _named(to, *found, fields.get("nested", True))
     if library == "kbit":

@@ -33,7 +33,7 @@ def cacheable_functions(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the patch of Inductor's configuration by which graphs that autocast are cached, beside
     what the user's options or configuration name."""
     name = "unsafe_marked_cacheable_functions"
-    ours = {f"torch.amp.autocast_mode.{name}": "known by its arguments" for name in _AUTOCAST}
+    ours = {f"torch.amp.autocast_mode.{call}": "known by its arguments" for call in _AUTOCAST}
     return {name: {**ours, **options.get(name, getattr(inductor_config, name))}}
 
 
@@ -57,7 +57,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def bodies_are_cacheable(gm: fx.GraphModule, patch: Mapping[str, Any] | None = None) -> bool:
+def bodies_are_cacheable(gm: fx.GraphModule, patch: Mapping[str, Any]) -> bool:
     """Return whether the bodies of the graph's autograd.Functions are as cacheable as its top
     level, those inside of checkpointed segments too; `patch` is of `cacheable_functions`.
 
@@ -74,7 +74,7 @@ def bodies_are_cacheable(gm: fx.GraphModule, patch: Mapping[str, Any] | None = N
         # A body may have one in it, as a checkpointed segment has.
         with (
             functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
-            inductor_config.patch(dict(patch or {})),
+            inductor_config.patch(dict(patch)),
         ):
             for body in bodies:
                 for node in body.graph.nodes:

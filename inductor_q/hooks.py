@@ -95,11 +95,10 @@ class _Passes(Hook):
         self.context = context
 
     def own_key(self) -> tuple[str, ...]:
-        resolved = self.context.resolved.fingerprint()
-        limit = str(self.context.budget and self.context.budget.key)
         context = self.context
-        key = "qfuse", source_digest(), resolved, limit, context.tag, context.attention
-        return *key, autocast_state()
+        limit = str(context.budget and context.budget.key)
+        state = context.tag, context.attention, autocast_state()
+        return "qfuse", source_digest(), context.resolved.fingerprint(), limit, *state
 
 
 class JointPasses(_Passes, CustomGraphPass):

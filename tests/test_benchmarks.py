@@ -472,6 +472,12 @@ def test_bench_trainers(tmp_path: Path) -> None:
     assert "14 of 14 quantized layers fused" in ours["extra"]["line"]
 
 
+def test_padded_scripts_need_a_file_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_trainers.main(["--device", "cpu", "--pad", "8"])
+    assert "name a file by --out" in capsys.readouterr().err
+
+
 def test_bench_moe_in_fp8(tmp_path: Path) -> None:
     out = tmp_path / "fp8.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]

@@ -313,7 +313,7 @@ def test_an_autograd_function_in_a_checkpointed_segment_is_cacheable() -> None:
         return checkpoint(Twice.apply, x, use_reentrant=False)
 
     torch.compile(segment, backend=backend, fullgraph=True)(torch.ones(2, requires_grad=True))
-    assert bodies_are_cacheable(captured[0])
+    assert bodies_are_cacheable(captured[0], {})
 
 
 def test_a_trainers_graph_is_cached_for_batches_of_any_length() -> None:
@@ -384,7 +384,7 @@ def test_a_segment_that_sets_data_is_not_cacheable() -> None:
     body.output(body.call_function(set_, (weight, codes)))
     whole = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
     whole.add_submodule("segment", torch.fx.GraphModule(torch.nn.Module(), body))
-    assert not bodies_are_cacheable(whole)
+    assert not bodies_are_cacheable(whole, {})
 
 
 def test_reports_are_kept_by_all_that_a_compile_depends_on() -> None:

@@ -18,9 +18,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)
 #: Hooks, parameters, buffers, modules, whether it trains; what is compiled for it; and methods that
 #: no forward calls (inductor_q.integrations.walks).
-_BOOKKEEPING = frozenset(
-    {*vars(nn.Module()), "_compiled_call_impl", "train", "num_parameters"},
-)
+_BOOKKEEPING = frozenset({*vars(nn.Module()), "_compiled_call_impl", "train", "num_parameters"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 #: What transformers notes on a model for `generate`, which no forward reads.
 _OF_GENERATE = frozenset({"generation_config", "_previous_max_cache_length", "_cache"})

@@ -2,8 +2,8 @@
 
 transformers' Trainer calls `model.train()`, which sets an attribute of every module, and
 `model.num_parameters()`, to add up floating-point operations. A model with adapters has thousands
-of modules, and where steps are short a GPU waits. So a model that a trainer trains first reads
-whether all modules train already, and counts its parameters once.
+of modules. So a model that a trainer trains first reads whether all modules train already, and
+counts its parameters once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 from inductor_q.integrations.methods import is_replaced, replace_method
 from inductor_q.integrations.regions import base_model
 
-#: By model: the adapters that it had, and the counts without and with embeddings.
-_counts: WeakKeyDictionary[nn.Module, tuple[Any, dict[bool, int]]] = WeakKeyDictionary()
+#: By model, then by the names of its adapters and whether embeddings are left out.
+_counts: WeakKeyDictionary[nn.Module, dict[tuple[Any, bool], int]] = WeakKeyDictionary()
 
 
 def spare_walks(model: nn.Module) -> None:
@@ -62,16 +62,13 @@ def _all_train(model: nn.Module) -> bool:
 def num_parameters(
     self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Do what the method of the model's class does; remember counts of all parameters until
-    adapters come or go."""
-    adapters = tuple(getattr(self, "peft_config", ()))
-    before, found = _counts.get(self, (None, {}))
-    if before != adapters:
-        found = {}
-        _counts[self] = adapters, found
-    if only_trainable or exclude_embeddings not in found:
-        count = type(self).num_parameters(self, only_trainable, exclude_embeddings)
+    """Do what the method of the model's class does; it runs once for the same adapters, but for
+    counts that depend on what requires a gradient."""
+    found = _counts.setdefault(self, {})
+    key = tuple(getattr(self, "peft_config", ())), exclude_embeddings
+    if only_trainable or key not in found:
+        count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
         if only_trainable:
-            return int(count)
-        found[exclude_embeddings] = count
-    return found[exclude_embeddings]
+            return count
+        found[key] = count
+    return found[key]
