@@ -1,6 +1,7 @@
 """Time the scripts in examples/ as they are: TRL's SFT and DPO, and transformers' Trainer.
 
-Each run is the script in a process of its own, with empty caches: ``qfuse`` as it stands,
+Each run is the script in a process of its own, with empty caches unless ``--caches`` names a
+folder where an earlier run left its own (``cold`` says which): ``qfuse`` as it stands,
 ``inductor`` the same with stock Inductor in qfuse's place (what ``QfuseCallback`` prepares is the
 same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwen3-8B's shapes and
 sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
@@ -18,10 +19,11 @@ eager's, relative to it. ``line`` is what the callback printed: layers, graphs, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pad", type=int, help="pad lengths to a multiple of this")
+    parser.add_argument("--caches", type=Path, help="keep caches and logs in this folder")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
     arguments = parser.parse_args(argv)
     if arguments.pad and arguments.out is None:
@@ -72,14 +75,23 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     size += ["--pad", str(arguments.pad)] if arguments.pad else []
     for name in arguments.scripts:
         command = " ".join([str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size])
-        with tempfile.TemporaryDirectory() as work:
+        with _folder(arguments.caches, name) as work:
             launch = Launcher(
-                command, arguments.steps, tuned.place_of(suite.device), select(suite.device),
-                Path(work),
+                command, arguments.steps, tuned.place_of(suite.device), select(suite.device), work
             )  # fmt: skip
             _run(suite, name, launch, arguments)
     harness.finish(suite, arguments, extras=("compile_s", "peak_bytes", "loss_deviation", "line"))
     return suite
+
+
+@contextlib.contextmanager
+def _folder(caches: Path | None, script: str) -> Iterator[Path]:
+    """Yield the folder of a script's caches and logs: one that stays, or else a temporary one."""
+    if caches is not None:
+        yield caches / re.sub(r"\W+", "-", script)
+    else:
+        with tempfile.TemporaryDirectory() as work:
+            yield Path(work)
 
 
 def _run(suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace) -> None:
@@ -103,6 +115,7 @@ def _run(suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.
         harness.console.print(seen, highlight=False, markup=False)
         eager = run if peer == "eager" else eager
         extra: dict[str, Any] = {"compile_s": run.compile_s, "peak_bytes": run.peak}
+        extra["cold"] = run.cold
         if eager is not None:
             pairs = zip(run.losses, eager.losses, strict=False)  # a run may log fewer
             extra["loss_deviation"] = max(abs(a - b) / abs(b) for a, b in pairs)

@@ -464,8 +464,14 @@ def test_bench_trainers(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     out = tmp_path / "trainers.json"
     command = ["--device", "cpu", "--scripts", "Trainer", "--steps", "4", "--out", str(out)]
+    command += ["--caches", str(tmp_path / "caches")]
     bench_trainers.main([*command, "--backends", "eager", "eager[no cuDNN]", "qfuse"])
     eager, same, ours = json.loads(out.read_text())["rows"]
+    assert ours["extra"]["cold"]
+    bench_trainers.main([*command, "--backends", "qfuse"])
+    [again] = json.loads(out.read_text())["rows"]
+    assert not again["extra"]["cold"]
+    assert again["extra"]["compile_s"] < ours["extra"]["compile_s"]
     assert (eager["peer"], ours["peer"]) == ("eager", "qfuse")
     assert same["extra"]["loss_deviation"] == 0  # a CPU has no cuDNN
     assert ours["extra"]["loss_deviation"] < 0.01 and ours["extra"]["compile_s"] > 0
