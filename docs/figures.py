@@ -518,6 +518,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe": step_figures.recipe,
     "recipe-graphs": step_figures.recipe_graphs,
     "scripts": step_figures.scripts,
+    "scripts-plans": step_figures.plans,
     "small": step_figures.small,
     "eight-bits": step_figures.eight_bits,
     "eight-bits-graphs": step_figures.eight_bits_graphs,

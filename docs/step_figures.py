@@ -73,6 +73,8 @@ SCRIPTS = {
     "trainers-h200": "`examples/trainer.py` as it is, 8 layers, two paragraphs of a book a batch",
     "trainers_sft-h200": "`examples/sft.py` as it is (TRL), the same batches",
 }
+#: The same beside eager mode without cuDNN's plans, where qfuse starts from its caches.
+PLANS = ("trainers_plans-h200", "trainers_sft_plans-h200")
 
 
 PEER_NAMES = {
@@ -403,6 +405,15 @@ GRAPHS = "qfuse[triton.cudagraphs=True]"
 
 def scripts() -> str:
     """Show the scripts in examples/, by process: steps, compile time, peak and loss."""
+    return _scripts(*SCRIPTS)
+
+
+def plans() -> str:
+    """Show the same beside eager mode whose attention needs no plans."""
+    return _scripts(*PLANS)
+
+
+def _scripts(*names: str) -> str:
     called = {
         "eager": "eager",
         "eager[no cuDNN]": "eager, without cuDNN",
@@ -412,13 +423,14 @@ def scripts() -> str:
         "qfuse[CUDA graphs]": "qfuse, CUDA graphs",
     }
     body = []
-    for name in SCRIPTS:
+    for name in names:
         for case in cases(name):
             for peer in called:
                 if not rows(name, peer, **case):
                     continue
                 found = row(name, peer, **case)
                 told = found["extra"]
+                start = "" if told.get("cold", True) else ", caches"
                 off = told.get("loss_deviation")
                 body.append(
                     (
@@ -426,13 +438,13 @@ def scripts() -> str:
                         called[peer],
                         ms(found["timing"]["median"]),
                         ms(found["timing"]["best"]),
-                        f"{told['compile_s']:.0f} s",
+                        f"{told['compile_s']:.0f} s{start}",
                         gb(told["peak_bytes"]),
                         "" if off is None else f"{off:.2%}".replace("%", " %"),
                     )
                 )
     header = ("script", "", "a step", "the shortest", "compiling", "memory")
-    return f"{table((*header, 'loss, largest deviation'), body)}\n\n{source(*SCRIPTS)}"
+    return f"{table((*header, 'loss, largest deviation'), body)}\n\n{source(*names)}"
 
 
 def small() -> str:
