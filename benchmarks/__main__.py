@@ -39,6 +39,7 @@ NAMES = (
     "bench_step",
     "bench_thresholds",
     "bench_trainers",
+    "bench_walks",
 )
 
 #: ``--brief`` runs these in this order, in so few rounds: the results that the README and

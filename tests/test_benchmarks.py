@@ -46,6 +46,7 @@ from benchmarks import (  # noqa: E402
     bench_thresholds,
     bench_tiles,
     bench_trainers,
+    bench_walks,
     harness,
     origin,
     plots,
@@ -744,6 +745,15 @@ def test_bench_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         bench_launch.main([*command, "--backends", "cuda"])
     assert "no peer cuda; known: qfuse, runner, jit, op, bitsandbytes" in capsys.readouterr().err
+
+
+def test_bench_walks(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "walks.json"
+    bench_walks.main(["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)])
+    rows = check_file(out, "bench_walks", {"trainer", "qfuse"})
+    called = [row["case"]["call"] for row in rows if row["peer"] == "qfuse"]
+    assert called == ["train", "num_parameters", "reference pass"]
 
 
 def test_bench_moe_of_a_config_by_rank_pass_and_devices(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 
 from inductor_q.capture.caching import caching_hooks
 from inductor_q.integrations.methods import is_replaced, replace_method
+from inductor_q.integrations.modules import modules_of
 from inductor_q.log import warn_once
 
 # Local functions of transformers, and of PEFT for models that are not transformers'.
@@ -62,8 +63,12 @@ def input_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Yield path, module and id of each hook that makes a module's output require gradients."""
     for path, module in model.named_modules():
         for key, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "__name__", "") in _HOOKS:
+            if _makes_input_require_grads(hook):
                 yield path, module, key
+
+
+def _makes_input_require_grads(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") in _HOOKS
 
 
 def has_llm_int8(model: nn.Module) -> bool:
@@ -101,17 +106,17 @@ def _then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(model: nn.Module) -> None:
-    for path, module, key in input_hooks(model):
-        del module._forward_hooks[key]
-        warn_once(
-            f"prepare_checkpointing: removed the input hook of {path!r}: it breaks the graph, and "
-            "a checkpoint without reentrance needs none"
-        )
-    for module in model.modules():
+    """Do all of it. TRL's trainers with a reference pass enable checkpointing again in each step,
+    so a module without hooks and without checkpointing is only passed by."""
+    modules = modules_of(model)
+    hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
+    if any(_makes_input_require_grads(hook) for m in hooked for hook in m._forward_hooks.values()):
+        _remove_input_hooks(model)
+    for module in hooked:
         for hooks, key in caching_hooks(module):
             if not hasattr(hooks[key], "__wrapped__"):
                 hooks[key] = _in_eager_mode(hooks[key])
-    reentrant = [m for m in model.modules() if hasattr(m, _FUNCTION) and _is_reentrant(m)]
+    reentrant = [m for m in modules if _FUNCTION in vars(m) and _is_reentrant(m)]
     for layer in reentrant:
         function: Any = getattr(layer, _FUNCTION)
         setattr(layer, _FUNCTION, functools.partial(function, use_reentrant=False))
@@ -119,4 +124,13 @@ def _prepare(model: nn.Module) -> None:
         warn_once(
             f"prepare_checkpointing: {len(reentrant)} modules checkpoint without reentrance now, "
             "since a reentrant checkpoint breaks the graph"
+        )
+
+
+def _remove_input_hooks(model: nn.Module) -> None:
+    for path, module, key in input_hooks(model):
+        del module._forward_hooks[key]
+        warn_once(
+            f"prepare_checkpointing: removed the input hook of {path!r}: it breaks the graph, and "
+            "a checkpoint without reentrance needs none"
         )

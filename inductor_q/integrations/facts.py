@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inductor_q.integrations.methods import BETWEEN_FORWARDS
+
 _DEPTH = 8  # of objects that an attribute of a module holds in each other
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -17,8 +19,8 @@ _PLAIN = frozenset(
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)
 #: Hooks, parameters, buffers, modules, whether it trains; what is compiled for it; and methods that
-#: no forward calls (inductor_q.integrations.walks).
-_BOOKKEEPING = frozenset({*vars(nn.Module()), "_compiled_call_impl", "train", "num_parameters"})
+#: no forward calls.
+_BOOKKEEPING = frozenset({*vars(nn.Module()), "_compiled_call_impl", *BETWEEN_FORWARDS})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 #: What transformers notes on a model for `generate`, which no forward reads.
 _OF_GENERATE = frozenset({"generation_config", "_previous_max_cache_length", "_cache"})

@@ -12,6 +12,10 @@ from typing import Any
 
 from torch import nn
 
+#: Methods that a trainer calls between forwards and no forward calls, which its model may have
+#: replaced (inductor_q.integrations.walks).
+BETWEEN_FORWARDS = ("train", "num_parameters", "disable_adapter")
+
 
 def is_replaced(module: nn.Module, name: str) -> bool:
     """Whether `module` calls something else by this name than its class does."""

@@ -8,20 +8,21 @@ breaks there. Here the noise is drawn between -1 and 1, and scaled.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def prepare_neftune(model: nn.Module) -> None:
-    """Put a hook that can be traced in the place of transformers' own, wherever `model` has one.
+def prepare_neftune(modules: Iterable[nn.Module]) -> None:
+    """Put a hook that can be traced in the place of transformers' own, in a module that has one.
 
     The handle by which transformers removes its hook removes this one.
     """
     own = sys.modules.get("transformers.integrations.neftune")
     hook = getattr(own, "neftune_post_forward_hook", None)
-    for module in model.modules():
+    for module in modules:
         for key, found in module._forward_hooks.items():
             if found is hook:
                 module._forward_hooks[key] = add_noise

@@ -27,6 +27,7 @@ from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.checkpointing import has_llm_int8
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
+from inductor_q.integrations.modules import modules_of
 from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.router_logits import prepare_router_logits
 from inductor_q.log import warn_once
@@ -113,18 +114,19 @@ class States:
         adapters that were deleted are dropped, and their graphs with them. New adapters of DoRA are
         prepared for one graph, and NEFTune's hooks, which come and go with training.
         """
-        prepare_neftune(self.model)
+        modules = modules_of(self.model)
+        prepare_neftune(modules)
         if self.latest is None or state[0] != self.latest[0]:
             prepare_dora(self.model)
             # Not a wrapper of modules_to_save, which never merges and has the name in its class.
-            layers = (m for m in self.model.modules() if "merged_adapters" in vars(m))
+            layers = (m for m in modules if "merged_adapters" in vars(m))
             self.layer = next(layers, None)
             there = set(self.adapters())
             self.functions = {
                 key: function for key, function in self.functions.items() if there >= set(key[1][0])
             }
         lists: dict[tuple[str, ...], list[str]] = {}
-        for module in self.model.modules():
+        for module in modules:
             names = vars(module).get(_ACTIVE)
             if isinstance(names, list):
                 setattr(module, _ACTIVE, lists.setdefault(tuple(names), names))

@@ -1,13 +1,18 @@
-"""Make two walks over all modules cheap, which a trainer takes for each batch.
+"""Make walks over all modules cheap, which a trainer takes for each batch.
 
 transformers' Trainer calls `model.train()`, which sets an attribute of every module, and
 `model.num_parameters()`, to add up floating-point operations. A model with adapters has thousands
 of modules. So a model that a trainer trains first reads whether all modules train already, and
 counts its parameters once.
+
+Where TRL's trainers need a reference, they call PEFT's `model.disable_adapter()`. PEFT describes
+every adapter first, with devices and gradients, to learn from that whether they are enabled. Here
+this is all that is looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +20,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from inductor_q.integrations.methods import is_replaced, replace_method
+from inductor_q.integrations.modules import modules_of
 from inductor_q.integrations.regions import base_model
+
+_STATUS = "get_model_status"
 
 #: By model, then by the names of its adapters and whether embeddings are left out.
 _counts: WeakKeyDictionary[nn.Module, dict[tuple[Any, bool], int]] = WeakKeyDictionary()
@@ -40,6 +48,7 @@ def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., A
     """Yield each method, by its name, and the module that has it."""
     yield model, "train", train
     yield base_model(model), "num_parameters", num_parameters
+    yield model, "disable_adapter", disable_adapter
 
 
 def train(self: Any, mode: bool = True) -> Any:
@@ -72,3 +81,40 @@ def num_parameters(
             return count
         found[key] = count
     return found[key]
+
+
+@contextlib.contextmanager
+def disable_adapter(self: Any) -> Iterator[Any]:
+    """Do what the method of the model's class does, with a status in which only what is read is
+    looked up."""
+    with contextlib.ExitStack() as stack:
+        is_own = _STATUS in vars(self)  # somebody has put another method there
+        if not is_own:
+            setattr(self, _STATUS, lambda: Status(self))
+        try:
+            found = stack.enter_context(type(self).disable_adapter(self))
+        finally:
+            if not is_own:
+                delattr(self, _STATUS)
+        yield found
+
+
+class Status:
+    """Answer for PEFT's `TunerModelStatus` of a model as it is now: whether adapters are enabled,
+    and what else it has where it is asked for that.
+
+    `enabled` is True, False, or "irregular" where adapters differ, as PEFT has it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+
+        kinds, around_another = (BaseTunerLayer, AuxiliaryTrainingWrapper), TrainableTokensWrapper
+        adapters: list[Any] = [m for m in modules_of(model.base_model) if isinstance(m, kinds)]
+        found = {not a.disable_adapters for a in adapters if not isinstance(a, around_another)}
+        self.enabled = found.pop() if len(found) == 1 else "irregular"
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self.model).get_model_status(self.model), name)

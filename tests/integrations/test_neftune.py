@@ -32,7 +32,7 @@ def test_noise_is_as_large_as_that_of_transformers(dtype: torch.dtype) -> None:
     made.to(dtype)
     ids = torch.arange(64).repeat(2, 4)
     exact, largest = made.weight[ids], ALPHA / math.sqrt(ids.shape[1] * 48)
-    prepare_neftune(made)
+    prepare_neftune(made.modules())
     assert list(made._forward_hooks.values()) == [add_noise]
     noise = (made(ids) - exact).float()
     assert noise.abs().max() <= 1.01 * largest + exact.abs().max() * torch.finfo(dtype).eps

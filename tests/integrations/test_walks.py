@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from inductor_q import testing
 from inductor_q.integrations.facts import facts_of
-from inductor_q.integrations.walks import spare_walks, walk_again
+from inductor_q.integrations.methods import BETWEEN_FORWARDS
+from inductor_q.integrations.modules import modules_of
+from inductor_q.integrations.walks import Status, spare_walks, walk_again
 from tests.support.trainers import COMMON, model, rows, train
 
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
@@ -121,6 +124,89 @@ def test_nothing_of_it_is_written_or_stays() -> None:
     spare_walks(net)
     walk_again(net)
     assert vars(net)["train"] is own
+
+
+def test_modules_are_listed_in_order() -> None:
+    shared = nn.Linear(2, 2)
+    net = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared, nn.Sequential(nn.Dropout()))
+    net.register_module("nothing", None)
+    assert modules_of(net) == list(net.modules())
+    net = model(1)
+    assert modules_of(net) == list(net.modules())
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The models of which PEFT describes every adapter."""
+    from peft import PeftModel
+
+    seen, method = [], PeftModel.get_model_status
+
+    def note(self: Any) -> Any:
+        seen.append(self)
+        return method(self)
+
+    monkeypatch.setattr(PeftModel, "get_model_status", note)
+    return seen
+
+
+def adapters_of(net: Any) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in net.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def test_adapters_are_disabled_and_not_described(described: list[Any]) -> None:
+    net: Any = model(1)
+    spare_walks(net)
+    before = net.get_model_status()
+    described.clear()
+    with net.disable_adapter():
+        assert all(layer.disable_adapters for layer in adapters_of(net))
+        assert not any(p.requires_grad for p in net.parameters())
+        with net.disable_adapter():
+            pass
+        assert all(layer.disable_adapters for layer in adapters_of(net))  # as before it
+    with pytest.raises(KeyError), net.disable_adapter():
+        raise KeyError
+    assert not described
+    assert net.get_model_status() == before and len(described) == 1
+    adapters_of(net)[0].enable_adapters(False)
+    told = pytest.warns(UserWarning, match="some adapter layers that are enabled")
+    with told, net.disable_adapter():
+        pass
+    assert net.get_model_status().enabled is True
+
+
+def test_a_status_is_that_of_peft() -> None:
+    """That holds for wrappers of `modules_to_save` and of trainable tokens, too."""
+    lora = {"modules_to_save": ["lm_head"], "trainable_token_indices": [1, 2]}
+    net: Any = testing.qlora_model(testing.tiny_qwen3_config(num_hidden_layers=1), lora=lora)
+    first, *_, last = adapters_of(net)
+    found = []
+    for layers, enabled in (([], True), ([first], False), ([last], False), ([first, last], True)):
+        for layer in layers:
+            layer.enable_adapters(enabled)
+        found.append(Status(net).enabled)
+        assert found[-1] == net.get_model_status().enabled
+    assert found == [True, "irregular", "irregular", True]
+    net.disable_adapter_layers()
+    status = Status(net)
+    assert status.enabled is net.get_model_status().enabled is False
+    assert status.num_adapter_layers == net.get_model_status().num_adapter_layers > 0
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = status.no_such
+
+
+def test_a_status_of_the_user_stays(described: list[Any]) -> None:
+    net: Any = model(1)
+    own = net.get_model_status = lambda: type(net).get_model_status(net)
+    spare_walks(net)
+    with net.disable_adapter():
+        assert described == [net]
+    walk_again(net)
+    assert vars(net)["get_model_status"] is own
+    assert not set(BETWEEN_FORWARDS) & {*vars(net), *vars(net.get_base_model())}
 
 
 def test_a_trainer_walks_once(tmp_path: Path, walked: list[bool], counted: list[Any]) -> None:
