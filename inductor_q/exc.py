@@ -256,6 +256,15 @@ class UnreadExperts(QfuseError, ValueError):
     )
 
 
+class CannotMerge(QfuseError, ValueError):
+    """An adapter cannot be added to the weight below it; `remedy` says how to have the sum."""
+
+    what: str
+    problem: str
+    remedy: str
+    message = "cannot merge an adapter into {what}: {problem}. {remedy}"
+
+
 class CannotShard(QfuseError, ValueError):
     """The experts of a layer cannot be shared among the ranks; `problem` says what to change."""
 

@@ -202,6 +202,11 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.CannotMerge(what="a FP8Linear", problem="it has blocks of (64, 64)", remedy="Decode."),
+        "cannot merge an adapter into a FP8Linear: it has blocks of (64, 64). Decode.",
+        ValueError,
+    ),
+    (
         exc.OneBackward(),
         "a loss in chunks has no gradient of its gradient, which create_graph=True asks for. "
         "Compile the model with options={'qfuse.loss': 'whole'}, which keeps the logits",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from inductor_q.experts.adapter import load_adapter as load_adapter
     from inductor_q.experts.adapter import save_adapter as save_adapter
     from inductor_q.experts.model import add_lora as add_lora
+    from inductor_q.experts.model import merge_lora as merge_lora
     from inductor_q.experts.model import quantize as quantize
     from inductor_q.experts.model import use_qfuse as use_qfuse
     from inductor_q.experts.sharding import clip_grad_norm_ as clip_grad_norm_
@@ -27,6 +28,7 @@ _PUBLIC = {
     "add_lora": "inductor_q.experts.model",
     "clip_grad_norm_": "inductor_q.experts.sharding",
     "load_adapter": "inductor_q.experts.adapter",
+    "merge_lora": "inductor_q.experts.model",
     "parameters_of_rank": "inductor_q.experts.sharding",
     "quantize": "inductor_q.experts.model",
     "route": "inductor_q.ops.routing",
@@ -41,6 +43,7 @@ __all__ = [
     "add_lora",
     "clip_grad_norm_",
     "load_adapter",
+    "merge_lora",
     "parameters_of_rank",
     "quantize",
     "route",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from inductor_q.exc import CorruptAdapter
-from inductor_q.experts.forward import is_sharded, ranks_of
+from inductor_q.experts.forward import is_sharded
 from inductor_q.experts.model import attach, stacks, use_qfuse
 from inductor_q.experts.modules import (
     PROJECTIONS,
@@ -30,7 +30,7 @@ from inductor_q.experts.modules import (
     sizes,
     take_over,
 )
-from inductor_q.experts.stack import ExpertStack
+from inductor_q.experts.stack import ExpertStack, ranks_of
 
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

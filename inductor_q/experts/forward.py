@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from inductor_q import ops
 from inductor_q.capture.library import Stored
 from inductor_q.experts.modules import packed_experts
-from inductor_q.experts.stack import ExpertStack
+from inductor_q.experts.stack import ExpertStack, ranks_of
 from inductor_q.kernels.calls import DENSE
 from inductor_q.ops.exchange import plan_exchange, to_experts, to_tokens
 from inductor_q.ops.routing import Routing, route
 
 IMPLEMENTATION = "qfuse"
-
-_RANKS = "_qfuse_ranks"  # what `shard` notes on a layer
 
 
 def register() -> None:
@@ -73,19 +71,9 @@ def _compute(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -
     return weighted.sum(1)
 
 
-def ranks_of(layer: Any) -> int:
-    """Return how many ranks share a layer's experts."""
-    ranks: int = getattr(layer, _RANKS, 1)
-    return ranks
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether some of the model's experts are on other ranks."""
     return any(ranks_of(module) > 1 for module in model.modules())
-
-
-def note_ranks(layer: Any, ranks: int) -> None:
-    setattr(layer, _RANKS, ranks)
 
 
 def project(layer: Any, name: str, x: Tensor, routing: Routing, **how: Any) -> Tensor:

@@ -31,6 +31,7 @@ from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
+from inductor_q.loading.merges import mend_merges, merge_experts
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.log import log
 
@@ -247,6 +248,27 @@ def add_lora(
     return added
 
 
+def merge_lora(model: nn.Module, *, safe: bool = False) -> nn.Module:
+    """Merge the experts' adapters into their weights, for good.
+
+    PEFT's `merge_adapter` and `merge_and_unload` do so with all adapters of a model of theirs; this
+    is for a model whose experts alone have adapters. A stack becomes an ordinary parameter, of the
+    decoded weight and the adapter added in float32 and rounded once to the dtype of the embedding;
+    a dense one keeps its dtype. Stacks without an adapter stay as they are.
+
+    Args:
+        safe: whether a sum that is not finite is a ValueError, before anything is changed.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        CannotMerge: the experts are sharded. Nothing is changed then.
+    """
+    merge_experts(model, keep=False, safe=safe)
+    return model
+
+
 def attach(stack: ExpertStack, a: Tensor, b: Tensor, scaling: float) -> list[nn.Parameter]:
     """Make `a` and `b` the trained adapter of a stack whose own weights are frozen."""
     for weight in stack.operands:
@@ -270,6 +292,7 @@ def use_qfuse(model: nn.Module) -> nn.Module:
             other scales than for blocks of 128 x 128.
     """
     register()
+    mend_merges()
     take_over(model)
     for layer in expert_layers(model).values():
         layer.config._experts_implementation = IMPLEMENTATION

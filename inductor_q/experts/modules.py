@@ -20,6 +20,7 @@ from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.layers import replace_layers
+from inductor_q.loading.merges import KEPT
 from inductor_q.loading.sources import PROJECTIONS as PROJECTIONS
 
 
@@ -154,5 +155,6 @@ def put_stack(
             if adapter is not None:  # in place: an optimizer may hold it
                 adapter.data = adapter.data.to(stack.operands[0].device)
     layer._parameters.pop(name, None)
+    vars(layer).get(KEPT, {}).pop(name, None)  # what was merged is in the new weight for good
     setattr(layer, name, stack)
     return stack

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from inductor_q.exc import CannotShard
-from inductor_q.experts.forward import note_ranks, ranks_of
 from inductor_q.experts.model import use_qfuse
 from inductor_q.experts.modules import as_stack, expert_layers, projections, put_stack
 from inductor_q.experts.packing import operand_names
-from inductor_q.experts.stack import ExpertStack
+from inductor_q.experts.stack import ExpertStack, note_ranks, ranks_of
 from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.expert_weights import ExpertWeights

@@ -9,11 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import ops
+from inductor_q.exc import CannotMerge
 from inductor_q.experts.packing import operand_names
+from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.expert_calls import Stack
+from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.loading.savers import check_saver
 from inductor_q.ops.routing import Routing
+
+_RANKS = "_qfuse_ranks"  # what `shard` notes on a layer
+
+
+def ranks_of(layer: Any) -> int:
+    """Return how many ranks share a layer's experts."""
+    ranks: int = getattr(layer, _RANKS, 1)
+    return ranks
+
+
+def note_ranks(layer: Any, ranks: int) -> None:
+    setattr(layer, _RANKS, ranks)
 
 
 class ExpertStack(nn.Module, Stack):
@@ -77,18 +92,57 @@ class ExpertStack(nn.Module, Stack):
             return self.operands[0].detach().to(dtype)
         return ops.dequantize(self.operands, self.format, self.shape, dtype)
 
+    def merged(self, dtype: torch.dtype) -> Tensor:
+        """Return the base weights plus the adapter's, in `shape`.
+
+        Each expert is added up in float32 and rounded once, so no more than one is held in that.
+        """
+        assert self.lora_A is not None and self.lora_B is not None
+        fmt = None if self.format == DENSE else get_format(self.format)
+        weights = ExpertWeights(self.operands, fmt, self.shape, torch.float32)
+        out = torch.empty(self.shape, dtype=dtype, device=self.operands[0].device)
+        for expert, (a, b) in enumerate(zip(self.lora_A.float(), self.lora_B.float(), strict=True)):
+            added = self.scaling * (b @ a)
+            out[expert] = weights[expert] + (added.mT if self.transposed else added)
+        return out
+
+    def check_merge(self, layer: Any, what: str) -> None:
+        """Raise where an adapter cannot be merged here.
+
+        Raises:
+            CannotMerge: other ranks have the layer's other experts.
+        """
+        if (ranks := ranks_of(layer)) > 1:
+            raise CannotMerge(
+                what=what,
+                problem=f"its experts are shared by {ranks} ranks, and one process has to have all",
+                remedy=(
+                    "Save the adapter by inductor_q.experts.save_adapter, load it in one process "
+                    "into a model that is not sharded by inductor_q.experts.load_adapter, and "
+                    "merge there"
+                ),
+            )
+
     def unpack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
         """Put values in the place of this stack: a parameter, or a dense stack with its adapter."""
-        weight = self.dequantize(dtype)
         if self.lora_A is None:
-            if self.transposed != layer.is_transposed:
-                weight = weight.mT.contiguous()
-            delattr(layer, name)
-            layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-            return
-        dense = ExpertStack({"weight": weight}, DENSE, self.shape, transposed=self.transposed)
+            self.put_values(layer, name, self.dequantize(dtype))
+        else:
+            setattr(layer, name, self.decoded(dtype))
+
+    def decoded(self, dtype: torch.dtype) -> ExpertStack:
+        """Return a dense stack of the same values, which has the same adapter."""
+        values = {"weight": self.dequantize(dtype)}
+        dense = ExpertStack(values, DENSE, self.shape, transposed=self.transposed)
         dense.lora_A, dense.lora_B, dense.scaling = self.lora_A, self.lora_B, self.scaling
-        setattr(layer, name, dense)
+        return dense
+
+    def put_values(self, layer: Any, name: str, weight: Tensor) -> None:
+        """Put a parameter in the place of this stack, of values in its `shape`."""
+        if self.transposed != layer.is_transposed:
+            weight = weight.mT.contiguous()
+        delattr(layer, name)
+        layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         check_saver(

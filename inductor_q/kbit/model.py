@@ -33,7 +33,7 @@ from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.layers import check_some, linear_layers, linear_of, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
-from inductor_q.loading.merges import dtype_of_inputs, forget_packed, merge_by_values, widen
+from inductor_q.loading.merges import dtype_of_values, forget_packed, merge_by_values, widen
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 
@@ -134,10 +134,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     Raises:
         UnreadWeight: a weight of torchao's that none of our formats describes. Nothing has changed.
     """
-    said = str(getattr(getattr(model, "config", None), "dtype", None)).removeprefix("torch.")
-    # A configuration may have a text, and no cast of the model changes it.
-    of_config: torch.dtype = getattr(torch, said, torch.bfloat16)
-    of_model = dtype_of_inputs(model) or of_config
+    of_model = dtype_of_values(model)
     widen(model)
     plain, unmarked = {}, False
     for name, layer in model.named_modules():

@@ -8,27 +8,42 @@ layers ask first whether the layer below is one of ours; for every other they ar
 A library's tensor is decoded, and the sum packed again in the same layer. In the place of a
 `PackedLinear` an ordinary layer is put, of the sum in the layer's dtype, which `merge_and_unload`
 leaves in the model. What was packed is kept, and unmerging puts that back. Both layers have one
-parameter as their bias, so that an optimizer keeps it, and what it learns while merged stays.
+parameter as their bias, so that an optimizer keeps it, and what it learns while merged stays. A
+layer of FP8 codes that stays its library's own object (`inductor_q.integrations.prepare_fp8`) is
+treated alike: PEFT adds to codes, which torch refuses.
+
+Adapters of experts are no layers of PEFT's, but a part of whichever adapter the model has. So they
+merge and come out again with the model: a parameter of values stands in the place of each stack.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from inductor_q import ops
+from inductor_q.capture import packed_weight
+from inductor_q.capture.library import Packed
+from inductor_q.capture.packed import holds_codes
 from inductor_q.capture.values import dequantize
+from inductor_q.exc import CannotMerge
+from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import Stack
 from inductor_q.late import on_import
+from inductor_q.loading.layers import linear_of
 from inductor_q.log import warn_once
 
 #: What packs the values of a linear layer again, an attribute of it; None where they stay values.
 PACK = "pack_again"
-#: The name under which PEFT's layer keeps what was below it before the first merge.
+#: The name under which PEFT's layer keeps what was below it before the first merge, and a layer of
+#: experts its stacks: by name, with the dtype of the values in the place of each.
 KEPT = "inductor_q.kept"
 
 
@@ -60,6 +75,9 @@ def forget_packed(model: nn.Module) -> None:
     """Drop what was packed before merges: adapters come out of ordinary layers as PEFT has it."""
     layer: Any
     for layer in model.modules():
+        stacks = vars(layer).get(KEPT, {})
+        for name, (stack, dtype) in stacks.items():
+            stacks[name] = stack if stack.format == DENSE else stack.decoded(dtype), dtype
         caches = vars(layer).get("_caches")
         if isinstance(caches, dict) and caches.pop(KEPT, None):
             merge_by_values(layer.get_base_layer(), None)
@@ -76,37 +94,181 @@ def dtype_of_inputs(model: nn.Module) -> torch.dtype | None:
     return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
 
 
+def dtype_of_values(model: nn.Module) -> torch.dtype:
+    """Return the dtype for values of layers that do not know their own: that of the embedding, or
+    what the configuration says, or bfloat16."""
+    said = str(getattr(getattr(model, "config", None), "dtype", None)).removeprefix("torch.")
+    # A configuration may have a text, and no cast of the model changes it.
+    of_config: torch.dtype = getattr(torch, said, torch.bfloat16)
+    return dtype_of_inputs(model) or of_config
+
+
 def widen(model: nn.Module) -> None:
     """Have packed layers decode to float32 where the embedding is float32.
 
     PEFT's `prepare_model_for_kbit_training` casts embeddings and norms without a call of the
-    layers, and their inputs are float32 then.
+    layers, and their inputs are float32 then. A library's own layers of codes, which know no dtype
+    of values, get the model's.
     """
     layer: Any
-    if dtype_of_inputs(model) is torch.float32:
-        for layer in model.modules():
-            if _is_ours(layer):
-                layer.dtype = torch.float32
+    of_model = dtype_of_values(model)
+    is_float = dtype_of_inputs(model) is torch.float32
+    for layer in model.modules():
+        if _read_in_place(layer) is not None or (is_float and _is_ours(layer)):
+            layer.dtype = of_model
+
+
+def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[tuple[Any, str]]:
+    """Merge the adapters of all experts, and put parameters of the values where their stacks were.
+
+    Args:
+        keep: whether the layers keep their stacks, for `unmerge_experts`.
+        safe: whether nothing changes where a sum is not finite, as PEFT's `safe_merge` has it. Each
+            is computed twice then.
+
+    Returns:
+        What has been merged: layers, and names of projections.
+
+    Raises:
+        CannotMerge: the experts are sharded. Nothing is changed then.
+    """
+    of_model, found = dtype_of_values(model), check_experts(model, safe=safe)
+    merged: list[tuple[Any, str]] = []
+    try:
+        for layer, name, stack in found:
+            is_dense = stack.format == DENSE
+            dtype = stack.operands[0].dtype if is_dense else of_model
+            with _exactly(stack):
+                stack.put_values(layer, name, stack.merged(dtype))
+            if keep:
+                vars(layer).setdefault(KEPT, {})[name] = stack, dtype
+                merged.append((layer, name))
+            if not is_dense:
+                _tell(dtype, stack.format)
+    except BaseException:
+        unmerge_experts(merged)
+        raise
+    return merged
+
+
+def check_experts(model: nn.Module, *, safe: bool) -> list[tuple[Any, str, Any]]:
+    """Return the layer, name and stack of all adapted experts, if their adapters can be merged."""
+    found: list[tuple[Any, str, Any]] = []
+    for path, layer in model.named_modules():
+        for name, child in layer.named_children():
+            stack: Any = child  # an `ExpertStack`, if one: its package imports this one
+            if isinstance(child, Stack) and stack.lora_A is not None:
+                stack.check_merge(layer, f"{path}.{name}")
+                found.append((layer, name, stack))
+    for layer, name, stack in found if safe else ():
+        with _exactly(stack):
+            if not stack.merged(torch.float32).isfinite().all():
+                kind = type(layer).__name__
+                raise ValueError(f"NaNs detected in the merged weights: {name} of {kind}")
+    return found
+
+
+def unmerge_experts(merged: Sequence[tuple[Any, str]]) -> None:
+    """Put back the stacks that layers keep, with what has happened to the values since."""
+    for layer, name in merged:
+        stack, dtype = vars(layer)[KEPT].pop(name)
+        weight = layer._parameters.pop(name)
+        stack.to(weight.device)
+        if weight.dtype is not dtype:  # a cast of the model, which adapters follow
+            stack.to(weight.dtype)
+        setattr(layer, name, stack)
 
 
 def _mend() -> None:
     whole: Any = vars(sys.modules["peft.tuners.lora.model"])["LoraModel"]
-    for name in ("merge_adapter", "merge_and_unload"):
-        setattr(whole, name, _widened(getattr(whole, name)))
-    plain: Any = vars(sys.modules["peft.tuners.lora.layer"])["Linear"]
+    for name, around in _AROUND.items():
+        setattr(whole, name, around(getattr(whole, name)))
+    layers = vars(sys.modules["peft.tuners.lora.layer"])
+    plain: Any = layers["Linear"]
     of_values = plain.merge, plain.unmerge
     for kind in (plain, *plain.__subclasses__()):
         if "merge" in vars(kind):
             kind.merge, kind.unmerge = _mended(kind.merge, kind.unmerge, *of_values)
+    of_parameters: Any = layers.get("ParamWrapper")
+    if of_parameters is not None:
+        of_parameters.merge = _refusing(of_parameters.merge)
 
 
-def _widened(own: Any) -> Any:
-    """Return a method of PEFT's model that merges, which looks at the whole model first."""
+def _merging(own: Any) -> Any:
+    """Return `merge_adapter` of PEFT's model, which merges experts as well."""
 
     @functools.wraps(own)
-    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def merge_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
         widen(self.model)
-        return own(self, *args, **kwargs)
+        asked = _asked(own, self, args, kwargs)
+        merged = []
+        if asked.get("adapter_names") != []:
+            safe = asked.get("safe_merge", False)
+            merged = merge_experts(self.model, keep=True, safe=safe)
+        try:
+            own(self, *args, **kwargs)
+        except BaseException:
+            unmerge_experts(merged)
+            raise
+
+    return merge_adapter
+
+
+def _unmerging(own: Any) -> Any:
+    @functools.wraps(own)
+    def unmerge_adapter(self: Any) -> None:
+        own(self)
+        layers = [*self.model.modules()]
+        unmerge_experts([(layer, name) for layer in layers for name in vars(layer).get(KEPT, {})])
+
+    return unmerge_adapter
+
+
+def _unloading(own: Any) -> Any:
+    """Return `merge_and_unload` of PEFT's model, after which no expert has an adapter."""
+
+    @functools.wraps(own)
+    def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        widen(self.model)
+        asked = _asked(own, self, args, kwargs)
+        check_experts(self.model, safe=asked.get("safe_merge", False))
+        unloaded = own(self, *args, **kwargs)
+        if asked.get("adapter_names") != []:
+            merge_experts(unloaded, keep=False)
+        for layer in unloaded.modules():
+            vars(layer).pop(KEPT, None)
+        return unloaded
+
+    return merge_and_unload
+
+
+_AROUND = {
+    "merge_adapter": _merging,
+    "unmerge_adapter": _unmerging,
+    "merge_and_unload": _unloading,
+}
+
+
+def _asked(own: Any, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return inspect.signature(own).bind(model, *args, **kwargs).arguments
+
+
+def _refusing(own: Any) -> Any:
+    """Return `merge` of PEFT's layer over a parameter, which takes no codes for values."""
+
+    @functools.wraps(own)
+    def merge(self: Any, *args: Any, **kwargs: Any) -> None:
+        parameter = self.get_param()
+        if holds_codes(parameter):
+            raise CannotMerge(
+                what=f"{self.parameter_name} of {type(self.get_base_layer()).__name__}",
+                problem=f"expected a parameter of values, found codes in {parameter.dtype}",
+                remedy=(
+                    "Save PEFT's adapter, and load it by inductor_q.experts.load_adapter into a "
+                    "model with PEFT's adapters of other layers alone, without target_parameters"
+                ),
+            )
+        own(self, *args, **kwargs)
 
     return merge
 
@@ -120,6 +282,7 @@ def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> 
         if _holds_values(base):
             of_values(self, safe_merge, adapter_names)
         elif KEPT in self._caches or _is_ours(base) or vars(base).get(PACK) is not None:
+            _check_linear(base)
             _merge(self, adapter_names, functools.partial(of_values, self, safe_merge))
         else:
             own(self, safe_merge, adapter_names)
@@ -145,8 +308,46 @@ def _holds_values(base: Any) -> bool:
 
 
 def _is_ours(base: Any) -> bool:
-    """Whether a layer is a `PackedLinear`, in whose place adapters have an ordinary one."""
-    return hasattr(base, "decoded")
+    """Whether adapters have an ordinary layer in the place of this one: a `PackedLinear`, or a
+    library's own layer of codes."""
+    return hasattr(base, "decoded") or _read_in_place(base) is not None
+
+
+def _read_in_place(layer: Any) -> Packed | None:
+    """Describe the codes of a layer that its library multiplies with codes; None for any other."""
+    if not isinstance(layer, nn.Linear):
+        return None
+    held = packed_weight(layer, "weight")
+    return held if held is not None and held.quantizes_input else None
+
+
+def _check_linear(base: Any) -> None:
+    """Raise where the codes of a library's own layer are in none of our formats."""
+    held = _read_in_place(base)
+    if held is not None and held.read is None:
+        raise CannotMerge(
+            what=f"a {type(base).__name__}",
+            problem=f"expected codes in a format that is known here, but {held.reason}",
+            remedy="Merge in 16 bits, which FineGrainedFP8Config(dequantize=True) loads",
+        )
+
+
+def _dtype_of(base: Any) -> torch.dtype:
+    """Return the dtype of the values that a layer of ours stands for."""
+    dtype: torch.dtype = getattr(base, "dtype", torch.bfloat16)
+    return dtype
+
+
+def _decoded(packed: Any) -> tuple[nn.Linear, str]:
+    """Return an ordinary layer of the values in float32, and the name of their format."""
+    held = _read_in_place(packed)
+    if held is None:
+        linear: nn.Linear = packed.decoded(torch.float32)
+        return linear, packed.format
+    assert held.read is not None, held
+    operands, format, shape = held.read()
+    values = ops.dequantize(operands, format, shape, torch.float32)
+    return linear_of(values, None).train(packed.training), format
 
 
 def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], None]) -> None:
@@ -189,8 +390,8 @@ def _merge(layer: Any, asked: list[str] | None, merge: Callable[[list[str]], Non
 def _merge_decoded(layer: Any, first: _Below, merge: Callable[[], None]) -> None:
     """Put an ordinary layer in the place of a packed one, and merge into that in float32."""
     base, packed = layer.get_base_layer(), first.base
-    dtype = base.dtype if _is_ours(base) else base.weight.dtype  # of the last cast
-    values = packed.decoded(torch.float32)
+    dtype = _dtype_of(base) if _is_ours(base) else base.weight.dtype  # of the last cast
+    values, format = _decoded(packed)
     setattr(values, PACK, None)
     if first.bias is not None:
         values.bias = nn.Parameter(first.bias.to(torch.float32, copy=True), False)
@@ -202,10 +403,14 @@ def _merge_decoded(layer: Any, first: _Below, merge: Callable[[], None]) -> None
     if first.bias is not None:
         base.bias.data = values.bias.detach().to(dtype)
         values.bias = base.bias
+    _tell(dtype, format)
+
+
+def _tell(dtype: torch.dtype, format: str) -> None:
     warn_once(
         "PEFT merges adapters into the values of packed layers, which are ordinary ones then: "
-        f"{dtype} takes {dtype.itemsize} bytes an element, more than {packed.format} did. The "
-        "packed weight is kept beside it until the adapters are unmerged or unloaded"
+        f"{dtype} takes {dtype.itemsize} bytes an element, more than {format} did. The packed "
+        "weight is kept beside it until the adapters are unmerged or unloaded"
     )
 
 

@@ -17,9 +17,10 @@ from inductor_q import capture, experts, kbit, ops
 from inductor_q.backend import qfuse
 from inductor_q.capture.fp8_layers import LEFT
 from inductor_q.diagnostics import check_model
-from inductor_q.exc import UnreadExperts
+from inductor_q.exc import CannotMerge, UnreadExperts
 from inductor_q.experts.model import stacks
 from inductor_q.integrations import QfuseCallback, prepare_fp8
+from inductor_q.loading.merges import mend_merges
 from inductor_q.testing import relative_error
 from tests.support.compiling import SMALL, gradients, no_codegen
 
@@ -41,6 +42,7 @@ from tests.support.fp8_models import (  # noqa: E402
     transformers,
     values,
 )
+from tests.support.merged import merged_by_hand  # noqa: E402
 from tests.support.moe_models import awaken  # noqa: E402
 from tests.support.thresholds import ANY_PRODUCT  # noqa: E402
 
@@ -296,8 +298,6 @@ def test_an_adapter_is_merged_over_decoded_weights() -> None:
     prepare_fp8(adapted)
     with torch.no_grad():
         expected = adapted(TOKENS).logits
-    with pytest.raises(RuntimeError, match="Float8"):  # PEFT, with or without us
-        adapted.merge_adapter()
     whole: Any = kbit.dequantize_model(adapted)
     merged = whole.merge_and_unload()
     assert not layers(merged)
@@ -306,6 +306,79 @@ def test_an_adapter_is_merged_over_decoded_weights() -> None:
         assert relative_error(merged(TOKENS).logits, expected) < CLOSE
     merged.hf_quantizer.remove_quantization_config(merged)
     assert not hasattr(merged.config, "quantization_config")
+
+
+@pytest.fixture
+def mended() -> None:
+    """PEFT's merges are ours, as whatever packs a layer has them."""
+    mend_merges()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"scale_fmt": "ue8m0"}, {"weight_block_size": None}],
+    ids=["tiles", "e8m0", "tensor"],
+)
+def test_an_adapter_merges_into_the_values(how: dict[str, Any], mended: None) -> None:
+    """An ordinary layer stands in the place of transformers' while it is merged; unmerging puts
+    that back, and all its bytes are where they were."""
+    adapted = lora(net(**how), "q_proj", "down_proj")
+    prepare_fp8(adapted)
+    layer = adapted.base_model.model.model.layers[0].mlp.down_proj
+    below, before = layer.base_layer, addresses(adapted)
+    held = values(below.weight, below.weight_scale_inv, below.block_size)
+    total = merged_by_hand(layer, held, dora=False)
+    with torch.no_grad():
+        expected = adapted(TOKENS).logits
+        for safe in (False, True):
+            adapted.merge_adapter(safe_merge=safe)
+            assert type(layer.base_layer) is nn.Linear
+            assert layer.base_layer.weight.dtype is torch.float32
+            assert relative_error(layer.base_layer.weight, total) < 1e-6
+            assert relative_error(adapted(TOKENS).logits, expected) < CLOSE
+            adapted.unmerge_adapter()
+            assert layer.base_layer is below and addresses(adapted) == before
+            assert torch.equal(adapted(TOKENS).logits, expected)
+        whole = adapted.merge_and_unload()
+        assert relative_error(whole(TOKENS).logits, expected) < CLOSE
+    assert len(layers(whole)) == LINEARS - 2  # what has no adapter stays packed
+
+
+def test_16_bit_models_are_merged_in_16_bits(mended: None) -> None:
+    model = net()
+    for parameter in model.parameters():
+        if parameter.dtype is torch.float32 and parameter.dim() == 2 and parameter.shape[0] > 2:
+            parameter.data = parameter.data.to(BF16)
+    adapted = lora(model, "q_proj")
+    adapted.merge_adapter()
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.base_layer.weight.dtype is BF16
+
+
+def test_codes_that_are_not_read_are_no_values(mended: None) -> None:
+    adapted = lora(net(weight_block_size=(64, 64)), "q_proj")
+    with pytest.raises(CannotMerge, match=r"a FP8Linear.* blocks of \(64, 64\).*Merge in 16 bits"):
+        adapted.merge_adapter()
+
+
+def test_pefts_adapters_of_codes_of_experts_are_refused(mended: None) -> None:
+    """What is below is codes, to which PEFT would add; `experts.load_adapter` takes its file."""
+    names = [f"mlp.experts.{name}" for name in PROJECTIONS]
+    config = peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=names)
+    adapted = peft.get_peft_model(net("qwen3_moe"), config)
+    with pytest.raises(CannotMerge, match=r"of FP8Experts.*float8_e4m3fn.*load_adapter"):
+        adapted.merge_adapter()
+
+
+def test_adapters_of_fp8_experts_merge() -> None:
+    adapted = lora(net("qwen3_moe"), "q_proj")
+    awaken(experts.add_lora(adapted, r=4))
+    prepare_fp8(adapted)
+    with torch.no_grad():
+        expected = adapted(TOKENS).logits
+        whole = adapted.merge_and_unload()
+        assert not any(stacks(whole))
+        assert relative_error(whole(TOKENS).logits, expected) < CLOSE
 
 
 # --- who takes them over -------------------------------------------------------------------------

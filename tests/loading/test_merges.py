@@ -28,7 +28,9 @@ def put_back() -> None:
     for kind in (peft.tuners.lora.layer.Linear, library.TorchaoLoraLinear):
         for name in ("merge", "unmerge"):
             setattr(kind, name, inspect.unwrap(vars(kind)[name]))
-    for name in ("merge_adapter", "merge_and_unload"):
+    of_parameters = peft.tuners.lora.layer.ParamWrapper
+    of_parameters.merge = inspect.unwrap(of_parameters.merge)
+    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
         whole = peft.tuners.lora.model.LoraModel
         setattr(whole, name, inspect.unwrap(getattr(whole, name)))
     mend_merges.cache_clear()

@@ -1,0 +1,227 @@
+"""PEFT's merges in models whose experts are packed and have adapters of ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from inductor_q import exc, experts, kbit
+from inductor_q.experts.modules import expert_layers
+from inductor_q.experts.stack import note_ranks
+from inductor_q.loading.merges import KEPT
+from inductor_q.log import warn_once
+from inductor_q.testing import relative_error
+from tests.loading.test_merges import peft_as_it_comes as peft_as_it_comes
+from tests.support.moe_models import awaken, model, tokens
+
+peft: Any = pytest.importorskip("peft")
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("bitsandbytes")
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+#: Float32 throughout: sums in another order, through two layers.
+CLOSE = 1e-5
+
+
+def adapted(family: str, format: str, targets: Any = PROJECTIONS) -> Any:
+    """A PEFT model with adapters on attention and on packed experts, none of them zero."""
+    net = experts.quantize(model(family), format)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    whole = peft.get_peft_model(net, config).eval()
+    awaken(experts.add_lora(whole, r=4, alpha=8, targets=targets))
+    return whole
+
+
+def stacks(net: nn.Module) -> dict[str, experts.ExpertStack]:
+    return {n: m for n, m in net.named_modules() if isinstance(m, experts.ExpertStack)}
+
+
+def by_hand(stack: experts.ExpertStack, layer: Any) -> Tensor:
+    """W + s B A of each expert in float64, as the layer's parameter lies."""
+    assert stack.lora_A is not None and stack.lora_B is not None
+    weight = stack.dequantize(torch.float32).double()
+    weight = weight.mT if stack.transposed else weight
+    for e in range(stack.num_experts):
+        weight[e] += stack.scaling * stack.lora_B[e].double() @ stack.lora_A[e].double()
+    return weight.mT if layer.is_transposed else weight
+
+
+def logits(net: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = net(tokens()).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [
+        ("qwen3_moe", "nf4_b64"),
+        ("qwen3_moe", "nf4_b64_nested"),  # whose blocks of scales span experts
+        ("mixtral", "mxfp4"),
+        ("olmoe", "dense"),
+        ("gpt_oss", "mxfp4"),  # a row for each output, where the layer's parameters are transposed
+        ("gpt_oss", "kbit4"),
+    ],
+)
+def test_experts_merge_with_the_model(family: str, format: str) -> None:
+    """Their parameters are the sums, and unmerging puts the same stacks back, bit by bit."""
+    whole = adapted(family, format)
+    before, expected = stacks(whole), logits(whole)
+    packed = {n: [t.clone() for t in stack.operands] for n, stack in before.items()}
+    layers = {n: whole.get_submodule(n.rpartition(".")[0]) for n in before}
+    sums = {n: by_hand(stack, layers[n]) for n, stack in before.items()}
+    for _ in range(2):
+        whole.merge_adapter()
+        assert not stacks(whole)
+        for name, total in sums.items():
+            values = whole.get_parameter(name)
+            assert values.dtype is torch.float32 and not values.requires_grad
+            assert relative_error(values, total) < 1e-7  # half of float32's last bit
+        assert relative_error(logits(whole), expected) < CLOSE
+        whole.unmerge_adapter()
+        after = stacks(whole)
+        assert after.keys() == before.keys()
+        for name, stack in after.items():
+            assert stack is before[name]
+            assert all(map(torch.equal, stack.operands, packed[name]))
+        # PEFT's own layers subtract what they have added.
+        assert relative_error(logits(whole), expected) < CLOSE
+    merged = whole.merge_and_unload()
+    assert not stacks(merged) and not any("lora" in name for name, _ in merged.named_parameters())
+    assert relative_error(logits(merged), expected) < CLOSE
+
+
+def test_a_merged_mixture_is_loaded_by_transformers(tmp_path: Path, told: list[str]) -> None:
+    warn_once.cache_clear()
+    whole = adapted("qwen3_moe", "mxfp4")
+    expected = logits(whole)
+    with pytest.raises(exc.CannotSave):
+        whole.base_model.model.save_pretrained(tmp_path)
+    whole.merge_and_unload().save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert relative_error(logits(loaded), expected) < CLOSE
+    assert sum("takes 4 bytes an element, more than mxfp4 did" in said for said in told) == 1
+
+
+def test_16_bit_values_are_rounded_once() -> None:
+    """To the embedding's dtype, from a sum in float32 of adapters in 16 bits."""
+    whole = adapted("mixtral", "mxfp4").to(torch.bfloat16)
+    (name, stack), *_ = stacks(whole).items()
+    assert stack.lora_A is not None and stack.lora_A.dtype is torch.bfloat16
+    total = by_hand(stack, whole.get_submodule(name.rpartition(".")[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        whole.merge_adapter()
+    values = whole.get_parameter(name)
+    assert values.dtype is torch.bfloat16
+    error = (values.double() - total).abs()
+    assert (error <= 2**-8 * 1.001 * total.abs() + 1e-6).all()
+
+
+def test_stacks_without_an_adapter_stay_packed() -> None:
+    whole = adapted("qwen3_moe", "mxfp4", targets=["down_proj"])
+    expected = logits(whole)
+    merged = whole.merge_and_unload()
+    assert {name.rpartition(".")[2] for name in stacks(merged)} == {"gate_up_proj"}
+    assert relative_error(logits(merged), expected) < CLOSE
+
+
+def test_a_model_without_peft_merges_too() -> None:
+    net = experts.quantize(model("qwen3_moe"), "nf4_b64")
+    awaken(experts.add_lora(net, r=4))
+    expected = logits(net)
+    assert experts.merge_lora(net) is net and not stacks(net)
+    assert relative_error(logits(net), expected) < CLOSE
+
+
+def broken(whole: Any) -> experts.ExpertStack:
+    """Put a NaN into the last adapter, and return its stack."""
+    *_, last = stacks(whole).values()
+    assert last.lora_B is not None
+    last.lora_B.data[-1, 0, 0] = torch.nan
+    return last
+
+
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+def test_a_sum_that_is_not_finite_changes_nothing(merge: str) -> None:
+    whole = adapted("mixtral", "mxfp4")
+    before = stacks(whole)
+    broken(whole)
+    with pytest.raises(ValueError, match="NaNs detected in the merged weights: down_proj"):
+        getattr(whole, merge)(safe_merge=True)
+    assert all(stack is before[name] for name, stack in stacks(whole).items())
+    assert not whole.base_model.model.model.layers[0].self_attn.q_proj.merged
+
+
+def test_experts_come_back_where_another_layer_fails() -> None:
+    whole = adapted("mixtral", "mxfp4")
+    before = stacks(whole)
+    layer = whole.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_B["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaNs detected"):
+        whole.merge_adapter(safe_merge=True)
+    assert stacks(whole) == before
+
+
+def test_no_adapter_asked_for_merges_no_experts() -> None:
+    whole = adapted("mixtral", "mxfp4")
+    whole.merge_adapter(adapter_names=[])
+    assert len(stacks(whole)) == 4
+
+
+def test_what_happens_to_merged_experts_reaches_the_stacks() -> None:
+    """A cast does; a copy is unmerged by itself; experts quantized anew stay merged."""
+    whole = adapted("mixtral", "mxfp4")
+    whole.merge_adapter()
+    copied = copy.deepcopy(whole)
+    whole.to(torch.bfloat16).unmerge_adapter()
+    for stack in stacks(whole).values():
+        assert stack.lora_A is not None and stack.lora_A.dtype is torch.bfloat16
+        assert stack.format == "mxfp4"
+    assert not stacks(copied)
+    expected = logits(copied)
+    experts.quantize(copied, "dense")
+    copied.unmerge_adapter()
+    dense = stacks(copied)
+    assert len(dense) == 4 and all(stack.lora_A is None for stack in dense.values())
+    for layer in copied.modules():  # attention is unmerged, and merged again here
+        assert not vars(layer).get(KEPT)
+    copied.merge_adapter()
+    assert relative_error(logits(copied), expected) < CLOSE
+
+
+def test_nothing_packed_comes_back_into_a_decoded_mixture() -> None:
+    whole = adapted("mixtral", "mxfp4")
+    expected = logits(whole)
+    whole.merge_adapter()
+    kbit.dequantize_model(whole)
+    whole.unmerge_adapter()
+    assert {stack.format for stack in stacks(whole).values()} == {"dense"}
+    assert relative_error(logits(whole), expected) < CLOSE
+    whole.merge_adapter()
+    assert not stacks(whole) and relative_error(logits(whole), expected) < CLOSE
+
+
+MERGES: dict[str, Callable[[Any], Any]] = {
+    "merge_adapter": lambda whole: whole.merge_adapter(),
+    "merge_and_unload": lambda whole: whole.merge_and_unload(),
+    "merge_lora": experts.merge_lora,
+}
+
+
+@pytest.mark.parametrize("how", MERGES)
+def test_sharded_experts_are_refused(how: str) -> None:
+    """Two processes are not needed to see it: a layer knows how many ranks share it."""
+    whole = adapted("mixtral", "mxfp4")
+    *_, layer = expert_layers(whole).values()
+    note_ranks(layer, 2)
+    with pytest.raises(exc.CannotMerge, match=r"shared by 2 ranks.*save_adapter.*load_adapter"):
+        MERGES[how](whole)
+    assert len(stacks(whole)) == 4
+    assert not whole.base_model.model.model.layers[0].self_attn.q_proj.merged
