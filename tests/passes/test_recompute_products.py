@@ -13,9 +13,10 @@ from torch import fx
 import inductor_q
 from inductor_q import testing
 from inductor_q.integrations import prepare_checkpointing
-from inductor_q.passes import recompute_products, runner
+from inductor_q.passes import recompute_products
 from inductor_q.passes.graph import MM, is_tensor, last_size, peel_rows
 from tests.support.compiling import gradients, partition
+from tests.support.marks import as_torch_2_11_marks
 
 for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
@@ -27,17 +28,8 @@ ROWS, HIDDEN, INNER = 256, 128, 192
 
 
 @pytest.fixture(autouse=True)
-def _as_torch_2_11_marks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the marks from products of packed weights, which torch 2.11 does not give them."""
-
-    def listen(step: runner.Pass, graph: fx.Graph, when: str) -> None:
-        if step.name == "recompute_products" and when == "before":
-            for node in graph.nodes:
-                if recompute_products._is_wide(node):
-                    node.meta.pop("recompute", None)
-                    node.meta.pop("ac_graph_id", None)
-
-    monkeypatch.setattr(runner, "listeners", [listen])
+def _without_marks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    as_torch_2_11_marks(monkeypatch)
     yield
     torch.compiler.reset()
 
