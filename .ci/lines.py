@@ -25,7 +25,7 @@ BUDGET = {
     "inductor_q/commands": 1105,
     "inductor_q/decode": 720,
     "inductor_q/diagnostics": 5950,
-    "inductor_q/experts": 1295,
+    "inductor_q/experts": 1305,
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 1840,
     "inductor_q/kbit": 1000,

@@ -31,6 +31,7 @@ from inductor_q.experts.modules import (
     take_over,
 )
 from inductor_q.experts.stack import ExpertStack, ranks_of
+from inductor_q.loading.merges import KEPT
 
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -38,7 +39,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the experts' adapters under PEFT's names and in its shapes, those of all ranks."""
-    adapted = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
+    adapted = _adapted(model)
     found = {}
     for name, key in _keys([*adapted]).items():
         stack = adapted[name]
@@ -61,7 +62,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    adapted = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
+    adapted = _adapted(model)
     if not adapted:
         raise CorruptAdapter(path=str(folder), problem="the model's experts have no adapters")
     if isinstance(model, PeftModel):
@@ -155,6 +156,15 @@ def load_adapter(
     added = [parameter for put in taken for parameter in put()]
     use_qfuse(model)
     return added
+
+
+def _adapted(model: nn.Module) -> dict[str, ExpertStack]:
+    """Return the stacks with adapters by name, in whose place there may be merged values."""
+    found = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
+    for path, layer in model.named_modules():
+        kept = vars(layer).get(KEPT, {})
+        found |= {f"{path}.{name}": stack for name, (stack, _) in kept.items()}
+    return found
 
 
 def _attach(layer: Any, name: str, a: Tensor, b: Tensor, scaling: float) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q import exc, experts, kbit
+from inductor_q.experts.adapter import adapter_state_dict
 from inductor_q.experts.modules import expert_layers
 from inductor_q.experts.stack import note_ranks
 from inductor_q.loading.merges import KEPT
@@ -122,6 +123,24 @@ def test_16_bit_values_are_rounded_once() -> None:
     assert values.dtype is torch.bfloat16
     error = (values.double() - total).abs()
     assert (error <= 2**-8 * 1.001 * total.abs() + 1e-6).all()
+
+
+def test_adapters_are_saved_while_they_are_merged(tmp_path: Path) -> None:
+    """As PEFT's are: the same tensors, which then load into another model."""
+    whole = adapted("mixtral", "mxfp4")
+    expected, output = adapter_state_dict(whole), logits(whole)
+    whole.merge_adapter()
+    experts.save_adapter(whole, tmp_path)
+    whole.unmerge_adapter()
+    other = adapted("mixtral", "mxfp4")
+    for stack in stacks(other).values():
+        assert stack.lora_A is not None
+        stack.lora_A.data.zero_()
+    experts.load_adapter(other, tmp_path)
+    found = adapter_state_dict(other)
+    assert found.keys() == expected.keys() and len(found) == 8
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert relative_error(logits(other), output) < CLOSE
 
 
 def test_stacks_without_an_adapter_stay_packed() -> None:
