@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8290,
+    "benchmarks": 8400,
     "csrc": 4515,
     "docs": 2085,
     "examples": 1190,
@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1305,
     "inductor_q/formats": 1920,
-    "inductor_q/integrations": 1840,
+    "inductor_q/integrations": 1940,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8180,
     "inductor_q/loading": 2350,

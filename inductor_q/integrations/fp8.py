@@ -21,6 +21,7 @@ from inductor_q.capture.library import Packed
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.experts.forward import IMPLEMENTATION
 from inductor_q.experts.model import use_qfuse
+from inductor_q.loading.merges import mend_merges
 from inductor_q.log import log, warn_once
 from inductor_q.options import asked
 
@@ -57,6 +58,7 @@ def prepare_fp8(model: nn.Module) -> None:
         taken += dict(experts)  # all or none, since one configuration says who computes them
         use_qfuse(model)
     if taken:
+        mend_merges()
         counts = Counter(type(layer).__name__ for layer in taken)
         log.warning(TOLD, " and ".join(f"{count} {kind}" for kind, count in counts.items()))
 

@@ -319,7 +319,7 @@ def mended() -> None:
     [{}, {"scale_fmt": "ue8m0"}, {"weight_block_size": None}],
     ids=["tiles", "e8m0", "tensor"],
 )
-def test_an_adapter_merges_into_the_values(how: dict[str, Any], mended: None) -> None:
+def test_an_adapter_merges_into_the_values(how: dict[str, Any]) -> None:
     """An ordinary layer stands in the place of transformers' while it is merged; unmerging puts
     that back, and all its bytes are where they were."""
     adapted = lora(net(**how), "q_proj", "down_proj")
