@@ -99,7 +99,8 @@ def _then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        _prepare(self)
+        if kwargs.get("enable", True):  # and not off, as TRL has it around each reference pass
+            _prepare(self)
         return result
 
     return call

@@ -115,7 +115,8 @@ class States:
         prepared for one graph, and NEFTune's hooks, which come and go with training.
         """
         modules = modules_of(self.model)
-        prepare_neftune(modules)
+        if self.latest is None or state[-2] != self.latest[-2]:
+            prepare_neftune(modules)
         if self.latest is None or state[0] != self.latest[0]:
             prepare_dora(self.model)
             # Not a wrapper of modules_to_save, which never merges and has the name in its class.
