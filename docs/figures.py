@@ -557,6 +557,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "add-product": lambda: adapter("add_product"),
     "attention": attention,
     "launch": launch,
+    "walks": step_figures.walks,
     "explain": explain,
     "start": start,
     "tune-cpu": lambda: tune_figures.tune("tune-cpu"),

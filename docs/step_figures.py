@@ -20,6 +20,7 @@ from docs.read_results import (
     seconds,
     source,
     table,
+    us,
 )
 
 PEERS = ("eager", "inductor", "qfuse")
@@ -445,6 +446,30 @@ def _scripts(*names: str) -> str:
                 )
     header = ("script", "", "a step", "the shortest", "compiling", "memory")
     return f"{table((*header, 'loss, largest deviation'), body)}\n\n{source(*names)}"
+
+
+def walks() -> str:
+    """Show what trainers call between forwards, by the number of layers."""
+    name = "walks-cpu"
+    calls = {
+        "train": "`model.train()`",
+        "num_parameters": "`model.num_parameters()`",
+        "reference pass": "around a reference pass",
+    }
+    peers = ("trainer", "qfuse")
+
+    def shown(value: float) -> str:
+        return ms(value) if value > 1e-4 else us(value)
+
+    body = [
+        (
+            f"{case['layers']} layers",
+            calls[case["call"]],
+            *(shown(seconds(name, peer, **case)) for peer in peers),
+        )
+        for case in cases(name)
+    ]
+    return f"{table(('', '', 'as it is', 'under `QfuseCallback`'), body)}\n\n{source(name)}"
 
 
 def small() -> str:
