@@ -25,6 +25,7 @@ from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.gathered import note_states
+from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.states import (
     Region,
     States,
@@ -87,6 +88,7 @@ def compile(
     for path, error in capture.damaged(model):
         raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")
     prepare_checkpointing(model)
+    prepare_neftune(model.modules())
     keep_unpacked(model)
     prepare_unless_strict(model, options)
     given = dict(options or {})

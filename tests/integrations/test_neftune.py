@@ -60,6 +60,13 @@ def test_one_graph(regions: Any) -> None:
             losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
             losses[0].backward()
             assert losses[0] != losses[1]
+        neftune.deactivate_neftune(model, handle)
+        assert not model.get_input_embeddings()._forward_hooks
+        # A Trainer whose `train` is called again has a new hook, in the state that was the last.
+        handle = neftune.activate_neftune(model, ALPHA)
+        inductor_q.compile(model, regions=regions)
+        losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
+        assert losses[0] != losses[1]
     assert trace.breaks == [] and trace.graphs <= 2
     neftune.deactivate_neftune(model, handle)
     assert not model.get_input_embeddings()._forward_hooks
