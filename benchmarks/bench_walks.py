@@ -60,9 +60,7 @@ def _calls(model: Any) -> dict[str, Callable[[], object]]:
 
     def enter() -> None:
         for each in states:
-            if (state := each.state()) != each.latest:
-                each.enter(state)
-                each.latest = each.state()
+            each.follow()
 
     def reference() -> None:
         with warnings.catch_warnings():  # a name that transformers will drop, and TRL still calls

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +43,7 @@ from inductor_q.capture.dynamo import (
     packed_weights,
     tell_last_graph,
 )
+from inductor_q.compiled_for import CompiledFor, began, counted_before
 from inductor_q.context import Context, new_report
 from inductor_q.exc import NotFused, PackedForInference, UnwritableOutput
 from inductor_q.exclusions import without_effect
@@ -72,7 +72,7 @@ FUSION_LIMITS = {
 capture.trace_gathered()  # torch.compile imports this module before it traces anything
 
 _reports: list[Report] = []  # one for each graph of this process
-_parameters: list[list[weakref.ref[torch.Tensor]]] = []  # what each graph was compiled for
+_compiled_for: list[CompiledFor] = []  # what each graph was compiled for
 _before: Counter[str] = Counter()  # what torch had counted at the last reset
 _written: dict[str, list[Report]] = {}  # what this process has put into each report file
 
@@ -91,32 +91,40 @@ def reports() -> tuple[Report, ...]:
 
 
 def reports_of(model: nn.Module) -> tuple[Report, ...]:
-    """Return the reports of all graphs but those that were compiled for another live module.
+    """Return the reports of the graphs of `model`; where it has none, of those that nobody can tell
+    whose they were.
 
-    A graph counts for every model if its parameters are in no live module: FSDP gathers such ones
-    for a while, and those of a deleted model are gone.
+    A graph whose parameters are in no live module counts for every model, unless
+    `inductor_q.compile` compiled it: FSDP gathers such parameters for a while.
     """
     own = {id(p) for p in model.parameters()}
     every = {id(p) for p in live.parameters()}
-    found = []
-    for report, references in zip(_reports, _parameters, strict=True):
-        compiled_for = {id(p) for p in (reference() for reference in references) if p is not None}
-        if compiled_for & own or not compiled_for & every:
-            found.append(report)
-    return tuple(found)
+    found: dict[str, list[Report]] = {"own": [], "other": [], "unknown": []}
+    for report, compiled_for in zip(_reports, _compiled_for, strict=True):
+        whose = compiled_for.whose(model, own, every)
+        if whose == "unknown" and compiled_for.model is None:
+            whose = "own"
+        found[whose].append(report)
+    return tuple(found["own"] or found["unknown"])
 
 
-def graph_breaks() -> int:
-    """Return how many graph breaks torch has counted since the last reset."""
-    return _counted()["breaks"]
+def graph_breaks(model: nn.Module | None = None) -> int:
+    """Return how many graph breaks torch has counted since the last reset, or since
+    `inductor_q.compile` first compiled `model`."""
+    return _counted(model)["breaks"]
 
 
-def functions_at_limit() -> int:
-    """Return of how many functions torch has refused another graph since the last reset.
+def functions_at_limit(model: nn.Module | None = None) -> int:
+    """Return of how many functions torch has refused another graph in that time.
 
     They go on in eager mode wherever no graph that they have fits.
     """
-    return _counted()["limits"]
+    return _counted(model)["limits"]
+
+
+def begins(model: nn.Module) -> None:
+    """Note that `model` is compiled from here on, where it was not yet."""
+    began.setdefault(model, _counted())
 
 
 def count_anew() -> None:
@@ -127,12 +135,19 @@ def count_anew() -> None:
     """
     global _before
     _before = _all()
+    began.clear()
 
 
-def _counted() -> Counter[str]:
-    """Return what torch has counted since the last reset, or since its counters were cleared."""
+def _counted(model: nn.Module | None = None) -> Counter[str]:
+    """Return what torch has counted since the last reset, since its counters were cleared, or since
+    `model` was compiled first."""
+    found = _since(_before, _all())
+    return found if model is None else _since(counted_before(model), found)
+
+
+def _since(before: Counter[str], now: Counter[str]) -> Counter[str]:
     return Counter(
-        {what: n - (_before[what] if n >= _before[what] else 0) for what, n in _all().items()}
+        {what: n - (before[what] if n >= before[what] else 0) for what, n in now.items()}
     )
 
 
@@ -180,7 +195,7 @@ def qfuse(
             "torch._dynamo.config.optimize_ddp = False, set before the first step"
         )
     _reports.append(report)
-    _parameters.append([weakref.ref(x) for x in example_inputs if isinstance(x, nn.Parameter)])
+    _compiled_for.append(CompiledFor.of(example_inputs))
     if resolved.report and resolved.report not in _written:
         _write(resolved.report)  # before time goes into compiling
     sources = input_sources(gm)
@@ -284,7 +299,7 @@ def _unless_traced_anew(report: Report) -> Iterator[None]:
         yield
     except RestartAnalysis:
         for place in [i for i, one in enumerate(_reports) if one is report]:
-            del _reports[place], _parameters[place]
+            del _reports[place], _compiled_for[place]
         raise
 
 
@@ -303,7 +318,7 @@ def qfuse_backend() -> Any:
 def _reset() -> None:
     """Forget the reports; `torch.compiler.reset()` calls this."""
     _reports.clear()
-    _parameters.clear()
+    _compiled_for.clear()
     corrections.forget()
     count_anew()
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
@@ -332,7 +347,8 @@ def _warn_of_breaks() -> None:
     if alive := len(live.quantized_layers()):
         log.warning(
             "qfuse: 0 of %d quantized layers fused so far; 3 graphs, %d breaks: `qfuse explain` "
-            "names them. In a Trainer inductor_q.integrations.QfuseCallback() prevents most breaks",
+            "names them. inductor_q.compile(model) prevents most breaks, and in a Trainer "
+            "inductor_q.integrations.QfuseCallback() does",
             *(alive, graph_breaks()),
         )
 

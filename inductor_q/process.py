@@ -81,7 +81,8 @@ def report(model: nn.Module | None = None) -> ProcessReport:
     Args:
         model: count the layers of this model only, and no graph of another model that is alive;
             otherwise the layers of every model that is alive, where a graph read some layer of it,
-            or of all where no graph read any. Breaks are those of the process.
+            or of all where no graph read any. Breaks are those of the process since the last reset,
+            or since `inductor_q.compile` or a callback first compiled `model`.
     """
     found = quantized_layers() if model is None else layers_of(model)
     reports = backend.reports() if model is None else backend.reports_of(model)
@@ -97,7 +98,8 @@ def report(model: nn.Module | None = None) -> ProcessReport:
     if model is None:  # models that are gone by now
         named = {match(path, judged) for path in layers}
         layers |= {path: verdict for path, verdict in judged.items() if path not in named}
-    return ProcessReport(reports, layers, backend.graph_breaks(), backend.functions_at_limit())
+    breaks, limits = backend.graph_breaks(model), backend.functions_at_limit(model)
+    return ProcessReport(reports, layers, breaks, limits)
 
 
 def _by_path(paths: Iterable[str], judged: dict[str, Verdict]) -> dict[str, Verdict]:

@@ -291,9 +291,11 @@ def _impossible(found: _Sum) -> str:
 def _in_two_dtypes(adapters: set[torch.dtype], layer: set[torch.dtype]) -> str:
     both = [" and ".join(sorted(map(str, dtypes))) for dtypes in (adapters, layer)]
     found = f"the adapter computes in {both[0]}, the layer in {both[1]}"
-    if adapters != {torch.float32} or not layer <= HALVES:
-        return found
-    return f"{found} (autocast or 16-bit adapters let them join the main product)"
+    if adapters == {torch.float32} and layer <= HALVES:
+        return f"{found} (autocast or 16-bit adapters let them join the main product)"
+    if layer == {torch.float32} and adapters <= HALVES:
+        return f"{found} (a layer that computes in 16 bits, bnb_4bit_compute_dtype, takes them in)"
+    return found
 
 
 def _are_widened(layer: set[torch.dtype], whole: torch.dtype) -> bool:

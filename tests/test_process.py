@@ -78,6 +78,38 @@ def test_a_model_is_not_credited_with_the_graphs_of_another() -> None:
     assert inductor_q.report(other).graphs == 2
 
 
+def test_a_model_that_is_gone_is_not_counted() -> None:
+    """As in a notebook, where a run that was repaired comes after one that fused nothing, in whose
+    model layers have the same paths. Where nobody else can have a graph, it still counts."""
+
+    def train(dtype: torch.dtype) -> Two:
+        model = Two()
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data = parameter.data.to(dtype)
+        inductor_q.compile(model, regions="model")
+        model(torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        return model
+
+    torch.compiler.reset()
+    inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]
+    with no_codegen():
+        first = train(torch.float32)
+        found = inductor_q.report(first)
+        breaks = found.breaks
+        assert (found.fused, found.graphs) == (0, 2) and breaks
+        second = train(torch.bfloat16)
+        del first
+        gc.collect()
+        for part in (second, nn.Sequential(second)):
+            found = inductor_q.report(part)
+            assert (found.fused, found.graphs, found.breaks) == (2, 2, breaks)
+        assert inductor_q.report(second.first).fused == 1
+        other = Two()
+        assert inductor_q.report(other).graphs == 2
+        torch.compiler.reset()
+        assert inductor_q.report(second).breaks == 0
+
+
 def test_a_graph_that_was_traced_anew_counts_once() -> None:
     """As with dynamic=True a number is, which is a constant the second time."""
     model = testing.lora_linear(64, 64, r=4)

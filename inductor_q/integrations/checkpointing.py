@@ -107,8 +107,11 @@ def _then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(model: nn.Module) -> None:
-    """Do all of it. TRL's trainers with a reference pass enable checkpointing again in each step,
-    so a module without hooks and without checkpointing is only passed by."""
+    """Mend what is enabled now: input hooks, hooks of packed experts, reentrant checkpointing.
+
+    TRL's trainers with a reference pass enable checkpointing again in each step, so a module
+    without hooks and without checkpointing is only passed by.
+    """
     modules = modules_of(model)
     hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks]
     if any(_makes_input_require_grads(hook) for m in hooked for hook in m._forward_hooks.values()):

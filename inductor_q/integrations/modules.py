@@ -9,8 +9,8 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """List each module once, in the order of `model.modules()`, in about half of its time: that one
-    also makes names, and passes each module through a generator of every module around it."""
+    """List each module once, in the order of `model.modules()`, which also makes names, and passes
+    each module through a generator of every module around it."""
     found: list[nn.Module] = []
     met: set[int] = set()
     waiting = [model]

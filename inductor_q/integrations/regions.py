@@ -23,6 +23,7 @@ from inductor_q.capture.live import module_path
 from inductor_q.exc import InvalidOptionValue, NoRegion, NotAModule, UnknownRegions
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
+from inductor_q.integrations.first_call import prepare_first_call
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.gathered import note_states
 from inductor_q.integrations.neftune import prepare_neftune
@@ -90,6 +91,7 @@ def compile(
     prepare_checkpointing(model)
     prepare_neftune(model.modules())
     keep_unpacked(model)
+    prepare_first_call(model)
     prepare_unless_strict(model, options)
     given = dict(options or {})
     if given and mode:  # torch takes no mode beside options

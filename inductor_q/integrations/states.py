@@ -21,7 +21,8 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch.nn.parallel import DistributedDataParallel
 
-from inductor_q.backend import qfuse_backend
+from inductor_q.backend import begins, qfuse_backend
+from inductor_q.compiled_for import compiling
 from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.checkpointing import has_llm_int8
@@ -45,6 +46,7 @@ class States:
 
     def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
         self.model: Any = model
+        begins(model)
         self.settings = settings
         self.functions: dict[tuple[Any, State], Callable[..., Any]] = {}
         self.latest: State | None = None
@@ -62,10 +64,7 @@ class States:
         Hooks of a part stay outside of its graph, as torch has it in `module.compile()`: FSDP's
         cannot be traced. Dynamo's list of graphs is then that of the class.
         """
-        state = self.state()
-        if state != self.latest:
-            self.enter(state)
-            self.latest = state = self.state()
+        state = self.follow()
         if part._forward_pre_hooks or part._forward_hooks:
             return self.compiled((part, state), lambda: part._call_impl, **_wide_limit())
         key: tuple[Any, State] = (type(part), state)
@@ -106,6 +105,14 @@ class States:
     def adapters(self) -> tuple[str, ...]:
         return tuple(getattr(self.model, "peft_config", ()))
 
+    def follow(self) -> State:
+        """Return the state that the model is in, and enter it if it was in another one."""
+        state = self.state()
+        if state != self.latest:
+            self.enter(state)
+            self.latest = state = self.state()
+        return state
+
     def enter(self, state: State) -> None:
         """Make the model look as it did when it was in this state before.
 
@@ -115,8 +122,7 @@ class States:
         prepared for one graph, and NEFTune's hooks, which come and go with training.
         """
         modules = modules_of(self.model)
-        if self.latest is None or state[-2] != self.latest[-2]:
-            prepare_neftune(modules)
+        prepare_neftune(module for module in modules if module._forward_hooks)
         if self.latest is None or state[0] != self.latest[0]:
             prepare_dora(self.model)
             # Not a wrapper of modules_to_save, which never merges and has the name in its class.
@@ -170,7 +176,8 @@ class Region:
             needed["capture_dynamic_output_shape_ops"] = True
         if self.states.skips_effects:
             needed["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
-        with dynamo_config.patch(needed) if needed else contextlib.nullcontext():
+        patched = dynamo_config.patch(needed) if needed else contextlib.nullcontext()
+        with patched, compiling(self.states.model):
             return call(*args, **kwargs)
 
     def _leaves_out(self, cache: Any) -> bool:

@@ -37,7 +37,7 @@ from inductor_q.integrations.states import (
     without_graphs,
 )
 from inductor_q.integrations.walks import spare_walks, walk_again
-from inductor_q.log import log
+from inductor_q.log import log, warn_once
 from inductor_q.options import check_options
 from inductor_q.process import report
 from inductor_q.verdict import LOST
@@ -69,10 +69,10 @@ class QfuseCallback(TrainerCallback):
     runs without them, and so does training where gradients add up over several batches.
 
     Args:
-        options, mode, dynamic: as of `torch.compile(backend="qfuse")`. Where the rows of the
-            training data have different lengths, the first graph of a model that is compiled as a
-            whole is for every length, unless `dynamic` is given: False where a collator pads all
-            batches to one length.
+        options, mode, dynamic: as of `torch.compile(backend="qfuse")`; the mode may be the
+            trainer's `torch_compile_mode`. Where the rows of the training data have different
+            lengths, the first graph of a model that is compiled as a whole is for every length,
+            unless `dynamic` is given: False where a collator pads all batches to one length.
         regions: as of `inductor_q.compile`.
         enabled: "auto" compiles where there is a GPU, and otherwise warns and ignores the options.
         profile: a folder for a Chrome trace, and on a GPU a memory snapshot, of `profile_steps`.
@@ -120,13 +120,16 @@ class QfuseCallback(TrainerCallback):
             keep_unpacked(kwargs["model"])
             prepare_unless_strict(kwargs["model"], self.settings["options"])
             _take_over(args)
+            self._settings(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.max_grad_norm and is_sharded(kwargs["model"]):
             raise NormOfOneRank(value=args.max_grad_norm)
+        self._said = ""
         if self.enabled:
-            graphs = _graphs(args, self.settings, tells=state.is_world_process_zero)
-            settings = without_graphs(self.settings) if graphs == "overwritten" else self.settings
+            settings = self._settings(args)
+            graphs = _graphs(args, settings, tells=state.is_world_process_zero)
+            settings = without_graphs(settings) if graphs == "overwritten" else settings
             model = compile(kwargs["model"], **settings)
             spare_walks(model)
             data = getattr(kwargs.get("train_dataloader"), "dataset", None)
@@ -134,6 +137,18 @@ class QfuseCallback(TrainerCallback):
                 states.told_by = self
                 states.keep_results(graphs == "on")
                 states.lengths_vary = self.settings["dynamic"] is None and lengths_vary(data)
+
+    def _settings(self, args: Any) -> dict[str, Any]:
+        """Return the settings, with the trainer's `torch_compile_mode` where they have no mode."""
+        mode = getattr(args, "torch_compile_mode", None)
+        if not getattr(args, "torch_compile", False) or not mode:
+            return self.settings
+        if self.settings["mode"]:
+            if mode != self.settings["mode"]:
+                warn_once(f"torch_compile_mode={mode!r} is ignored: QfuseCallback has a mode")
+            return self.settings
+        check_options(self.settings["options"], mode)
+        return {**self.settings, "mode": mode}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profile:
@@ -225,5 +240,5 @@ def _take_over(args: Any) -> None:
 
     AcceleratorState().dynamo_plugin.backend = DynamoBackend.NO
     if args.torch_compile_backend != "qfuse":
-        backend = args.torch_compile_backend
-        log.warning("torch_compile_backend=%r is ignored: QfuseCallback compiles", backend)
+        backend = args.torch_compile_backend  # "inductor" where nobody has said one
+        log.warning("torch_compile: QfuseCallback compiles, with qfuse in place of %r", backend)

@@ -88,13 +88,13 @@ def disable_adapter(self: Any) -> Iterator[Any]:
     """Do what the method of the model's class does, with a status in which only what is read is
     looked up."""
     with contextlib.ExitStack() as stack:
-        is_own = _STATUS in vars(self)  # somebody has put another method there
-        if not is_own:
+        is_users = _STATUS in vars(self)
+        if not is_users:
             setattr(self, _STATUS, lambda: Status(self))
         try:
             found = stack.enter_context(type(self).disable_adapter(self))
         finally:
-            if not is_own:
+            if not is_users:
                 delattr(self, _STATUS)
         yield found
 
@@ -113,8 +113,13 @@ class Status:
         kinds, around_another = (BaseTunerLayer, AuxiliaryTrainingWrapper), TrainableTokensWrapper
         adapters: list[Any] = [m for m in modules_of(model.base_model) if isinstance(m, kinds)]
         found = {not a.disable_adapters for a in adapters if not isinstance(a, around_another)}
-        self.enabled = found.pop() if len(found) == 1 else "irregular"
         self.model = model
+        if not found:  # an error of PEFT's
+            self.enabled = self.__getattr__("enabled")
+        else:
+            self.enabled = found.pop() if len(found) == 1 else "irregular"
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(type(self.model).get_model_status(self.model), name)

@@ -27,9 +27,10 @@ from inductor_q.exc import (
     NoRegion,
     OptionsWithoutCompile,
     ReplicatedModel,
+    UnknownMode,
     UnknownOption,
 )
-from inductor_q.integrations import QfuseCallback, local_device_map
+from inductor_q.integrations import QfuseCallback, compile_trainer, local_device_map
 from inductor_q.integrations.backend_name import forget_backend, name_backend
 from inductor_q.integrations.lengths import lengths_vary, mark_lengths
 from inductor_q.integrations.profile import StepProfile
@@ -320,6 +321,65 @@ def test_the_import_lets_the_backend_be_named(
     compiled = train(named, compiled=True)
     assert (compiled.graphs, compiled.breaks) == (1, [])
     assert "is ignored" not in caplog.text
+
+
+def test_the_mode_of_the_trainer_is_that_of_the_compile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(mode: str, **settings: Any) -> Any:
+        given: Any = {"torch_compile": True, "torch_compile_backend": "qfuse"}
+        return trainer(tmp_path, max_steps=1, **given, torch_compile_mode=mode, **settings)
+
+    name_backend()
+    seen = []
+    given: tuple[dict[str, Any], ...] = ({}, {"mode": "default"})
+    for settings in given:
+        train(lambda: made("max-autotune-no-cudagraphs"), compiled=True, **settings)
+        report = inductor_q.last_report()
+        assert report is not None
+        seen.append("max_autotune" in report.options)
+    assert seen == [True, False]
+    assert "torch_compile_mode='max-autotune-no-cudagraphs' is ignored" in caplog.text
+    with pytest.raises(UnknownMode, match="no-such-mode"):
+        compile_trainer(made("no-such-mode"))
+
+
+def test_each_training_of_one_callback_says_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = QfuseCallback()
+    said = []
+    with no_codegen():
+        for _ in range(2):
+            once = trainer(tmp_path, max_steps=2)
+            once.add_callback(callback)
+            callback.on_init_end(once.args, once.state, once.control, model=once.model)
+            once.train()
+            out, err = capsys.readouterr()
+            said.append((out + err).count("7 of 7 quantized layers fused; 1 graph, 0 breaks"))
+    assert said == [1, 1]
+
+
+def test_biases_in_float32_break_no_graph(tmp_path: Path) -> None:
+    """As PEFT's `prepare_model_for_kbit_training` leaves those of Qwen2."""
+    from transformers import Qwen2Config
+
+    shapes = testing.tiny_qwen3_config(num_hidden_layers=1).to_dict()
+    kept = [name for name in shapes if name.endswith("_size") or name.startswith("num_")]
+    config = Qwen2Config(**{name: shapes[name] for name in kept}, pad_token_id=258)
+
+    nets: list[Any] = []
+
+    def made() -> Any:
+        nets.append(net := testing.qlora_model(config, prepare=True))
+        biases = [p for name, p in net.named_parameters() if name.endswith("_proj.base_layer.bias")]
+        assert len(biases) == 3 and {p.dtype for p in biases} == {torch.float32}
+        return trainer(tmp_path, net=net, max_steps=2, bf16=True)
+
+    eager, compiled = (train(made, compiled=c) for c in (False, True))
+    assert (compiled.graphs, compiled.breaks) == (1, [])
+    assert compiled.logged("loss") == pytest.approx(eager.logged("loss"), rel=1e-3)
+    assert inductor_q.report(nets[-1]).fused == 7
 
 
 @pytest.mark.parametrize("name", ["QfuseCallback", "compile_trainer"])

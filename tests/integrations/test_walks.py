@@ -196,6 +196,11 @@ def test_a_status_is_that_of_peft() -> None:
     assert status.num_adapter_layers == net.get_model_status().num_adapter_layers > 0
     with pytest.raises(AttributeError, match="no_such"):
         _ = status.no_such
+    assert copy.copy(status).enabled is False
+    spare_walks(net)
+    net.unload()
+    with pytest.raises(ValueError, match="No adapter layers found"), net.disable_adapter():
+        pass
 
 
 def test_a_status_of_the_user_stays(described: list[Any]) -> None:

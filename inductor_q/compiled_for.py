@@ -1,0 +1,77 @@
+"""Know what a graph was compiled for: parameters, and the model that `inductor_q.compile` has."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+_model: ContextVar[weakref.ref[nn.Module] | None] = ContextVar("model", default=None)
+
+#: What torch had counted when a model was compiled first.
+began: WeakKeyDictionary[nn.Module, Counter[str]] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def compiling(model: nn.Module) -> Iterator[None]:
+    """Have graphs that are compiled inside be for `model`."""
+    token = _model.set(weakref.ref(model))
+    try:
+        yield
+    finally:
+        _model.reset(token)
+
+
+@dataclass(frozen=True)
+class CompiledFor:
+    """Hold what one graph was compiled for, and keep nothing of it alive."""
+
+    parameters: tuple[weakref.ref[nn.Parameter], ...]
+    model: weakref.ref[nn.Module] | None  # None where torch.compile was called by somebody else
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any]) -> CompiledFor:
+        """Describe a graph with these inputs that is compiled now."""
+        parameters = tuple(weakref.ref(x) for x in inputs if isinstance(x, nn.Parameter))
+        return cls(parameters, _model.get())
+
+    def whose(
+        self, model: nn.Module, own: set[int], every: set[int]
+    ) -> Literal["own", "other", "unknown"]:
+        """Say whether the graph is for `model`, for another one, or nobody can tell any more.
+
+        The latter holds where the other model is gone, and where parameters are in no live module:
+        FSDP gathers such ones for a while.
+
+        Args:
+            own: the ids of the parameters of `model`.
+            every: those of the parameters of every live module.
+        """
+        if self.model is not None:
+            compiled = self.model()
+            if compiled is None:
+                return "unknown"
+            return "own" if is_part(compiled, model) or is_part(model, compiled) else "other"
+        alive = {id(p) for p in (reference() for reference in self.parameters) if p is not None}
+        if alive & own:
+            return "own"
+        return "other" if alive & every else "unknown"
+
+
+def is_part(part: nn.Module, model: nn.Module) -> bool:
+    return any(module is part for module in model.modules())
+
+
+def counted_before(model: nn.Module) -> Counter[str]:
+    """Return what torch had counted when `model`, or what it is a part of, was compiled first."""
+    for compiled, counted in began.items():
+        if is_part(compiled, model) or is_part(model, compiled):
+            return counted
+    return Counter()
