@@ -294,7 +294,7 @@ def _in_two_dtypes(adapters: set[torch.dtype], layer: set[torch.dtype]) -> str:
     if adapters == {torch.float32} and layer <= HALVES:
         return f"{found} (autocast or 16-bit adapters let them join the main product)"
     if layer == {torch.float32} and adapters <= HALVES:
-        return f"{found} (a layer that computes in 16 bits, bnb_4bit_compute_dtype, takes them in)"
+        return f"{found} (a layer whose compute dtype has 16 bits takes them in)"
     return found
 
 

@@ -21,6 +21,7 @@ ALLOWED = {
     "inductor_q/exc.py": "a text that names who has packed a weight",
     "inductor_q/integrations/checkpointing.py": "knows a layer whose forward writes to itself",
     "inductor_q/integrations/cpu_packing.py": "undoes what that library does to a module",
+    "inductor_q/integrations/first_call.py": "does what that library's layers do once",
     "inductor_q/integrations/dora.py": "decodes a module's weight as that library's layer does",
     "inductor_q/experts/packing.py": "a text that says what a library does not pack",
     "inductor_q/loading/files.py": "the way out of a method, by config.json",
