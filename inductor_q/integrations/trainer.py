@@ -241,4 +241,4 @@ def _take_over(args: Any) -> None:
     AcceleratorState().dynamo_plugin.backend = DynamoBackend.NO
     if args.torch_compile_backend != "qfuse":
         backend = args.torch_compile_backend  # "inductor" where nobody has said one
-        log.warning("torch_compile: QfuseCallback compiles, with qfuse in place of %r", backend)
+        log.warning("torch_compile_backend=%r: QfuseCallback compiles, with qfuse instead", backend)

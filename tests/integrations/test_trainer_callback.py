@@ -320,7 +320,9 @@ def test_the_import_lets_the_backend_be_named(
     name_backend()  # as the first import of QfuseCallback or compile_trainer does
     compiled = train(named, compiled=True)
     assert (compiled.graphs, compiled.breaks) == (1, [])
-    assert "is ignored" not in caplog.text
+    assert "torch_compile_backend=" not in caplog.text  # as it says of another one
+    compile_trainer(trainer(tmp_path, torch_compile=True))
+    assert "torch_compile_backend='inductor': QfuseCallback compiles" in caplog.text
 
 
 def test_the_mode_of_the_trainer_is_that_of_the_compile(
