@@ -150,7 +150,7 @@ def put_stack(
     stack = ExpertStack(operands, format, tuple(shape), transposed=transposed)
     old = layer._modules.get(name)
     if isinstance(old, ExpertStack):
-        stack.lora_A, stack.lora_B, stack.scaling = old.lora_A, old.lora_B, old.scaling
+        stack._share_adapter(old)
         for adapter in (stack.lora_A, stack.lora_B):
             if adapter is not None:  # in place: an optimizer may hold it
                 adapter.data = adapter.data.to(stack.operands[0].device)

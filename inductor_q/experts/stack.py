@@ -37,7 +37,8 @@ class ExpertStack(nn.Module, Stack):
     `shape` is [E, N, K], or [E, K, N] where `transposed`.
     Packed weights are buffers named as the format's operands, which casts of the module leave in
     their dtypes; a dense one is the parameter `weight`. `lora_A` [E, r, K] and `lora_B` [E, N, r]
-    are parameters, or None (`inductor_q.experts.add_lora`).
+    are parameters, or None (`inductor_q.experts.add_lora`). PEFT's `disable_adapter()` sets
+    `disabled`, and forward leaves them out.
     """
 
     lora_A: nn.Parameter | None
@@ -56,6 +57,7 @@ class ExpertStack(nn.Module, Stack):
         self.shape = tuple(shape)
         self.transposed = transposed
         self.scaling = 1.0
+        self.disabled = False  # which Dynamo guards on, so a graph is of the one or the other
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
         for name in operand_names(format):
@@ -73,6 +75,7 @@ class ExpertStack(nn.Module, Stack):
 
     def forward(self, x: Tensor, routing: Routing, **how: Any) -> Tensor:
         """Multiply rows with their experts; `how` is what else `ops.scatter2scatter` takes."""
+        lora_a, lora_b = (None, None) if self.disabled else (self.lora_A, self.lora_B)
         return ops.scatter2scatter(
             x,
             self.operands,
@@ -80,8 +83,8 @@ class ExpertStack(nn.Module, Stack):
             self.shape,
             routing,
             transposed=self.transposed,
-            lora_a=self.lora_A,
-            lora_b=self.lora_B,
+            lora_a=lora_a,
+            lora_b=lora_b,
             scaling=self.scaling,
             **how,
         )
@@ -134,8 +137,12 @@ class ExpertStack(nn.Module, Stack):
         """Return a dense stack of the same values, which has the same adapter."""
         values = {"weight": self.dequantize(dtype)}
         dense = ExpertStack(values, DENSE, self.shape, transposed=self.transposed)
-        dense.lora_A, dense.lora_B, dense.scaling = self.lora_A, self.lora_B, self.scaling
+        dense._share_adapter(self)
         return dense
+
+    def _share_adapter(self, other: ExpertStack) -> None:
+        self.lora_A, self.lora_B, self.scaling = other.lora_A, other.lora_B, other.scaling
+        self.disabled = other.disabled
 
     def put_values(self, layer: Any, name: str, weight: Tensor) -> None:
         """Put a parameter in the place of this stack, of values in its `shape`."""

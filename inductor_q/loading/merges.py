@@ -13,7 +13,8 @@ layer of FP8 codes that stays its library's own object (`inductor_q.integrations
 treated alike: PEFT adds to codes, which torch refuses.
 
 Adapters of experts are no layers of PEFT's, but a part of whichever adapter the model has. So they
-merge and come out again with the model: a parameter of values stands in the place of each stack.
+merge and come out again with the model, of whichever of PEFT's tuners: a parameter of values stands
+in the place of each stack. And PEFT's `disable_adapter()` disables them with the others.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def unmerge_experts(merged: Sequence[tuple[Any, str]]) -> None:
 
 
 def _mend() -> None:
-    whole: Any = vars(sys.modules["peft.tuners.lora.model"])["LoraModel"]
+    whole: Any = vars(sys.modules["peft.tuners.tuners_utils"])["BaseTuner"]
     for name, around in _AROUND.items():
         setattr(whole, name, around(getattr(whole, name)))
     layers = vars(sys.modules["peft.tuners.lora.layer"])
@@ -202,7 +203,8 @@ def _merging(own: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
         merged = []
-        if asked.get("adapter_names") != []:
+        # While adapters are disabled, PEFT's layers merge and come out in their next forward.
+        if asked.get("adapter_names") != [] and not _are_disabled(self.model):
             safe = asked.get("safe_merge", False)
             merged = merge_experts(self.model, keep=True, safe=safe)
         try:
@@ -237,15 +239,59 @@ def _unloading(own: Any) -> Any:
             merge_experts(unloaded, keep=False)
         for layer in unloaded.modules():
             vars(layer).pop(KEPT, None)
+        _disable_experts(unloaded, False)  # nothing is left that would enable what is added later
         return unloaded
 
     return merge_and_unload
+
+
+def _disabling(own: Any) -> Any:
+    """Return `disable_adapter_layers` of PEFT's model, which disables experts' adapters as well.
+
+    Where experts are merged, everything comes out first: PEFT's own layers would in their next
+    forward, and an expert has nothing that forward could do it with.
+    """
+
+    @functools.wraps(own)
+    def disable_adapter_layers(self: Any) -> None:
+        own(self)
+        layers = [*self.model.modules()]
+        if any(vars(layer).get(KEPT) for layer in layers):
+            self.unmerge_adapter()
+        _disable_experts(self.model, True)
+
+    return disable_adapter_layers
+
+
+def _enabling(own: Any) -> Any:
+    @functools.wraps(own)
+    def enable_adapter_layers(self: Any) -> None:
+        own(self)
+        _disable_experts(self.model, False)
+
+    return enable_adapter_layers
+
+
+def _are_disabled(model: nn.Module) -> bool:
+    return any(stack.disabled for stack in _stacks(model))
+
+
+def _disable_experts(model: nn.Module, disabled: bool) -> None:
+    for stack in _stacks(model):
+        stack.disabled = disabled
+
+
+def _stacks(model: nn.Module) -> list[Any]:
+    """Return the model's `ExpertStack`s, whose package imports this one."""
+    return [module for module in model.modules() if isinstance(module, Stack)]
 
 
 _AROUND = {
     "merge_adapter": _merging,
     "unmerge_adapter": _unmerging,
     "merge_and_unload": _unloading,
+    "disable_adapter_layers": _disabling,
+    "enable_adapter_layers": _enabling,
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import inductor_q
 from inductor_q import exc, experts, kbit
 from inductor_q.experts.adapter import adapter_state_dict
 from inductor_q.experts.modules import expert_layers
@@ -19,6 +20,8 @@ from inductor_q.loading.merges import KEPT
 from inductor_q.log import warn_once
 from inductor_q.testing import relative_error
 from tests.loading.test_merges import peft_as_it_comes as peft_as_it_comes
+from tests.loading.test_merges import put_back
+from tests.support.compiling import SMALL, no_codegen
 from tests.support.moe_models import awaken, model, tokens
 
 peft: Any = pytest.importorskip("peft")
@@ -159,6 +162,24 @@ def test_a_model_without_peft_merges_too() -> None:
     assert relative_error(logits(net), expected) < CLOSE
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["PeftModel", "PeftMixedModel"])
+def test_experts_go_with_any_tuner_of_pefts(mixed: bool) -> None:
+    net = experts.quantize(model("mixtral"), "mxfp4")
+    base = logits(net)
+    config = peft.LoHaConfig(r=4, target_modules=["q_proj"])
+    whole = peft.get_peft_model(net, config, mixed=mixed).eval()
+    awaken(experts.add_lora(whole, r=4))
+    expected = logits(whole)
+    with whole.disable_adapter():
+        assert relative_error(logits(whole), base) < CLOSE
+    whole.merge_adapter()
+    assert not stacks(whole) and relative_error(logits(whole), expected) < CLOSE
+    whole.unmerge_adapter()
+    assert len(stacks(whole)) == 4
+    merged = whole.merge_and_unload()
+    assert not stacks(merged) and relative_error(logits(merged), expected) < CLOSE
+
+
 def broken(whole: Any) -> experts.ExpertStack:
     """Put a NaN into the last adapter, and return its stack."""
     *_, last = stacks(whole).values()
@@ -244,3 +265,91 @@ def test_sharded_experts_are_refused(how: str) -> None:
         MERGES[how](whole)
     assert len(stacks(whole)) == 4
     assert not whole.base_model.model.model.layers[0].self_attn.q_proj.merged
+
+
+def without_adapters(whole: Any) -> Tensor:
+    """The logits of a copy whose adapters add zero."""
+    copied = copy.deepcopy(whole)
+    for name, parameter in copied.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    return logits(copied)
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["apart", "merged"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_disabled_adapters_are_those_of_experts_too(compiled: bool, merged: bool) -> None:
+    """What DPO, KTO and GRPO take for their reference; afterwards all adapters are on again."""
+    whole = adapted("qwen3_moe", "mxfp4")
+    expected, base = logits(whole), without_adapters(whole)
+    assert relative_error(base, expected) > 0.01
+    with no_codegen():
+        if compiled:
+            inductor_q.compile(whole, options=SMALL)
+            assert relative_error(logits(whole), expected) < CLOSE
+        for _ in range(2):  # each state has been met, the second time
+            if merged:
+                whole.merge_adapter()
+                assert relative_error(logits(whole), expected) < CLOSE
+            with whole.disable_adapter():
+                assert relative_error(logits(whole), base) < CLOSE
+            assert relative_error(logits(whole), expected) < CLOSE
+            assert len(stacks(whole)) == 4
+    torch._dynamo.reset()
+
+
+def test_a_graph_of_the_users_is_of_adapters_on_or_off() -> None:
+    """Dynamo looks at what disables a stack, also where nothing of PEFT's is in the graph."""
+    net = experts.quantize(model("qwen3_moe"), "mxfp4")
+    awaken(experts.add_lora(net, r=4))
+    layer = expert_layers(net)["model.layers.0.mlp.experts"]
+    whole = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    torch.manual_seed(0)
+    x = torch.randn(8, layer.hidden_dim)
+    given = x, torch.randint(layer.num_experts, (8, 2)), torch.rand(8, 2)
+    call: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    on = call(*given)
+    with whole.disable_adapter():
+        off = call(*given)
+        assert torch.equal(off, layer(*given)) and not torch.equal(off, on)
+    assert torch.equal(call(*given), on)
+    torch._dynamo.reset()
+
+
+def test_nothing_trains_while_it_is_disabled() -> None:
+    whole = adapted("mixtral", "mxfp4")
+    with whole.disable_adapter():
+        loss = whole(tokens()).logits.sum()
+    assert not loss.requires_grad
+    whole(tokens()).logits.sum().backward()
+    for stack in stacks(whole).values():
+        assert stack.lora_A is not None and stack.lora_A.grad is not None
+
+
+def test_adapters_stay_disabled_whatever_happens_to_the_weight() -> None:
+    """Also where they are merged, as PEFT's layers take theirs out again, or the weight decoded."""
+    whole = adapted("mixtral", "mxfp4")
+    expected, base = logits(whole), without_adapters(whole)
+    with whole.disable_adapter():
+        whole.merge_adapter()
+        assert relative_error(logits(whole), base) < CLOSE
+        kbit.dequantize_model(whole)
+        assert relative_error(logits(whole), base) < CLOSE
+    assert relative_error(logits(whole), expected) < CLOSE
+
+
+@pytest.mark.parametrize("by", ["add_lora", "load_adapter"])
+def test_adapters_by_any_call_can_be_disabled(by: str, tmp_path: Path) -> None:
+    whole = adapted("mixtral", "mxfp4")
+    experts.save_adapter(whole, tmp_path)
+    put_back()
+    net = model("mixtral")
+    other = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    base = logits(other)
+    if by == "add_lora":
+        awaken(experts.add_lora(other, r=4))
+    else:
+        experts.load_adapter(other, tmp_path)
+    assert relative_error(logits(other), base) > 0.01
+    with other.disable_adapter():
+        assert relative_error(logits(other), base) < CLOSE

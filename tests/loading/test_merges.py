@@ -12,7 +12,7 @@ import torch
 
 import inductor_q
 from inductor_q import exc, kbit, testing
-from inductor_q.loading.merges import KEPT, mend_merges
+from inductor_q.loading.merges import _AROUND, KEPT, mend_merges
 from inductor_q.log import warn_once
 from tests.support.merged import merged_by_hand
 from tests.support.quantized_nets import BF16, Net, packed, tiny
@@ -30,9 +30,9 @@ def put_back() -> None:
             setattr(kind, name, inspect.unwrap(vars(kind)[name]))
     of_parameters = peft.tuners.lora.layer.ParamWrapper
     of_parameters.merge = inspect.unwrap(of_parameters.merge)
-    for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
-        whole = peft.tuners.lora.model.LoraModel
-        setattr(whole, name, inspect.unwrap(getattr(whole, name)))
+    whole = peft.tuners.tuners_utils.BaseTuner
+    for name in _AROUND:
+        setattr(whole, name, inspect.unwrap(vars(whole)[name]))
     mend_merges.cache_clear()
 
 
