@@ -220,6 +220,17 @@ class AlreadyAdapted(QfuseError, ValueError):
     )
 
 
+class StillMerged(QfuseError, ValueError):
+    """A call would leave merged adapters in the weights of experts for good."""
+
+    what: str
+    asked: str
+    message = (
+        "{asked} expects the adapter of {what} beside its weight, but it is merged, and would stay "
+        "in there for good. Call unmerge_adapter() of PEFT's model first"
+    )
+
+
 class NoExperts(QfuseError, ValueError):
     """The model has no expert layers that can be quantized or adapted."""
 

@@ -155,6 +155,12 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.StillMerged(what="layers.0.mlp.experts.down_proj", asked="add_lora"),
+        "add_lora expects the adapter of layers.0.mlp.experts.down_proj beside its weight, but it "
+        "is merged, and would stay in there for good. Call unmerge_adapter() of PEFT's model first",
+        ValueError,
+    ),
+    (
         exc.AlreadyAdapted(what="layers.0.mlp.experts.down_proj"),
         "layers.0.mlp.experts.down_proj has an adapter already, which a new one would discard. "
         "Train the parameters lora_A and lora_B that it has, give other targets, or make the model "

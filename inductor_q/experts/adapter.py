@@ -25,7 +25,9 @@ from inductor_q.experts.model import attach, stacks, use_qfuse
 from inductor_q.experts.modules import (
     PROJECTIONS,
     as_stack,
+    check_not_merged,
     expert_layers,
+    path_of,
     projections,
     sizes,
     take_over,
@@ -109,11 +111,13 @@ def load_adapter(
     Raises:
         CorruptAdapter: tensors are missing, are left over or have other shapes. The experts are
             as they were then.
+        StillMerged: PEFT's `merge_adapter` has merged adapters of experts. Nothing is changed then.
         NoExperts, UnreadExperts.
     """
     from peft import PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
 
+    check_not_merged(model, "load_adapter")
     folder = Path(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     state = load_file(folder / WEIGHTS)
@@ -163,7 +167,7 @@ def _adapted(model: nn.Module) -> dict[str, ExpertStack]:
     found = {name: stack for name, stack in stacks(model) if stack.lora_A is not None}
     for path, layer in model.named_modules():
         kept = vars(layer).get(KEPT, {})
-        found |= {f"{path}.{name}": stack for name, (stack, _) in kept.items()}
+        found |= {path_of(path, name): stack for name, (stack, _) in kept.items()}
     return found
 
 

@@ -20,8 +20,10 @@ from inductor_q.experts.forward import IMPLEMENTATION, register
 from inductor_q.experts.modules import (
     PROJECTIONS,
     as_stack,
+    check_not_merged,
     expert_layers,
     packed_experts,
+    path_of,
     projections,
     put_stack,
     take_over,
@@ -31,7 +33,7 @@ from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
-from inductor_q.loading.merges import mend_merges, merge_experts
+from inductor_q.loading.merges import KEPT, mend_merges, merge_experts
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.log import log
 
@@ -81,9 +83,13 @@ def quantize(
             FP8 in other blocks. Nor is anything changed then.
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
+        StillMerged: `weights` or `checkpoint` would take the place of values with adapters, merged
+            by PEFT's `merge_adapter`. Nothing is changed then.
     """
     asked, format = format, format_of_stacks(format)  # an unknown one changes nothing
     _check_settings(asked, model)
+    if weights is not None or checkpoint is not None:  # which have not what was merged
+        check_not_merged(model, f"quantize({'checkpoint' if weights is None else 'weights'}=...)")
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
     for layer in expert_layers(model).values():
@@ -114,6 +120,7 @@ def quantize(
                 values = weights(f"{layer_name}.{name}", weight) if weights else weight.detach()
                 found = _pack(values.to(device or values.device), format, layer)
                 put_stack(layer, name, **found)
+                vars(layer).get(KEPT, {}).pop(name, None)  # what was merged stays in the weight
     for other, count in (+left).items():  # without those that are in it
         log.warning(f"{count} projections of experts are packed already and stay as {other}")
     if source is not None:
@@ -228,14 +235,16 @@ def add_lora(
 
     Raises:
         NoExperts, UnknownProjection, UnreadExperts.
-        AlreadyAdapted: one of them has an adapter. Nothing is changed then.
+        AlreadyAdapted: one of them has an adapter. Nothing is changed then, nor for the next.
+        StillMerged: PEFT's `merge_adapter` has merged adapters of experts.
     """
+    check_not_merged(model, "add_lora")
     take_over(model)
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):
             held = layer._modules.get(name)
             if isinstance(held, ExpertStack) and held.lora_A is not None:
-                raise AlreadyAdapted(what=f"{layer_name}.{name}")
+                raise AlreadyAdapted(what=path_of(layer_name, name))
     added: list[nn.Parameter] = []
     for layer in expert_layers(model).values():
         for name in projections(layer, targets):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from inductor_q.capture import expert_blocks, holds_experts, packed_weight
 from inductor_q.capture.caching import caching_hooks
 from inductor_q.capture.library import Stored
-from inductor_q.exc import NoExperts, UnknownProjection, UnreadExperts
+from inductor_q.exc import NoExperts, StillMerged, UnknownProjection, UnreadExperts
 from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
@@ -34,6 +34,23 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     if not found:
         raise NoExperts(model=type(model).__name__)
     return found
+
+
+def check_not_merged(model: nn.Module, asked: str) -> None:
+    """Raise where PEFT's `merge_adapter` has put values in the place of stacks, since a stack of
+    those could not be unmerged.
+
+    Raises:
+        StillMerged: it has; `asked` names the call that takes none.
+    """
+    for path, layer in model.named_modules():
+        for name in vars(layer).get(KEPT, {}):
+            raise StillMerged(what=path_of(path, name), asked=asked)
+
+
+def path_of(layer: str, name: str) -> str:
+    """Return the path of a projection; that of its layer is "" where it is the model itself."""
+    return f"{layer}.{name}" if layer else name
 
 
 def take_over(model: nn.Module) -> bool:
@@ -155,6 +172,5 @@ def put_stack(
             if adapter is not None:  # in place: an optimizer may hold it
                 adapter.data = adapter.data.to(stack.operands[0].device)
     layer._parameters.pop(name, None)
-    vars(layer).get(KEPT, {}).pop(name, None)  # what was merged is in the new weight for good
     setattr(layer, name, stack)
     return stack

@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from inductor_q.exc import CannotShard
 from inductor_q.experts.model import use_qfuse
-from inductor_q.experts.modules import as_stack, expert_layers, projections, put_stack
+from inductor_q.experts.modules import (
+    as_stack,
+    check_not_merged,
+    expert_layers,
+    projections,
+    put_stack,
+)
 from inductor_q.experts.packing import operand_names
 from inductor_q.experts.stack import ExpertStack, note_ranks, ranks_of
 from inductor_q.formats import get_format
@@ -38,8 +44,10 @@ def shard(model: nn.Module) -> nn.Module:
         NoExperts.
         CannotShard: there is no process group, W does not divide the number of experts, they are
             sharded already, or one's blocks reach into another. Nothing is changed then.
+        StillMerged: PEFT's `merge_adapter` has merged adapters of experts. Nor is anything then.
     """
     layers = expert_layers(model)
+    check_not_merged(model, "shard")
     if not dist.is_initialized():
         raise CannotShard(what=type(model).__name__, problem="there is no process group")
     ranks = dist.get_world_size()

@@ -180,6 +180,37 @@ def test_experts_go_with_any_tuner_of_pefts(mixed: bool) -> None:
     assert not stacks(merged) and relative_error(logits(merged), expected) < CLOSE
 
 
+def quantize_anew(whole: Any, folder: Path) -> None:
+    experts.quantize(whole, "dense", weights=lambda name, parameter: torch.zeros_like(parameter))
+
+
+BESIDE: dict[str, Callable[[Any, Path], object]] = {
+    "add_lora": lambda whole, folder: experts.add_lora(whole, r=2),
+    "load_adapter": experts.load_adapter,
+    "shard": lambda whole, folder: experts.shard(whole),
+    "quantize": quantize_anew,
+}
+
+
+@pytest.mark.parametrize("asked", BESIDE)
+def test_a_merged_adapter_is_not_left_in_the_weights(asked: str, tmp_path: Path) -> None:
+    """By a call that would put a stack of the sum in their place: nothing could unmerge that."""
+    whole = adapted("mixtral", "mxfp4", targets=["down_proj"])
+    before, expected = stacks(whole), logits(whole)
+    experts.save_adapter(whole, tmp_path)
+    whole.merge_adapter()
+    merged, values = stacks(whole), dict(whole.named_parameters())
+    match = rf"{asked}.*experts\.down_proj.*unmerge_adapter"
+    with pytest.raises(exc.StillMerged, match=match):
+        BESIDE[asked](whole, tmp_path)
+    assert stacks(whole) == merged and len(merged) == 2
+    found = dict(whole.named_parameters())
+    assert found.keys() == values.keys() and all(found[name] is values[name] for name in found)
+    whole.unmerge_adapter()
+    assert stacks(whole) == before
+    assert relative_error(logits(whole), expected) < CLOSE
+
+
 def broken(whole: Any) -> experts.ExpertStack:
     """Put a NaN into the last adapter, and return its stack."""
     *_, last = stacks(whole).values()
