@@ -203,6 +203,7 @@ def _merging(own: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
         merged = []
+        _check_layers(self.model, asked.get("adapter_names"))
         # While adapters are disabled, PEFT's layers merge and come out in their next forward.
         if asked.get("adapter_names") != [] and not _are_disabled(self.model):
             safe = asked.get("safe_merge", False)
@@ -233,6 +234,7 @@ def _unloading(own: Any) -> Any:
     def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
+        _check_layers(self.model, asked.get("adapter_names"))
         check_experts(self.model, safe=asked.get("safe_merge", False))
         unloaded = own(self, *args, **kwargs)
         if asked.get("adapter_names") != []:
@@ -304,19 +306,42 @@ def _refusing(own: Any) -> Any:
 
     @functools.wraps(own)
     def merge(self: Any, *args: Any, **kwargs: Any) -> None:
-        parameter = self.get_param()
-        if holds_codes(parameter):
-            raise CannotMerge(
-                what=f"{self.parameter_name} of {type(self.get_base_layer()).__name__}",
-                problem=f"expected a parameter of values, found codes in {parameter.dtype}",
-                remedy=(
-                    "Save PEFT's adapter, and load it by inductor_q.experts.load_adapter into a "
-                    "model with PEFT's adapters of other layers alone, without target_parameters"
-                ),
-            )
+        _check_parameter(self)
         own(self, *args, **kwargs)
 
     return merge
+
+
+def _check_layers(model: nn.Module, asked: list[str] | None) -> None:
+    """Raise where a layer's own `merge` would, before adapters are merged into any other."""
+    kinds = vars(sys.modules["peft.tuners.lora.layer"])
+    of_values: Any = kinds["Linear"]
+    of_parameters: Any = kinds.get("ParamWrapper", ())
+    layer: Any
+    for layer in model.modules():
+        if not isinstance(layer, (of_values, of_parameters)):
+            continue
+        if any(
+            name in layer.lora_A for name in (layer.active_adapters if asked is None else asked)
+        ):
+            if isinstance(layer, of_values):
+                _check_linear(layer.get_base_layer())
+            else:
+                _check_parameter(layer)
+
+
+def _check_parameter(layer: Any) -> None:
+    """Raise where PEFT's layer over a parameter has codes below."""
+    parameter = layer.get_param()
+    if holds_codes(parameter):
+        raise CannotMerge(
+            what=f"{layer.parameter_name} of {type(layer.get_base_layer()).__name__}",
+            problem=f"expected a parameter of values, found codes in {parameter.dtype}",
+            remedy=(
+                "Save PEFT's adapter, and load it by inductor_q.experts.load_adapter into a "
+                "model with PEFT's adapters of other layers alone, without target_parameters"
+            ),
+        )
 
 
 def _mended(own: Any, own_unmerge: Any, of_values: Any, unmerge_values: Any) -> tuple[Any, Any]:

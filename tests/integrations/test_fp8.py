@@ -22,6 +22,7 @@ from inductor_q.experts.model import stacks
 from inductor_q.integrations import QfuseCallback, prepare_fp8
 from inductor_q.loading.merges import mend_merges
 from inductor_q.testing import relative_error
+from tests.loading.test_merges import peft_as_it_comes as peft_as_it_comes
 from tests.support.compiling import SMALL, gradients, no_codegen
 
 pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -64,6 +65,11 @@ def lora(model: Any, *names: str) -> Any:
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[*names]))
     awaken([p for p in adapted.parameters() if p.requires_grad])
     return adapted
+
+
+def loras(model: nn.Module) -> list[Any]:
+    """The layers of PEFT's that merge adapters."""
+    return [m for m in model.modules() if isinstance(m, peft.tuners.lora.layer.LoraLayer)]
 
 
 def train(call: Any, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
@@ -309,8 +315,8 @@ def test_an_adapter_is_merged_over_decoded_weights() -> None:
 
 
 @pytest.fixture
-def mended() -> None:
-    """PEFT's merges are ours, as whatever packs a layer has them."""
+def mended(peft_as_it_comes: None) -> None:
+    """PEFT's merges are ours for this test, as whatever packs a layer has them."""
     mend_merges()
 
 
@@ -362,12 +368,28 @@ def test_codes_that_are_not_read_are_no_values(mended: None) -> None:
 
 
 def test_pefts_adapters_of_codes_of_experts_are_refused(mended: None) -> None:
-    """What is below is codes, to which PEFT would add; `experts.load_adapter` takes its file."""
+    """What is below is codes, to which PEFT would add; `experts.load_adapter` takes its file.
+
+    No other layer is merged then, though PEFT comes to those first.
+    """
     names = [f"mlp.experts.{name}" for name in PROJECTIONS]
     config = peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=names)
     adapted = peft.get_peft_model(net("qwen3_moe"), config)
-    with pytest.raises(CannotMerge, match=r"of FP8Experts.*float8_e4m3fn.*load_adapter"):
-        adapted.merge_adapter()
+    before = loras(adapted)
+    for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+        with pytest.raises(CannotMerge, match=r"of FP8Experts.*float8_e4m3fn.*load_adapter"):
+            merge()
+        assert loras(adapted) == before and not any(layer.merged for layer in before)
+
+
+@pytest.mark.parametrize("how", ["merge_adapter", "merge_and_unload"])
+def test_one_layer_that_is_not_read_keeps_all_unmerged(how: str, mended: None) -> None:
+    adapted = lora(net(), "q_proj", "down_proj")
+    before = loras(adapted)
+    before[-1].base_layer.block_size = (64, 64)
+    with pytest.raises(CannotMerge, match=r"a FP8Linear.* blocks of \(64, 64\)"):
+        getattr(adapted, how)()
+    assert loras(adapted) == before and not any(layer.merged for layer in before)
 
 
 def test_adapters_of_fp8_experts_merge() -> None:
