@@ -93,14 +93,15 @@ def transient(layer: Any, trained: list[nn.Parameter]) -> int:
 
 
 def test_a_training_step() -> None:
-    """At full size it has less than 489 MB beside the weights, and even less than a decoded copy of
-    them would take; and less than transformers' own implementations with PEFT's adapters have."""
+    """At full size it has less than 489 MB beside the weights, and even less than they take where
+    they are not packed; and less than transformers' own implementations with PEFT's adapters
+    have."""
     packed = experts.quantize(model(), "mxfp4")
     trained = experts.add_lora(packed, r=RANK // PART)
     (layer,) = expert_layers(packed).values()
     ours = transient(layer, trained)
-    decoded = EXPERTS * 3 * HIDDEN * INTERMEDIATE * 2 / 1e6
-    assert at_full_size(ours) < decoded < 489
+    assert at_full_size(ours) < 489
+    assert ours < weights_of(model())
     for implementation in ("eager", "grouped_mm"):
         net = model()
         net.set_experts_implementation(implementation)
