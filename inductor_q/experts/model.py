@@ -33,7 +33,7 @@ from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
-from inductor_q.loading.merges import KEPT, mend_merges, merge_experts
+from inductor_q.loading.merges import forget_expert, mend_merges, merge_experts
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.log import log
 
@@ -120,7 +120,7 @@ def quantize(
                 values = weights(f"{layer_name}.{name}", weight) if weights else weight.detach()
                 found = _pack(values.to(device or values.device), format, layer)
                 put_stack(layer, name, **found)
-                vars(layer).get(KEPT, {}).pop(name, None)  # what was merged stays in the weight
+                forget_expert(layer, name)  # what was merged is in the weight for good
     for other, count in (+left).items():  # without those that are in it
         log.warning(f"{count} projections of experts are packed already and stay as {other}")
     if source is not None:
@@ -263,10 +263,12 @@ def merge_lora(model: nn.Module, *, safe: bool = False) -> nn.Module:
     PEFT's `merge_adapter` and `merge_and_unload` do so with all adapters of a model of theirs; this
     is for a model whose experts alone have adapters. A stack becomes an ordinary parameter, of the
     decoded weight and the adapter added in float32 and rounded once to the dtype of the embedding;
-    a dense one keeps its dtype. Stacks without an adapter stay as they are.
+    a dense one keeps its dtype. Stacks without an adapter stay as they are. What `merge_adapter` has
+    merged stays so: nothing is kept that could come out again.
 
     Args:
-        safe: whether a sum that is not finite is a ValueError, before anything is changed.
+        safe: whether a sum that is not finite in the dtype it gets is a ValueError, before anything
+            is changed.
 
     Returns:
         The model, changed in place.

@@ -109,7 +109,7 @@ class ExpertStack(nn.Module, Stack):
             out[expert] = weights[expert] + (added.mT if self.transposed else added)
         return out
 
-    def check_merge(self, layer: Any, what: str) -> None:
+    def _check_merge(self, layer: Any, what: str) -> None:
         """Raise where an adapter cannot be merged here.
 
         Raises:
@@ -129,11 +129,11 @@ class ExpertStack(nn.Module, Stack):
     def unpack(self, layer: Any, name: str, dtype: torch.dtype) -> None:
         """Put values in the place of this stack: a parameter, or a dense stack with its adapter."""
         if self.lora_A is None:
-            self.put_values(layer, name, self.dequantize(dtype))
+            self._put_values(layer, name, self.dequantize(dtype))
         else:
-            setattr(layer, name, self.decoded(dtype))
+            setattr(layer, name, self._dense(dtype))
 
-    def decoded(self, dtype: torch.dtype) -> ExpertStack:
+    def _dense(self, dtype: torch.dtype) -> ExpertStack:
         """Return a dense stack of the same values, which has the same adapter."""
         values = {"weight": self.dequantize(dtype)}
         dense = ExpertStack(values, DENSE, self.shape, transposed=self.transposed)
@@ -144,7 +144,7 @@ class ExpertStack(nn.Module, Stack):
         self.lora_A, self.lora_B, self.scaling = other.lora_A, other.lora_B, other.scaling
         self.disabled = other.disabled
 
-    def put_values(self, layer: Any, name: str, weight: Tensor) -> None:
+    def _put_values(self, layer: Any, name: str, weight: Tensor) -> None:
         """Put a parameter in the place of this stack, of values in its `shape`."""
         if self.transposed != layer.is_transposed:
             weight = weight.mT.contiguous()

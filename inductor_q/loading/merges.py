@@ -78,7 +78,7 @@ def forget_packed(model: nn.Module) -> None:
     for layer in model.modules():
         stacks = vars(layer).get(KEPT, {})
         for name, (stack, dtype) in stacks.items():
-            stacks[name] = stack if stack.format == DENSE else stack.decoded(dtype), dtype
+            stacks[name] = stack if stack.format == DENSE else stack._dense(dtype), dtype
         caches = vars(layer).get("_caches")
         if isinstance(caches, dict) and caches.pop(KEPT, None):
             merge_by_values(layer.get_base_layer(), None)
@@ -123,7 +123,8 @@ def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[t
     """Merge the adapters of all experts, and put parameters of the values where their stacks were.
 
     Args:
-        keep: whether the layers keep their stacks, for `unmerge_experts`.
+        keep: whether the layers keep their stacks, for `unmerge_experts`. Where they do not, none
+            that an earlier merge has kept comes back either.
         safe: whether nothing changes where a sum is not finite, as PEFT's `safe_merge` has it. Each
             is computed twice then.
 
@@ -133,51 +134,71 @@ def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[t
     Raises:
         CannotMerge: the experts are sharded. Nothing is changed then.
     """
-    of_model, found = dtype_of_values(model), check_experts(model, safe=safe)
     merged: list[tuple[Any, str]] = []
     try:
-        for layer, name, stack in found:
-            is_dense = stack.format == DENSE
-            dtype = stack.operands[0].dtype if is_dense else of_model
+        for layer, name, stack, dtype in check_experts(model, safe=safe):
             with _exactly(stack):
-                stack.put_values(layer, name, stack.merged(dtype))
+                stack._put_values(layer, name, stack.merged(dtype))
             if keep:
                 vars(layer).setdefault(KEPT, {})[name] = stack, dtype
                 merged.append((layer, name))
-            if not is_dense:
-                _tell(dtype, stack.format)
+            if stack.format != DENSE:
+                _tell(dtype, stack.format, kept=keep)
     except BaseException:
         unmerge_experts(merged)
         raise
+    if not keep:
+        forget_experts(model)
     return merged
 
 
-def check_experts(model: nn.Module, *, safe: bool) -> list[tuple[Any, str, Any]]:
-    """Return the layer, name and stack of all adapted experts, if their adapters can be merged."""
-    found: list[tuple[Any, str, Any]] = []
+def check_experts(model: nn.Module, *, safe: bool) -> list[tuple[Any, str, Any, torch.dtype]]:
+    """Return the layer, name, stack and dtype of the sums of all adapted experts, if their adapters
+    can be merged."""
+    of_model = dtype_of_values(model)
+    found: dict[str, tuple[Any, str, Any, torch.dtype]] = {}
     for path, layer in model.named_modules():
         for name, child in layer.named_children():
             stack: Any = child  # an `ExpertStack`, if one: its package imports this one
             if isinstance(child, Stack) and stack.lora_A is not None:
-                stack.check_merge(layer, f"{path}.{name}")
-                found.append((layer, name, stack))
-    for layer, name, stack in found if safe else ():
+                where = f"{path}.{name}" if path else name
+                stack._check_merge(layer, where)
+                dtype = stack.operands[0].dtype if stack.format == DENSE else of_model
+                found[where] = layer, name, stack, dtype
+    for where, (_, _, stack, dtype) in found.items() if safe else ():
         with _exactly(stack):
-            if not stack.merged(torch.float32).isfinite().all():
-                kind = type(layer).__name__
-                raise ValueError(f"NaNs detected in the merged weights: {name} of {kind}")
-    return found
+            # In the dtype of the sum, whose range a sum in float32 may leave.
+            if not stack.merged(dtype).isfinite().all():
+                raise ValueError(f"NaNs detected in the merged weights: {where}, in {dtype}")
+    return [*found.values()]
 
 
 def unmerge_experts(merged: Sequence[tuple[Any, str]]) -> None:
     """Put back the stacks that layers keep, with what has happened to the values since."""
     for layer, name in merged:
-        stack, dtype = vars(layer)[KEPT].pop(name)
+        kept = forget_expert(layer, name)
+        assert kept is not None, name
+        stack, dtype = kept
         weight = layer._parameters.pop(name)
         stack.to(weight.device)
         if weight.dtype is not dtype:  # a cast of the model, which adapters follow
             stack.to(weight.dtype)
-        setattr(layer, name, stack)
+        setattr(layer, name, stack.train(layer.training))
+
+
+def forget_experts(model: nn.Module) -> None:
+    """Leave in the weights of experts what is merged there."""
+    for layer in model.modules():
+        vars(layer).pop(KEPT, None)
+
+
+def forget_expert(layer: nn.Module, name: str) -> tuple[Any, torch.dtype] | None:
+    """Take what a layer keeps of a merged projection from it, and return it; None for nothing."""
+    kept: dict[str, tuple[Any, torch.dtype]] = vars(layer).get(KEPT, {})
+    taken = kept.pop(name, None)
+    if taken is not None and not kept:
+        del vars(layer)[KEPT]
+    return taken
 
 
 def _mend() -> None:
@@ -228,7 +249,8 @@ def _unmerging(own: Any) -> Any:
 
 
 def _unloading(own: Any) -> Any:
-    """Return `merge_and_unload` of PEFT's model, after which no expert has an adapter."""
+    """Return `merge_and_unload` of PEFT's model, after which no expert has an adapter, but for
+    `adapter_names=[]`: nothing is merged then that is not, and experts keep theirs."""
 
     @functools.wraps(own)
     def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,12 +261,26 @@ def _unloading(own: Any) -> Any:
         unloaded = own(self, *args, **kwargs)
         if asked.get("adapter_names") != []:
             merge_experts(unloaded, keep=False)
-        for layer in unloaded.modules():
-            vars(layer).pop(KEPT, None)
-        _disable_experts(unloaded, False)  # nothing is left that would enable what is added later
-        return unloaded
+        return _left_alone(unloaded)
 
     return merge_and_unload
+
+
+def _leaving(own: Any) -> Any:
+    """Return `unload` of PEFT's model. What is merged stays so, and experts keep what is not."""
+
+    @functools.wraps(own)
+    def unload(self: Any) -> Any:
+        return _left_alone(own(self))
+
+    return unload
+
+
+def _left_alone(model: nn.Module) -> nn.Module:
+    """Leave experts as they are computed now: PEFT's methods, which change that, are gone."""
+    forget_experts(model)
+    _disable_experts(model, False)  # no more than PEFT's layers, whose adapters it has taken away
+    return model
 
 
 def _disabling(own: Any) -> Any:
@@ -292,6 +328,7 @@ _AROUND = {
     "merge_adapter": _merging,
     "unmerge_adapter": _unmerging,
     "merge_and_unload": _unloading,
+    "unload": _leaving,
     "disable_adapter_layers": _disabling,
     "enable_adapter_layers": _enabling,
 }
@@ -474,14 +511,15 @@ def _merge_decoded(layer: Any, first: _Below, merge: Callable[[], None]) -> None
     if first.bias is not None:
         base.bias.data = values.bias.detach().to(dtype)
         values.bias = base.bias
-    _tell(dtype, format)
+    _tell(dtype, format, kept=True)
 
 
-def _tell(dtype: torch.dtype, format: str) -> None:
+def _tell(dtype: torch.dtype, format: str, *, kept: bool) -> None:
+    beside = ". What was packed is kept beside them until the adapters are unmerged or unloaded"
     warn_once(
-        "PEFT merges adapters into the values of packed layers, which are ordinary ones then: "
-        f"{dtype} takes {dtype.itemsize} bytes an element, more than {format} did. The packed "
-        "weight is kept beside it until the adapters are unmerged or unloaded"
+        "merging adapters makes values of packed weights: "
+        f"{dtype} takes {dtype.itemsize} bytes an element, more than {format} did"
+        f"{beside if kept else ''}"
     )
 
 

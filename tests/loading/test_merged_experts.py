@@ -111,7 +111,15 @@ def test_a_merged_mixture_is_loaded_by_transformers(tmp_path: Path, told: list[s
     whole.merge_and_unload().save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert relative_error(logits(loaded), expected) < CLOSE
-    assert sum("takes 4 bytes an element, more than mxfp4 did" in said for said in told) == 1
+    said = [line for line in told if "takes 4 bytes an element, more than mxfp4 did" in line]
+    assert len(said) == 1 and "kept" not in said[0]
+
+
+def test_what_is_kept_is_said(told: list[str]) -> None:
+    warn_once.cache_clear()
+    adapted("qwen3_moe", "mxfp4").merge_adapter()
+    (said,) = [line for line in told if "takes 4 bytes an element, more than mxfp4 did" in line]
+    assert said.endswith("kept beside them until the adapters are unmerged or unloaded")
 
 
 def test_16_bit_values_are_rounded_once() -> None:
@@ -224,10 +232,24 @@ def test_a_sum_that_is_not_finite_changes_nothing(merge: str) -> None:
     whole = adapted("mixtral", "mxfp4")
     before = stacks(whole)
     broken(whole)
-    with pytest.raises(ValueError, match="NaNs detected in the merged weights: down_proj"):
+    match = r"NaNs detected in the merged weights: .*layers\.1\.mlp\.experts\.down_proj"
+    with pytest.raises(ValueError, match=match):
         getattr(whole, merge)(safe_merge=True)
     assert all(stack is before[name] for name, stack in stacks(whole).items())
     assert not whole.base_model.model.model.layers[0].self_attn.q_proj.merged
+
+
+def test_a_sum_that_its_dtype_cannot_hold_is_not_finite() -> None:
+    net = experts.quantize(model("mixtral").half(), "mxfp4")
+    awaken(experts.add_lora(net, r=4))
+    *_, last = stacks(net).values()
+    assert last.lora_A is not None and last.lora_B is not None
+    for part in (last.lora_A, last.lora_B):
+        part.data[0, 0, 0] = part.data[0, :, 0] = 300.0  # 4 * 300 * 300, past float16's 65504
+    assert last.merged(torch.float32).isfinite().all()
+    with pytest.raises(ValueError, match=r"down_proj, in torch\.float16"):
+        experts.merge_lora(net, safe=True)
+    assert len(stacks(net)) == 4
 
 
 def test_experts_come_back_where_another_layer_fails() -> None:
@@ -277,6 +299,52 @@ def test_nothing_packed_comes_back_into_a_decoded_mixture() -> None:
     assert relative_error(logits(whole), expected) < CLOSE
     whole.merge_adapter()
     assert not stacks(whole) and relative_error(logits(whole), expected) < CLOSE
+
+
+def test_stacks_come_back_in_the_mode_of_their_layer() -> None:
+    whole = adapted("mixtral", "mxfp4")
+    whole.merge_adapter()
+    whole.train().unmerge_adapter()
+    assert all(stack.training for stack in stacks(whole).values())
+    assert not any(KEPT in vars(layer) for layer in whole.modules())
+
+
+def unload(whole: Any) -> Any:
+    return whole.unload()
+
+
+def merge_lora(whole: Any) -> Any:
+    return experts.merge_lora(whole).unload()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("leave", [unload, merge_lora])
+def test_what_is_merged_for_good_does_not_come_back(leave: Callable[[Any], Any]) -> None:
+    """Neither out of the model that PEFT leaves, nor when PEFT is attached to that again."""
+    whole = adapted("mixtral", "mxfp4")
+    expected = logits(whole)
+    whole.merge_adapter()
+    net = leave(whole)
+    again = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["k_proj"])).eval()
+    again.merge_adapter()
+    again.unmerge_adapter()
+    assert not stacks(again) and relative_error(logits(again), expected) < CLOSE
+
+
+def test_merge_lora_leaves_nothing_to_unmerge() -> None:
+    whole = adapted("mixtral", "mxfp4")
+    whole.merge_adapter()
+    experts.merge_lora(whole).unmerge_adapter()  # type: ignore[operator]
+    assert not stacks(whole)
+
+
+def test_unloading_by_no_name_leaves_adapters_with_the_experts() -> None:
+    whole = adapted("mixtral", "mxfp4")
+    with whole.disable_adapter():
+        base = logits(whole)
+    whole.disable_adapter_layers()
+    net = whole.merge_and_unload(adapter_names=[])
+    assert len(stacks(net)) == 4 and all(s.lora_A is not None for s in stacks(net).values())
+    assert relative_error(logits(net), base) > 0.01  # nothing of PEFT's is left that disables them
 
 
 MERGES: dict[str, Callable[[Any], Any]] = {
