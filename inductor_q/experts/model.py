@@ -263,8 +263,8 @@ def merge_lora(model: nn.Module, *, safe: bool = False) -> nn.Module:
     PEFT's `merge_adapter` and `merge_and_unload` do so with all adapters of a model of theirs; this
     is for a model whose experts alone have adapters. A stack becomes an ordinary parameter, of the
     decoded weight and the adapter added in float32 and rounded once to the dtype of the embedding;
-    a dense one keeps its dtype. Stacks without an adapter stay as they are. What `merge_adapter` has
-    merged stays so: nothing is kept that could come out again.
+    a dense one keeps its dtype. Stacks without an adapter stay as they are. What
+    `merge_adapter` has merged stays so: nothing is kept that could come out again.
 
     Args:
         safe: whether a sum that is not finite in the dtype it gets is a ValueError, before anything
@@ -274,7 +274,7 @@ def merge_lora(model: nn.Module, *, safe: bool = False) -> nn.Module:
         The model, changed in place.
 
     Raises:
-        CannotMerge: the experts are sharded. Nothing is changed then.
+        CannotMerge: the experts are sharded, by `shard` or FSDP2. Nothing is changed then.
     """
     merge_experts(model, keep=False, safe=safe)
     return model

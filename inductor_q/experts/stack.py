@@ -113,8 +113,18 @@ class ExpertStack(nn.Module, Stack):
         """Raise where an adapter cannot be merged here.
 
         Raises:
-            CannotMerge: other ranks have the layer's other experts.
+            CannotMerge: other ranks have the layer's other experts, or FSDP2 has cut tensors.
         """
+        if any(type(tensor).__name__ == "DTensor" for tensor in self.parameters()):
+            raise CannotMerge(
+                what=what,
+                problem="fully_shard has cut its tensors, and one process has to have them whole",
+                remedy=(
+                    "Load the trained tensors into a model that is not sharded, and merge there: "
+                    "get_model_state_dict of torch.distributed.checkpoint.state_dict returns them "
+                    "whole with StateDictOptions(full_state_dict=True)"
+                ),
+            )
         if (ranks := ranks_of(layer)) > 1:
             raise CannotMerge(
                 what=what,

@@ -108,15 +108,13 @@ def widen(model: nn.Module) -> None:
     """Have packed layers decode to float32 where the embedding is float32.
 
     PEFT's `prepare_model_for_kbit_training` casts embeddings and norms without a call of the
-    layers, and their inputs are float32 then. A library's own layers of codes, which know no dtype
-    of values, get the model's.
+    layers, and their inputs are float32 then.
     """
-    layer: Any
-    of_model = dtype_of_values(model)
-    is_float = dtype_of_inputs(model) is torch.float32
-    for layer in model.modules():
-        if _read_in_place(layer) is not None or (is_float and _is_ours(layer)):
-            layer.dtype = of_model
+    if dtype_of_inputs(model) is torch.float32:
+        layer: Any
+        for layer in model.modules():
+            if _is_packed(layer):
+                layer.dtype = torch.float32
 
 
 def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[tuple[Any, str]]:
@@ -132,7 +130,7 @@ def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[t
         What has been merged: layers, and names of projections.
 
     Raises:
-        CannotMerge: the experts are sharded. Nothing is changed then.
+        CannotMerge: the experts are sharded, by `shard` or FSDP2. Nothing is changed then.
     """
     merged: list[tuple[Any, str]] = []
     try:
@@ -224,7 +222,7 @@ def _merging(own: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
         merged = []
-        _check_layers(self.model, asked.get("adapter_names"))
+        _prepare_layers(self.model, asked.get("adapter_names"))
         # While adapters are disabled, PEFT's layers merge and come out in their next forward.
         if asked.get("adapter_names") != [] and not _are_disabled(self.model):
             safe = asked.get("safe_merge", False)
@@ -256,7 +254,7 @@ def _unloading(own: Any) -> Any:
     def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
-        _check_layers(self.model, asked.get("adapter_names"))
+        _prepare_layers(self.model, asked.get("adapter_names"))
         check_experts(self.model, safe=asked.get("safe_merge", False))
         unloaded = own(self, *args, **kwargs)
         if asked.get("adapter_names") != []:
@@ -349,22 +347,30 @@ def _refusing(own: Any) -> Any:
     return merge
 
 
-def _check_layers(model: nn.Module, asked: list[str] | None) -> None:
-    """Raise where a layer's own `merge` would, before adapters are merged into any other."""
+def _prepare_layers(model: nn.Module, asked: list[str] | None) -> None:
+    """Raise where a layer's own `merge` would, before adapters are merged into any other.
+
+    A library's own layer of codes, which knows no dtype of values, gets the model's then.
+    """
     kinds = vars(sys.modules["peft.tuners.lora.layer"])
     of_values: Any = kinds["Linear"]
     of_parameters: Any = kinds.get("ParamWrapper", ())
+    codes: list[Any] = []
     layer: Any
     for layer in model.modules():
         if not isinstance(layer, (of_values, of_parameters)):
             continue
-        if any(
-            name in layer.lora_A for name in (layer.active_adapters if asked is None else asked)
-        ):
-            if isinstance(layer, of_values):
-                _check_linear(layer.get_base_layer())
-            else:
-                _check_parameter(layer)
+        names = layer.active_adapters if asked is None else asked
+        if not any(name in layer.lora_A for name in names):
+            continue
+        base = layer.get_base_layer()
+        if isinstance(layer, of_parameters):
+            _check_parameter(layer)
+        elif _read_in_place(base) is not None:
+            _check_linear(base)
+            codes.append(base)
+    for base in codes:
+        base.dtype = dtype_of_values(model)
 
 
 def _check_parameter(layer: Any) -> None:
@@ -418,7 +424,12 @@ def _holds_values(base: Any) -> bool:
 def _is_ours(base: Any) -> bool:
     """Whether adapters have an ordinary layer in the place of this one: a `PackedLinear`, or a
     library's own layer of codes."""
-    return hasattr(base, "decoded") or _read_in_place(base) is not None
+    return _is_packed(base) or _read_in_place(base) is not None
+
+
+def _is_packed(base: Any) -> bool:
+    """Whether this is a `PackedLinear`, whose module imports this one."""
+    return hasattr(base, "decoded")
 
 
 def _read_in_place(layer: Any) -> Packed | None:
@@ -537,7 +548,9 @@ def _put_back(layer: Any, kept: _Below) -> None:
         if packed is not base:
             packed.train(base.training)
             packed.bias = base.bias
-            if not _is_ours(base):
+            if not _is_packed(packed):
+                vars(packed).pop("dtype", None)  # which the library's own layer does not have
+            elif not _is_ours(base):
                 packed.dtype = base.weight.dtype
         _put(layer, kept._replace(bias=bias))
 

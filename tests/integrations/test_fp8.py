@@ -344,6 +344,7 @@ def test_an_adapter_merges_into_the_values(how: dict[str, Any]) -> None:
             assert relative_error(adapted(TOKENS).logits, expected) < CLOSE
             adapted.unmerge_adapter()
             assert layer.base_layer is below and addresses(adapted) == before
+            assert not any(hasattr(linear, "dtype") for linear in layers(adapted))
             assert torch.equal(adapted(TOKENS).logits, expected)
         whole = adapted.merge_and_unload()
         assert relative_error(whole(TOKENS).logits, expected) < CLOSE

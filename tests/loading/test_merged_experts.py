@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import inductor_q
 from inductor_q import exc, experts, kbit
@@ -352,6 +356,20 @@ MERGES: dict[str, Callable[[Any], Any]] = {
     "merge_and_unload": lambda whole: whole.merge_and_unload(),
     "merge_lora": experts.merge_lora,
 }
+
+
+@pytest.mark.parametrize("how", MERGES)
+def test_experts_under_fsdp_are_refused(how: str) -> None:
+    whole = adapted("mixtral", "mxfp4")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(exc.CannotMerge, match=r"fully_shard has cut.*get_model_state_dict"):
+            MERGES[how](whole)
+    finally:
+        dist.destroy_process_group()
+    assert len(stacks(whole)) == 4
+    assert not whole.base_model.model.model.layers[0].self_attn.q_proj.merged
 
 
 @pytest.mark.parametrize("how", MERGES)
