@@ -123,12 +123,12 @@ def load_adapter(
     state = load_file(folder / WEIGHTS)
     take_over(model)
     targets = config.get("target_parameters") or []
-    names = [
-        f"{layer_name}.{name}"
+    paths = [
+        path_of(layer_name, name)
         for layer_name, layer in expert_layers(model).items()
         for name in projections(layer)
-        if any(_matches(f"{layer_name}.{name}", target) for target in targets)
     ]
+    names = [path for path in paths if any(_matches(path, target) for target in targets)]
     taken = []
     for name, key in _keys(names).items():
         layer_name, _, short = name.rpartition(".")
@@ -190,9 +190,10 @@ def _keys(names: list[str]) -> dict[str, str]:
     for name in names:
         layer, _, short = name.rpartition(".")
         above = sum(
-            f"{layer}.{other}" in names for other in PROJECTIONS[PROJECTIONS.index(short) + 1 :]
+            path_of(layer, other) in names for other in PROJECTIONS[PROJECTIONS.index(short) + 1 :]
         )
-        found[name] = f"{PREFIX}{layer.removeprefix(PREFIX)}" + ".base_layer" * above
+        path = f"{PREFIX}{layer.removeprefix(PREFIX)}".removesuffix(".")
+        found[name] = path + ".base_layer" * above
     return found
 
 

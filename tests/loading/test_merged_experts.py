@@ -20,7 +20,7 @@ from inductor_q import exc, experts, kbit
 from inductor_q.experts.adapter import adapter_state_dict
 from inductor_q.experts.modules import expert_layers
 from inductor_q.experts.stack import note_ranks
-from inductor_q.loading.merges import KEPT
+from inductor_q.loading.merges import KEPT, merge_experts, unmerge_experts
 from inductor_q.log import warn_once
 from inductor_q.testing import relative_error
 from tests.loading.test_merges import peft_as_it_comes as peft_as_it_comes
@@ -156,6 +156,30 @@ def test_adapters_are_saved_while_they_are_merged(tmp_path: Path) -> None:
     assert found.keys() == expected.keys() and len(found) == 8
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert relative_error(logits(other), output) < CLOSE
+
+
+def test_a_layer_of_experts_by_itself(tmp_path: Path) -> None:
+    """Its projections have no path around them; it is saved, merged and refused as in a model."""
+    layer: Any = expert_layers(experts.quantize(model("mixtral"), "mxfp4"))[
+        "model.layers.0.mlp.experts"
+    ]
+    awaken(experts.add_lora(layer, r=4))
+    expected = {name: part.clone() for name, part in adapter_state_dict(layer).items()}
+    assert len(expected) == 4 and not any(".." in name for name in expected)
+    experts.save_adapter(layer, tmp_path)
+    awaken([p for p in layer.parameters() if p.requires_grad], seed=1)
+    experts.load_adapter(layer, tmp_path)
+    merge_experts(layer, keep=True)
+    assert not stacks(layer)
+    found = adapter_state_dict(layer)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    unmerge_experts([(layer, name) for name in PROJECTIONS])
+    with pytest.raises(exc.AlreadyAdapted, match=r"^gate_up_proj has"):
+        experts.add_lora(layer)
+    note_ranks(layer, 2)
+    with pytest.raises(exc.CannotMerge, match="into gate_up_proj:"):
+        experts.merge_lora(layer)
 
 
 def test_stacks_without_an_adapter_stay_packed() -> None:
