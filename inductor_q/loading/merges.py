@@ -308,6 +308,30 @@ def _enabling(own: Any) -> Any:
     return enable_adapter_layers
 
 
+def _activating(own: Any) -> Any:
+    """Return `set_adapter` of PEFT's model, which says so where experts keep their adapters on.
+
+    TRL's trainers make a second adapter "ref" of a model that PEFT has wrapped before, and switch
+    to it for their reference: the experts' adapters, which train, are in that too.
+    """
+
+    @functools.wraps(own)
+    def set_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self.active_adapters
+        own(self, *args, **kwargs)
+        if {*before} != {*self.active_adapters} and any(
+            stack.lora_A is not None for stack in _stacks(self.model)
+        ):
+            warn_once(
+                "PEFT's set_adapter leaves the adapters of experts on, which have no name: only "
+                "disable_adapter() is without them. TRL's trainers call that for their reference "
+                "where they get a peft_config (and inductor_q.experts.add_lora the trainer.model), "
+                'or after trainer.model.delete_adapter("ref")'
+            )
+
+    return set_adapter
+
+
 def _are_disabled(model: nn.Module) -> bool:
     return any(stack.disabled for stack in _stacks(model))
 
@@ -327,6 +351,7 @@ _AROUND = {
     "unmerge_adapter": _unmerging,
     "merge_and_unload": _unloading,
     "unload": _leaving,
+    "set_adapter": _activating,
     "disable_adapter_layers": _disabling,
     "enable_adapter_layers": _enabling,
 }

@@ -479,6 +479,19 @@ def test_adapters_stay_disabled_whatever_happens_to_the_weight() -> None:
     assert relative_error(logits(whole), expected) < CLOSE
 
 
+def test_an_adapter_of_another_name_is_said_to_be_with_those_of_experts(told: list[str]) -> None:
+    """As TRL's trainers switch to "ref" for a reference."""
+    warn_once.cache_clear()
+    whole = adapted("mixtral", "mxfp4")
+    whole.add_adapter("ref", whole.peft_config["default"])
+    whole.set_adapter("default")
+    assert not any("set_adapter" in line for line in told)
+    whole.set_adapter("ref")
+    whole.set_adapter("default")
+    (said,) = [line for line in told if "set_adapter" in line]
+    assert "leaves the adapters of experts on" in said and "peft_config" in said
+
+
 @pytest.mark.parametrize("by", ["add_lora", "load_adapter"])
 def test_adapters_by_any_call_can_be_disabled(by: str, tmp_path: Path) -> None:
     whole = adapted("mixtral", "mxfp4")
