@@ -49,7 +49,17 @@ ROOMS = (
     ("csrc", "decode"),
     ("formats",),
     ("kept",),
-    ("comparison", "compiled_for", "exc", "files", "inductor_config", "late", "log", "version"),
+    (
+        "comparison",
+        "compiled_for",
+        "exc",
+        "files",
+        "inductor_config",
+        "late",
+        "log",
+        "modules",
+        "version",
+    ),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLACES = {"inductor_q": "", "passes": "passes.", "lowerings": "lowerings.", "csrc": "csrc."}

@@ -26,8 +26,8 @@ from torch import nn
 
 from inductor_q.capture.caching import caching_hooks
 from inductor_q.integrations.methods import is_replaced, replace_method
-from inductor_q.integrations.modules import modules_of
 from inductor_q.log import warn_once
+from inductor_q.modules import modules_of
 
 # Local functions of transformers, and of PEFT for models that are not transformers'.
 _HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})

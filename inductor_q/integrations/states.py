@@ -28,10 +28,10 @@ from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.checkpointing import has_llm_int8
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
-from inductor_q.integrations.modules import modules_of
 from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.router_logits import prepare_router_logits
 from inductor_q.log import warn_once
+from inductor_q.modules import modules_of
 from inductor_q.options import resolve
 
 #: Names of the adapters, the active ones, whether they are off, the merged ones, whether PEFT calls

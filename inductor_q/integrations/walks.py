@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from inductor_q.integrations.methods import is_replaced, replace_method
-from inductor_q.integrations.modules import modules_of
 from inductor_q.integrations.regions import base_model
+from inductor_q.modules import modules_of
 
 _STATUS = "get_model_status"
 

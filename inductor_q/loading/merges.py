@@ -40,6 +40,7 @@ from inductor_q.kernels.expert_calls import Stack
 from inductor_q.late import on_import
 from inductor_q.loading.layers import linear_of
 from inductor_q.log import warn_once
+from inductor_q.modules import modules_of
 
 #: What packs the values of a linear layer again, an attribute of it; None where they stay values.
 PACK = "pack_again"
@@ -291,8 +292,7 @@ def _disabling(own: Any) -> Any:
     @functools.wraps(own)
     def disable_adapter_layers(self: Any) -> None:
         own(self)
-        layers = [*self.model.modules()]
-        if any(vars(layer).get(KEPT) for layer in layers):
+        if any(vars(layer).get(KEPT) for layer in modules_of(self.model)):
             self.unmerge_adapter()
         _disable_experts(self.model, True)
 
@@ -343,7 +343,7 @@ def _disable_experts(model: nn.Module, disabled: bool) -> None:
 
 def _stacks(model: nn.Module) -> list[Any]:
     """Return the model's `ExpertStack`s, whose package imports this one."""
-    return [module for module in model.modules() if isinstance(module, Stack)]
+    return [module for module in modules_of(model) if isinstance(module, Stack)]
 
 
 _AROUND = {

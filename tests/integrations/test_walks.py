@@ -13,8 +13,8 @@ from torch import nn
 from inductor_q import testing
 from inductor_q.integrations.facts import facts_of
 from inductor_q.integrations.methods import BETWEEN_FORWARDS
-from inductor_q.integrations.modules import modules_of
 from inductor_q.integrations.walks import Status, spare_walks, walk_again
+from inductor_q.modules import modules_of
 from tests.support.trainers import COMMON, model, rows, train
 
 for extra in ("accelerate", "bitsandbytes", "peft", "transformers"):
