@@ -751,9 +751,11 @@ def test_bench_walks(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     out = tmp_path / "walks.json"
     bench_walks.main(["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)])
-    rows = check_file(out, "bench_walks", {"trainer", "qfuse"})
-    called = [row["case"]["call"] for row in rows if row["peer"] == "qfuse"]
-    assert called == ["train", "num_parameters", "reference pass"]
+    rows = json.loads(out.read_text())["rows"]
+    calls = ("train", "num_parameters", "reference pass")
+    expected = [(call, peer) for call in calls for peer in ("trainer", "qfuse")]
+    assert [(row["case"]["call"], row["peer"]) for row in rows] == expected
+    assert all(row["timing"]["best"] > 0 and row["case"]["layers"] == 1 for row in rows)
 
 
 def test_bench_moe_of_a_config_by_rank_pass_and_devices(tmp_path: Path) -> None:

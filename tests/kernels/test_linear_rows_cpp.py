@@ -48,7 +48,9 @@ def check(call: LinearRows, exact: list[torch.Tensor]) -> None:
     assert len(found) == len(exact)
     for y, eager, result in zip(found, plain, exact, strict=True):
         assert y.dtype == call.x.dtype and y.is_contiguous() and y.shape == result.shape
-        assert error(y, result) <= 1.25 * error(eager, result) + ROUNDING, call.fmt.name
+        # Of a few numbers one may nearly cancel, and which order rounds it better is chance.
+        rounding = ROUNDING if result.numel() > 8 else 10 * ROUNDING
+        assert error(y, result) <= 1.25 * error(eager, result) + rounding, call.fmt.name
 
 
 def test_formats_that_the_kernel_serves() -> None:
