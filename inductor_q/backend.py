@@ -91,8 +91,8 @@ def reports() -> tuple[Report, ...]:
 
 
 def reports_of(model: nn.Module) -> tuple[Report, ...]:
-    """Return the reports of the graphs of `model`; where it has none, of those that nobody can tell
-    whose they were.
+    """Return the reports of the graphs of `model`; where it has none, and no break says why, of
+    those that nobody can tell whose they were: it may run a graph of a model that is gone.
 
     A graph whose parameters are in no live module counts for every model, unless
     `inductor_q.compile` compiled it: FSDP gathers such parameters for a while.
@@ -105,6 +105,8 @@ def reports_of(model: nn.Module) -> tuple[Report, ...]:
         if whose == "unknown" and compiled_for.model is None:
             whose = "own"
         found[whose].append(report)
+    if not found["own"] and counted_before(model) is not None and graph_breaks(model):
+        return ()
     return tuple(found["own"] or found["unknown"])
 
 
@@ -142,7 +144,8 @@ def _counted(model: nn.Module | None = None) -> Counter[str]:
     """Return what torch has counted since the last reset, since its counters were cleared, or since
     `model` was compiled first."""
     found = _since(_before, _all())
-    return found if model is None else _since(counted_before(model), found)
+    before = None if model is None else counted_before(model)
+    return found if before is None else _since(before, found)
 
 
 def _since(before: Counter[str], now: Counter[str]) -> Counter[str]:

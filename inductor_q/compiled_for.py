@@ -54,14 +54,14 @@ class CompiledFor:
             own: the ids of the parameters of `model`.
             every: those of the parameters of every live module.
         """
+        alive = {id(p) for p in (reference() for reference in self.parameters) if p is not None}
+        if alive & own:  # also where another of PEFT's wrappers was around them
+            return "own"
         if self.model is not None:
             compiled = self.model()
             if compiled is None:
                 return "unknown"
             return "own" if is_part(compiled, model) or is_part(model, compiled) else "other"
-        alive = {id(p) for p in (reference() for reference in self.parameters) if p is not None}
-        if alive & own:
-            return "own"
         return "other" if alive & every else "unknown"
 
 
@@ -69,9 +69,10 @@ def is_part(part: nn.Module, model: nn.Module) -> bool:
     return any(module is part for module in model.modules())
 
 
-def counted_before(model: nn.Module) -> Counter[str]:
-    """Return what torch had counted when `model`, or what it is a part of, was compiled first."""
+def counted_before(model: nn.Module) -> Counter[str] | None:
+    """Return what torch had counted when `model`, or what it is a part of, was compiled first; None
+    where `inductor_q.compile` has compiled neither."""
     for compiled, counted in began.items():
         if is_part(compiled, model) or is_part(model, compiled):
             return counted
-    return Counter()
+    return None

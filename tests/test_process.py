@@ -110,6 +110,29 @@ def test_a_model_that_is_gone_is_not_counted() -> None:
         assert inductor_q.report(second).breaks == 0
 
 
+def test_another_wrapper_of_the_same_base_has_its_graphs() -> None:
+    """As where a cell of a notebook wraps the model once more, and its layers run the graph that
+    was compiled for them."""
+    from peft import LoraConfig, get_peft_model
+
+    base = testing.qlora_model(testing.tiny_qwen3_config(num_hidden_layers=2)).unload()
+    torch.compiler.reset()
+    inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]
+    ids = torch.arange(16).reshape(1, 16)
+    counts = []
+    for _ in range(2):
+        model: Any = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+        with no_codegen(), torch.autocast("cpu", torch.bfloat16):
+            inductor_q.compile(model, regions="layers")
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found = inductor_q.report(model)
+        counts.append((len(found.layers), found.graphs > 0, found.fused > 0))
+        base = model.unload()
+        del model
+        gc.collect()
+    assert counts == [(14, True, True)] * 2
+
+
 def test_a_graph_that_was_traced_anew_counts_once() -> None:
     """As with dynamic=True a number is, which is a constant the second time."""
     model = testing.lora_linear(64, 64, r=4)

@@ -143,8 +143,9 @@ class QfuseCallback(TrainerCallback):
         mode = getattr(args, "torch_compile_mode", None)
         if not getattr(args, "torch_compile", False) or not mode:
             return self.settings
-        if self.settings["mode"]:
-            if mode != self.settings["mode"]:
+        own = self.settings["mode"] or (self.settings["options"] or {}).get("qfuse.mode")
+        if own:
+            if mode != own:
                 warn_once(f"torch_compile_mode={mode!r} is ignored: QfuseCallback has a mode")
             return self.settings
         check_options(self.settings["options"], mode)

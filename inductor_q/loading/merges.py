@@ -256,9 +256,11 @@ def _unloading(own: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
         _prepare_layers(self.model, asked.get("adapter_names"))
-        check_experts(self.model, safe=asked.get("safe_merge", False))
+        merges = asked.get("adapter_names") != []
+        if merges:
+            check_experts(self.model, safe=asked.get("safe_merge", False))
         unloaded = own(self, *args, **kwargs)
-        if asked.get("adapter_names") != []:
+        if merges:
             merge_experts(unloaded, keep=False)
         return _left_alone(unloaded)
 
