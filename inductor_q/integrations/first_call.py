@@ -19,7 +19,7 @@ def prepare_first_call(model: nn.Module) -> None:
     """Leave the layers of bitsandbytes in `model` as their first call does.
 
     A 4-bit layer whose `compute_dtype` is open until its first input is left alone, and so are
-    biases that FSDP has sharded.
+    biases that FSDP2 has sharded, and those of LLM.int8, whose dtype is that of the input.
     """
     library = sys.modules.get("bitsandbytes.nn")
     four, eight = (getattr(library, name, ()) for name in ("Linear4bit", "Linear8bitLt"))
