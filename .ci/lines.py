@@ -30,7 +30,7 @@ BUDGET = {
     "inductor_q/integrations": 2010,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8180,
-    "inductor_q/loading": 2500,
+    "inductor_q/loading": 2570,
     "inductor_q/ops": 2960,
     "inductor_q/presets": 690,
     "inductor_q/tuning": 1135,

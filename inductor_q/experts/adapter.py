@@ -33,7 +33,7 @@ from inductor_q.experts.modules import (
     take_over,
 )
 from inductor_q.experts.stack import ExpertStack, ranks_of
-from inductor_q.loading.merges import KEPT
+from inductor_q.loading.merged_values import KEPT
 
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

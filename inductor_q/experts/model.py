@@ -33,7 +33,8 @@ from inductor_q.experts.stack import ExpertStack
 from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.files import Checkpoint, check_not_quantized
-from inductor_q.loading.merges import forget_expert, mend_merges, merge_experts
+from inductor_q.loading.merged_experts import forget_expert, merge_experts
+from inductor_q.loading.merges import mend_merges
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.log import log
 

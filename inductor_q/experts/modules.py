@@ -20,7 +20,7 @@ from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
 from inductor_q.loading.layers import replace_layers
-from inductor_q.loading.merges import KEPT
+from inductor_q.loading.merged_values import KEPT
 from inductor_q.loading.sources import PROJECTIONS as PROJECTIONS
 
 

@@ -33,7 +33,8 @@ from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.files import Checkpoint, check_not_quantized
 from inductor_q.loading.layers import check_some, linear_layers, linear_of, matches, replace_layers
 from inductor_q.loading.linear import PackedLinear
-from inductor_q.loading.merges import dtype_of_values, forget_packed, merge_by_values, widen
+from inductor_q.loading.merged_values import dtype_of_values
+from inductor_q.loading.merges import forget_packed, merge_by_values, widen
 from inductor_q.loading.sources import FromCheckpoint
 from inductor_q.ops.quantize_kbit import check_absmax, check_bits
 

@@ -20,7 +20,8 @@ from inductor_q import exc, experts, kbit
 from inductor_q.experts.adapter import adapter_state_dict
 from inductor_q.experts.modules import expert_layers
 from inductor_q.experts.stack import note_ranks
-from inductor_q.loading.merges import KEPT, merge_experts, unmerge_experts
+from inductor_q.loading.merged_experts import merge_experts, unmerge_experts
+from inductor_q.loading.merged_values import KEPT
 from inductor_q.log import warn_once
 from inductor_q.testing import relative_error
 from tests.loading.test_merges import peft_as_it_comes as peft_as_it_comes

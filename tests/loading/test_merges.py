@@ -12,7 +12,8 @@ import torch
 
 import inductor_q
 from inductor_q import exc, kbit, testing
-from inductor_q.loading.merges import _AROUND, KEPT, mend_merges
+from inductor_q.loading.merged_values import KEPT
+from inductor_q.loading.merges import _AROUND, mend_merges
 from inductor_q.log import warn_once
 from tests.support.merged import merged_by_hand
 from tests.support.quantized_nets import BF16, Net, packed, tiny
