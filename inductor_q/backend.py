@@ -91,23 +91,19 @@ def reports() -> tuple[Report, ...]:
 
 
 def reports_of(model: nn.Module) -> tuple[Report, ...]:
-    """Return the reports of the graphs of `model`; where it has none, and no break says why, of
-    those that nobody can tell whose they were: it may run a graph of a model that is gone.
+    """Return the reports of the graphs of `model`.
 
-    A graph whose parameters are in no live module counts for every model, unless
-    `inductor_q.compile` compiled it: FSDP gathers such parameters for a while.
+    A model that has none, and no break that says why, may run a graph of a model that is gone:
+    then it is the reports of such graphs.
     """
     own = {id(p) for p in model.parameters()}
     every = {id(p) for p in live.parameters()}
-    found: dict[str, list[Report]] = {"own": [], "other": [], "unknown": []}
+    found: dict[str, list[Report]] = {"own": [], "other": [], "gone": []}
     for report, compiled_for in zip(_reports, _compiled_for, strict=True):
-        whose = compiled_for.whose(model, own, every)
-        if whose == "unknown" and compiled_for.model is None:
-            whose = "own"
-        found[whose].append(report)
+        found[compiled_for.whose(model, own, every)].append(report)
     if not found["own"] and counted_before(model) is not None and graph_breaks(model):
         return ()
-    return tuple(found["own"] or found["unknown"])
+    return tuple(found["own"] or found["gone"])
 
 
 def graph_breaks(model: nn.Module | None = None) -> int:

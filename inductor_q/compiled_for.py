@@ -44,11 +44,12 @@ class CompiledFor:
 
     def whose(
         self, model: nn.Module, own: set[int], every: set[int]
-    ) -> Literal["own", "other", "unknown"]:
-        """Say whether the graph is for `model`, for another one, or nobody can tell any more.
+    ) -> Literal["own", "other", "gone"]:
+        """Say whether the graph counts for `model`, is for another one, or was for one that
+        `inductor_q.compile` compiled and that is gone.
 
-        The latter holds where the other model is gone, and where parameters are in no live module:
-        FSDP gathers such ones for a while.
+        Where somebody else compiled it, and its parameters are in no live module, it counts for
+        every model: FSDP gathers such ones for a while.
 
         Args:
             own: the ids of the parameters of `model`.
@@ -57,12 +58,12 @@ class CompiledFor:
         alive = {id(p) for p in (reference() for reference in self.parameters) if p is not None}
         if alive & own:  # also where another of PEFT's wrappers was around them
             return "own"
-        if self.model is not None:
-            compiled = self.model()
-            if compiled is None:
-                return "unknown"
-            return "own" if is_part(compiled, model) or is_part(model, compiled) else "other"
-        return "other" if alive & every else "unknown"
+        if self.model is None:
+            return "other" if alive & every else "own"
+        compiled = self.model()
+        if compiled is None:
+            return "gone"
+        return "own" if is_part(compiled, model) or is_part(model, compiled) else "other"
 
 
 def is_part(part: nn.Module, model: nn.Module) -> bool:

@@ -120,7 +120,7 @@ class QfuseCallback(TrainerCallback):
             keep_unpacked(kwargs["model"])
             prepare_unless_strict(kwargs["model"], self.settings["options"])
             _take_over(args)
-            self._settings(args)
+            self._settings(args)  # a mode that there is not is an error now
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.max_grad_norm and is_sharded(kwargs["model"]):
