@@ -36,7 +36,10 @@ class Model(nn.Module):
         self.embed = nn.Embedding(40, width)
         self.layers = nn.ModuleList(Block(width) for _ in range(2))
         self.lm_head = nn.Linear(width, 40, bias=False)
-        self.register_buffer("positions", torch.linspace(0, 1, width), persistent=False)
+        # No linspace: a process in which transformers first made a model under the meta device,
+        # where it replaces that function, makes one on the CPU under every device.
+        positions = torch.arange(width, dtype=torch.float32) / (width - 1)
+        self.register_buffer("positions", positions, persistent=False)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         if tied:
             self.lm_head.weight = self.embed.weight
