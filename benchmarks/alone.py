@@ -1,7 +1,7 @@
 """Have the machine alone while something is measured, among commands that run side by side.
 
-`benchmarks.together` starts the commands, each in a process group of its own, and names a folder in
-the environment that holds a file for each group. Without it nothing here does anything.
+Who starts the commands gives each a process group of its own, and names a folder in the environment
+that holds a file for each group. Without that folder nothing is stopped.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import contextlib
 import fcntl
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER = "INDUCTOR_Q_BENCHMARKS_TOGETHER"
 LOCK = "lock"  # a file of that folder, which is locked while something is measured
@@ -43,6 +45,28 @@ def alone() -> Iterator[None]:
             _depth -= 1
             # Before the lock is free: else one that is still stopped could get it.
             signal_groups(others, signal.SIGCONT)
+
+
+def start(
+    folder: Path, command: Sequence[str], *, env: Mapping[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a command that the others stop while they measure; nobody measures meanwhile."""
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        env = {**env, FOLDER: str(folder)}
+        process = subprocess.Popen(command, env=env, start_new_session=True, **options)
+        (folder / f"{process.pid}.group").touch()
+    return process
+
+
+def end(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    """Take note that a command has ended, or kill it with what it has started."""
+    if process.poll() is None:
+        signal_groups({process.pid}, signal.SIGKILL)
+        process.wait()
+    (folder / f"{process.pid}.group").unlink()
+    if process.returncode < 0:  # perhaps while it measured: nobody else would do this
+        signal_groups(groups(folder), signal.SIGCONT)
 
 
 def groups(folder: Path) -> set[int]:

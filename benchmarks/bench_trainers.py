@@ -1,7 +1,9 @@
 """Time the scripts in examples/ as they are: TRL's SFT and DPO, and transformers' Trainer.
 
 Each run is the script in a process of its own, with empty caches unless ``--caches`` names a
-folder where an earlier run left its own (``cold`` says which): ``qfuse`` as it stands,
+folder where an earlier run left its own (``cold`` says which). ``--together`` starts all runs at
+once: they compile side by side, so ``compile_s`` is more than a user waits, and from the last half
+of its steps on each has the machine alone. ``qfuse`` is as it stands,
 ``inductor`` the same with stock Inductor in qfuse's place (what ``QfuseCallback`` prepares is the
 same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwen3-8B's shapes and
 sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
@@ -18,17 +20,18 @@ eager's, relative to it. ``line`` is what the callback printed: layers, graphs, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
+import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import alone, harness
 from benchmarks.byte_models import BOOK
 from inductor_q.presets import select, tuned
 from inductor_q.tuning.launch import Launcher
@@ -63,68 +66,98 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pad", type=int, help="pad lengths to a multiple of this")
     parser.add_argument("--caches", type=Path, help="keep caches and logs in this folder")
+    parser.add_argument("--together", action="store_true", help="compile all side by side")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
     arguments = parser.parse_args(argv)
     if arguments.pad and arguments.out is None:
         parser.error("--pad: name a file by --out, since the usual one is of scripts as they are")
     suite = harness.start("bench_trainers", arguments)
-    suite.settings |= {"steps": arguments.steps, "pad": arguments.pad}
+    suite.settings |= {name: getattr(arguments, name) for name in ("steps", "pad", "together")}
     on_gpu = suite.device.type == "cuda"
     size = ["--model", "8b", "--length", "2048", "--data", str(BOOK)]
     size = size if on_gpu else ["--length", "64"]
     size += ["--pad", str(arguments.pad)] if arguments.pad else []
-    for name in arguments.scripts:
-        command = " ".join([str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size])
-        with _folder(arguments.caches, name) as work:
-            launch = Launcher(
-                command, arguments.steps, tuned.place_of(suite.device), select(suite.device), work
-            )  # fmt: skip
-            _run(suite, name, launch, arguments)
+    place = tuned.place_of(suite.device)
+    peers = sorted(arguments.backends, key=lambda peer: peer != "eager")
+    wanted = [(name, peer) for name in arguments.scripts for peer in peers]
+    runs: dict[tuple[str, str], tuple[Run, str]] = {}
+    with contextlib.ExitStack() as stack:
+        work = arguments.caches or _temporary(stack)
+        folder = Path(os.environ.get(alone.FOLDER) or _temporary(stack))
+        pool = stack.enter_context(ThreadPoolExecutor(len(wanted) if arguments.together else 1))
+        futures = {}
+        for name, peer in wanted:
+            command = " ".join([str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size])
+            own = work / _slug(name) / _slug(peer)
+            launch = Launcher(command, arguments.steps, place, select(suite.device), own)
+            future = pool.submit(_run, launch, peer, folder, arguments.limit)
+            futures[future] = name, peer
+        for future in as_completed(futures):
+            name, peer = futures[future]
+            runs[name, peer] = run, _ = future.result()
+            seen = run.error or f"{1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
+            harness.console.print(f"{name}, {peer}: {seen}", highlight=False, markup=False)
+            _fill(suite, {key: runs[key] for key in wanted if key in runs}, arguments.pad)
+            harness.keep(suite, arguments)
     harness.finish(suite, arguments, extras=("compile_s", "peak_bytes", "loss_deviation", "line"))
     return suite
 
 
-@contextlib.contextmanager
-def _folder(caches: Path | None, script: str) -> Iterator[Path]:
-    """Yield the folder of a script's caches and logs: one that stays, or else a temporary one."""
-    if caches is not None:
-        yield caches / re.sub(r"\W+", "-", script)
-    else:
-        with tempfile.TemporaryDirectory() as work:
-            yield Path(work)
+def _run(launch: Launcher, peer: str, folder: Path, limit: float) -> tuple[Run, str]:
+    """Run a script as a peer, among others that `folder` knows of. Return with it the line that the
+    callback printed, empty where there is none."""
+    condition = CONDITIONS[peer.removesuffix(NO_CUDNN)]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": paths, **(VARIABLES if peer.endswith(NO_CUDNN) else {})}
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(alone.start(folder, *arguments, **options))
+        return processes[-1]
+
+    launch = replace(launch, variables=variables, module="benchmarks.tail", start=start)
+    try:
+        run = launch(condition, 1, limit)
+    except OutOfBudget:
+        return Run(condition=condition.name, error=f"took more than {limit:.0f} s"), ""
+    finally:
+        for process in processes:
+            alone.end(folder, process)
+    log = (launch.work / condition.name / "run1.log").read_text("utf-8", "replace")
+    found = LINE.search(log) if peer.startswith("qfuse") else None
+    return run, found[0].strip() if found else ""
 
 
-def _run(suite: harness.Suite, name: str, launch: Launcher, arguments: argparse.Namespace) -> None:
-    """Run one script as each peer, and keep what is known after each."""
-    case: dict[str, Any] = {"script": name, **({"pad": arguments.pad} if arguments.pad else {})}
-    eager: Run | None = None
-    for peer in sorted(arguments.backends, key=lambda peer: peer != "eager"):
-        condition = CONDITIONS[peer.removesuffix(NO_CUDNN)]
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        variables = {"PYTHONPATH": paths, **(VARIABLES if peer.endswith(NO_CUDNN) else {})}
-        own = replace(launch, work=launch.work / re.sub(r"\W+", "-", peer), variables=variables)
-        try:
-            run = own(condition, 1, arguments.limit)
-        except OutOfBudget:
-            run = Run(condition=condition.name, error=f"took more than {arguments.limit:.0f} s")
+def _fill(
+    suite: harness.Suite, runs: Mapping[tuple[str, str], tuple[Run, str]], pad: int | None
+) -> None:
+    """Write what is known of all runs so far into the suite."""
+    suite.rows.clear()
+    suite.notes.clear()
+    for (name, peer), (run, line) in runs.items():
         if run.error:
             suite.notes.append(f"{name}, {peer}: {run.error}")
-            harness.keep(suite, arguments)
             continue
-        seen = f"{name}, {peer}: {1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
-        harness.console.print(seen, highlight=False, markup=False)
-        eager = run if peer == "eager" else eager
         extra: dict[str, Any] = {"compile_s": run.compile_s, "peak_bytes": run.peak}
         extra["cold"] = run.cold
-        if eager is not None:
-            pairs = zip(run.losses, eager.losses, strict=False)  # a run may log fewer
-            extra["loss_deviation"] = max(abs(a - b) / abs(b) for a, b in pairs)
-        log = (own.work / condition.name / "run1.log").read_text("utf-8", "replace")
-        if peer.startswith("qfuse") and (found := LINE.search(log)):
-            extra["line"] = found[0].strip()
+        if (name, "eager") in runs:
+            eager, _ = runs[name, "eager"]
+            pairs = list(zip(run.losses, eager.losses, strict=False))  # a run may log fewer
+            if pairs:
+                extra["loss_deviation"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        if line:
+            extra["line"] = line
         timing = harness.Timing.of(run.seconds[len(run.seconds) // 2 :])
+        case = {"script": name, **({"pad": pad} if pad else {})}
         suite.add(case, {peer: timing}, extra={peer: extra})
-        harness.keep(suite, arguments)
+
+
+def _temporary(stack: contextlib.ExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"\W+", "-", text)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ the cores.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.alone import FOLDER, LOCK, groups, signal_groups
+from benchmarks import alone
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,25 +61,15 @@ def run(commands: Mapping[str, Sequence[str]], out: Path, limit: float) -> int:
     out.mkdir(parents=True, exist_ok=True)
     began, failed = time.monotonic(), []
     with tempfile.TemporaryDirectory() as scratch:
-        with Path(scratch, LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # nobody measures before all are there to be stopped
-            running = {
-                name: _start(name, command, out, Path(scratch))
-                for name, command in commands.items()
-            }
+        running = {n: _start(n, command, out, Path(scratch)) for n, command in commands.items()}
         while running:
             time.sleep(0.2)
             late = time.monotonic() - began > limit
             for name, process in list(running.items()):
-                if late and process.poll() is None:
-                    signal_groups({process.pid}, signal.SIGKILL)
-                    process.wait()
-                if process.poll() is None:
+                if process.poll() is None and not late:
                     continue
+                alone.end(Path(scratch), process)
                 del running[name]
-                Path(scratch, f"{process.pid}.group").unlink()
-                if process.returncode < 0:  # perhaps while it measured: nobody else would do this
-                    signal_groups(groups(Path(scratch)), signal.SIGCONT)
                 ending = "stopped" if late else f"ended with {process.returncode}"
                 print(f"{name}: {ending} after {time.monotonic() - began:.0f} s", flush=True)
                 failed += [name] if process.returncode else []
@@ -94,7 +82,6 @@ def _start(name: str, command: Sequence[str], out: Path, scratch: Path) -> subpr
     caches = scratch / name
     environment = {
         **os.environ,
-        FOLDER: str(scratch),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
@@ -102,12 +89,10 @@ def _start(name: str, command: Sequence[str], out: Path, scratch: Path) -> subpr
     command = [word.replace("{json}", file) for word in command]
     result = ["--out", file] if command[0].startswith("benchmarks.") else []
     with (out / f"{name}.txt").open("wb") as log:
-        process = subprocess.Popen(
+        return alone.start(
+            scratch,
             [sys.executable, "-m", *command, *result],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
-    (scratch / f"{process.pid}.group").touch()
-    return process

@@ -466,8 +466,9 @@ def test_bench_trainers(tmp_path: Path) -> None:
     out = tmp_path / "trainers.json"
     command = ["--device", "cpu", "--scripts", "Trainer", "--steps", "4", "--out", str(out)]
     command += ["--caches", str(tmp_path / "caches")]
-    bench_trainers.main([*command, "--backends", "eager", "eager[no cuDNN]", "qfuse"])
-    eager, same, ours = json.loads(out.read_text())["rows"]
+    peers = ["qfuse", "eager", "eager[no cuDNN]"]
+    bench_trainers.main([*command, "--together", "--backends", *peers])
+    eager, ours, same = json.loads(out.read_text())["rows"]
     assert ours["extra"]["cold"]
     bench_trainers.main([*command, "--backends", "qfuse"])
     [again] = json.loads(out.read_text())["rows"]

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +34,8 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 @dataclass(frozen=True)
 class Launcher:
     """Measure conditions of one model, over the preset that ships. Caches and logs go to `work`:
-    a condition's first run there compiles with empty caches. Each run has `variables`, too."""
+    a condition's first run there compiles with empty caches. Each run has `variables`, too, and is
+    a process of `module` that `start` starts as Popen does."""
 
     model: str
     steps: int
@@ -42,6 +43,8 @@ class Launcher:
     preset: Preset
     work: Path
     variables: Mapping[str, str] = field(default_factory=dict)
+    module: str = "inductor_q.tuning.trial"
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     def __call__(self, condition: Condition, number: int, seconds: float) -> Run:
         """Run the condition.
@@ -53,23 +56,27 @@ class Launcher:
         cold = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / f"run{number}.json"
-        command = [sys.executable, "-m", "inductor_q.tuning.trial", "--model", self.model]
+        command = [sys.executable, "-m", self.module, "--model", self.model]
         command += ["--steps", str(self.steps), "--out", str(out)]
         command += ["--stock"] if condition == STOCK else []
         log = folder / f"run{number}.log"
         started = time.monotonic()
         with log.open("wb") as file:
+            process = self.start(
+                command,
+                env=self.environment(condition, folder),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
             try:
-                status = subprocess.run(
-                    command,
-                    env=self.environment(condition, folder),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=seconds,
-                ).returncode
+                status = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 raise OutOfBudget from None
+            finally:
+                if process.poll() is None:  # late, or a key was pressed
+                    process.kill()
+                    process.wait()
         wall = time.monotonic() - started
         run = Run(
             condition=condition.name,
