@@ -65,7 +65,8 @@ def end(folder: Path, process: subprocess.Popen[bytes]) -> None:
         signal_groups({process.pid}, signal.SIGKILL)
         process.wait()
     (folder / f"{process.pid}.group").unlink()
-    if process.returncode < 0:  # perhaps while it measured: nobody else would do this
+    with (folder / LOCK).open("w") as lock, contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody measures, perhaps since it ended
         signal_groups(groups(folder), signal.SIGCONT)
 
 

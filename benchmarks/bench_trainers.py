@@ -9,8 +9,8 @@ same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwe
 sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
 
 ``eager[no cuDNN]`` and ``inductor[no cuDNN]`` have torch prefer other kernels of attention, which
-need no plan for each length. ``qfuse[CUDA graphs]`` records a graph for each length, of which
-``--pad`` leaves few.
+need no plan for each length. ``--pad`` leaves few lengths; CUDA graphs, of which there is one for
+each length, are among the peers then. ``qfuse[name=value;...]`` has options of a preset.
 
 A step lasts from the end of an optimizer's step to that of the next, data loading and logging
 included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
@@ -24,6 +24,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -33,22 +34,26 @@ from typing import Any
 
 from benchmarks import alone, harness
 from benchmarks.byte_models import BOOK
+from benchmarks.peers import peer_options
 from inductor_q.presets import select, tuned
 from inductor_q.tuning.launch import Launcher
 from inductor_q.tuning.plan import BASE, EAGER, STOCK, Condition
 from inductor_q.tuning.runs import Run
 from inductor_q.tuning.sweep import OutOfBudget
 
-GRAPHED = "qfuse[CUDA graphs]"
-CONDITIONS = {
-    "eager": EAGER,
-    "inductor": STOCK,
-    "qfuse": BASE,
-    GRAPHED: Condition("graphs", {"triton.cudagraphs": True}),
+#: By peer: the condition that it is, and variables of its process. `qfuse[...]` has options.
+PEERS: dict[str, tuple[Condition, dict[str, str]]] = {
+    "eager": (EAGER, {}),
+    "eager[no cuDNN]": (EAGER, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    "qfuse": (BASE, {}),
+    "inductor[no cuDNN]": (STOCK, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    "inductor": (STOCK, {}),
+    "inductor[CUDA graphs]": (STOCK, {"TORCHINDUCTOR_CUDAGRAPHS": "1"}),
+    "qfuse[CUDA graphs]": (BASE, {"TORCHINDUCTOR_CUDAGRAPHS": "1"}),
 }
-#: What torch reads to prefer cuDNN's attention less, and the ending of peers that have it.
-NO_CUDNN, VARIABLES = "[no cuDNN]", {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
-PEERS = ("eager", "eager[no cuDNN]", "qfuse", GRAPHED, "inductor[no cuDNN]", "inductor")
+#: Where lengths are those of the batches, and where they are few.
+AS_THEY_ARE = ("eager", "eager[no cuDNN]", "qfuse", "inductor[no cuDNN]", "inductor")
+PADDED = ("eager", "qfuse", "qfuse[CUDA graphs]", "inductor", "inductor[CUDA graphs]")
 ROOT = Path(__file__).parent.parent
 #: By name: the script and its own options.
 SCRIPTS = {
@@ -61,7 +66,7 @@ LINE = re.compile(r"^.*\d+ of \d+ .*layers.*$", re.M)
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
-    parser = harness.parser(__doc__, peers=PEERS)
+    parser = harness.parser(__doc__, peers=())
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pad", type=int, help="pad lengths to a multiple of this")
@@ -71,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     arguments = parser.parse_args(argv)
     if arguments.pad and arguments.out is None:
         parser.error("--pad: name a file by --out, since the usual one is of scripts as they are")
+    arguments.backends = arguments.backends or [*(PADDED if arguments.pad else AS_THEY_ARE)]
     suite = harness.start("bench_trainers", arguments)
     suite.settings |= {name: getattr(arguments, name) for name in ("steps", "pad", "together")}
     on_gpu = suite.device.type == "cuda"
@@ -79,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     size += ["--pad", str(arguments.pad)] if arguments.pad else []
     place = tuned.place_of(suite.device)
     peers = sorted(arguments.backends, key=lambda peer: peer != "eager")
+    conditions = {peer: _condition(peer) for peer in peers}
     wanted = [(name, peer) for name in arguments.scripts for peer in peers]
     runs: dict[tuple[str, str], tuple[Run, str]] = {}
     with contextlib.ExitStack() as stack:
@@ -90,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
             command = " ".join([str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size])
             own = work / _slug(name) / _slug(peer)
             launch = Launcher(command, arguments.steps, place, select(suite.device), own)
-            future = pool.submit(_run, launch, peer, folder, arguments.limit)
+            future = pool.submit(_run, launch, *conditions[peer], folder, arguments.limit)
             futures[future] = name, peer
         for future in as_completed(futures):
             name, peer = futures[future]
@@ -103,18 +110,19 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     return suite
 
 
-def _run(launch: Launcher, peer: str, folder: Path, limit: float) -> tuple[Run, str]:
-    """Run a script as a peer, among others that `folder` knows of. Return with it the line that the
-    callback printed, empty where there is none."""
-    condition = CONDITIONS[peer.removesuffix(NO_CUDNN)]
+def _run(
+    launch: Launcher, condition: Condition, variables: dict[str, str], folder: Path, limit: float
+) -> tuple[Run, str]:
+    """Run a script as a peer is, among others that `folder` knows of. Return with it the line that
+    the callback printed, empty where there is none."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": paths, **(VARIABLES if peer.endswith(NO_CUDNN) else {})}
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
         processes.append(alone.start(folder, *arguments, **options))
         return processes[-1]
 
+    variables = {"PYTHONPATH": paths, **variables}
     launch = replace(launch, variables=variables, module="benchmarks.tail", start=start)
     try:
         run = launch(condition, 1, limit)
@@ -123,9 +131,18 @@ def _run(launch: Launcher, peer: str, folder: Path, limit: float) -> tuple[Run, 
     finally:
         for process in processes:
             alone.end(folder, process)
-    log = (launch.work / condition.name / "run1.log").read_text("utf-8", "replace")
-    found = LINE.search(log) if peer.startswith("qfuse") else None
+    log = (launch.work / _slug(condition.name) / "run1.log").read_text("utf-8", "replace")
+    found = None if condition in (EAGER, STOCK) else LINE.search(log)
     return run, found[0].strip() if found else ""
+
+
+def _condition(peer: str) -> tuple[Condition, dict[str, str]]:
+    if peer in PEERS:
+        return PEERS[peer]
+    options = peer_options(peer) if peer.startswith("qfuse[") else None
+    if options is None:
+        sys.exit(f"--backends {peer!r}: there are {', '.join(PEERS)} and qfuse[name=value;...]")
+    return Condition("options", options), {}
 
 
 def _fill(

@@ -66,9 +66,10 @@ def test_one_measures_while_the_others_stand_still(modules: Path) -> None:
     assert stopped and not any(a < tick < b for a, b in stopped for tick in ticks)
 
 
-def test_who_dies_while_it_measures_stops_nobody(modules: Path) -> None:
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(1)"])
+def test_who_dies_while_it_measures_stops_nobody(modules: Path, end: str) -> None:
     dies = "import os, time\nfrom benchmarks.alone import alone\n"
-    dies += "time.sleep(1)\nwith alone():\n    os.kill(os.getpid(), 9)\n"
+    dies += f"time.sleep(1)\nwith alone():\n    {end}\n"
     head = (modules / "measures.py").read_text().splitlines()[0]
     (modules / "dies.py").write_text(f"{head}\n{dies}")
     counts = ["counts", str(modules / "c.json"), str(modules / "counting")]

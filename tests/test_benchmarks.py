@@ -486,6 +486,12 @@ def test_padded_scripts_need_a_file_of_their_own(capsys: pytest.CaptureFixture[s
     assert "name a file by --out" in capsys.readouterr().err
 
 
+def test_a_script_is_run_as_no_unknown_peer(tmp_path: Path) -> None:
+    command = ["--device", "cpu", "--out", str(tmp_path / "x.json"), "--backends", "nobody"]
+    with pytest.raises(SystemExit, match="'nobody': there are eager"):
+        bench_trainers.main(command)
+
+
 def test_bench_moe_in_fp8(tmp_path: Path) -> None:
     out = tmp_path / "fp8.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
