@@ -14,8 +14,9 @@ each length, are among the peers then. ``qfuse[name=value;...]`` has options of 
 
 A step lasts from the end of an optimizer's step to that of the next, data loading and logging
 included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
-has reserved in that half. ``loss_deviation`` is the largest difference of a step's loss from
-eager's, relative to it. ``line`` is what the callback printed: layers, graphs, breaks.
+has reserved in that half, ``allocated`` what tensors took of it. ``loss_deviation`` is the largest
+difference of a step's loss from eager's, relative to it. ``line`` is what the callback printed:
+layers, graphs, breaks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import alone, harness
 from benchmarks.byte_models import BOOK
 from benchmarks.peers import peer_options
+from examples.common import SIZES, make_checkpoint
 from inductor_q.presets import select, tuned
 from inductor_q.tuning.launch import Launcher
 from inductor_q.tuning.plan import BASE, EAGER, STOCK, Condition
@@ -62,6 +66,7 @@ SCRIPTS = {
     "DPO": "examples/dpo.py",
     "Trainer": "examples/trainer.py",
 }
+EXTRAS = ("compile_s", "peak_bytes", "allocated_bytes", "loss_deviation", "line")
 LINE = re.compile(r"^.*\d+ of \d+ .*layers.*$", re.M)
 
 
@@ -80,9 +85,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     suite = harness.start("bench_trainers", arguments)
     suite.settings |= {name: getattr(arguments, name) for name in ("steps", "pad", "together")}
     on_gpu = suite.device.type == "cuda"
-    size = ["--model", "8b", "--length", "2048", "--data", str(BOOK)]
-    size = size if on_gpu else ["--length", "64"]
-    size += ["--pad", str(arguments.pad)] if arguments.pad else []
+    pad = ["--pad", str(arguments.pad)] if arguments.pad else []
     place = tuned.place_of(suite.device)
     peers = sorted(arguments.backends, key=lambda peer: peer != "eager")
     conditions = {peer: _condition(peer) for peer in peers}
@@ -91,10 +94,17 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     with contextlib.ExitStack() as stack:
         work = arguments.caches or _temporary(stack)
         folder = Path(os.environ.get(alone.FOLDER) or _temporary(stack))
+        size = ["--length", "64"]
+        if on_gpu:  # one model for all, since a disk may not hold one of each process
+            model = make_checkpoint(_temporary(stack), SIZES["8b"]())
+            torch.cuda.empty_cache()
+            size = ["--model", model, "--length", "2048", "--data", str(BOOK)]
         pool = stack.enter_context(ThreadPoolExecutor(len(wanted) if arguments.together else 1))
         futures = {}
         for name, peer in wanted:
-            command = " ".join([str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size])
+            command = " ".join(
+                [str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size, *pad]
+            )
             own = work / _slug(name) / _slug(peer)
             launch = Launcher(command, arguments.steps, place, select(suite.device), own)
             future = pool.submit(_run, launch, *conditions[peer], folder, arguments.limit)
@@ -106,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
             harness.console.print(f"{name}, {peer}: {seen}", highlight=False, markup=False)
             _fill(suite, {key: runs[key] for key in wanted if key in runs}, arguments.pad)
             harness.keep(suite, arguments)
-    harness.finish(suite, arguments, extras=("compile_s", "peak_bytes", "loss_deviation", "line"))
+    harness.finish(suite, arguments, extras=EXTRAS)
     return suite
 
 
@@ -156,7 +166,7 @@ def _fill(
             suite.notes.append(f"{name}, {peer}: {run.error}")
             continue
         extra: dict[str, Any] = {"compile_s": run.compile_s, "peak_bytes": run.peak}
-        extra["cold"] = run.cold
+        extra |= {"cold": run.cold, "allocated_bytes": run.allocated or None}
         if (name, "eager") in runs:
             eager, _ = runs[name, "eager"]
             pairs = list(zip(run.losses, eager.losses, strict=False))  # a run may log fewer

@@ -143,7 +143,7 @@ def workspace(node: fx.Node) -> int:
     chunk = min(rows, rows_of_chunk(rows, columns, elements))
     weights, dtype = values[count : 2 * count], values[0].dtype
     others = [hint(w.shape[1]) for w in weights if w.dtype != dtype]
-    rounded = slice_of(weights, dtype) * dtype.itemsize + 4 * chunk * max(others, default=0)
+    rounded = slice_of(weights, dtype, rows) * dtype.itemsize + 4 * chunk * max(others, default=0)
     trained = zip(values[count:], wanted[count:], strict=True)
     sums = 4 * sum(hint(v.numel()) for v, wants in trained if wants) if chunk < rows else 0
     return chunk * columns * int(dtype.itemsize) + int(rounded) + sums

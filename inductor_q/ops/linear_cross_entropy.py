@@ -32,6 +32,11 @@ STEP = 128
 #: lie there when a step needs the most memory: 1.24 GB of 151,936 rows, where this takes 67 MB.
 SLICE = 1 << 25
 
+#: A batch of at most half or a quarter of these rows has slices of twice or four times that size.
+#: Its products are over sooner than the host has launched them, and it leaves memory that a long
+#: one needs.
+LONG = 2048
+
 #: The gradients of a row's logits are written between this power of two and the next below, times
 #: their softmax: float16 could not hold those of a mean over many rows. Sums of them over rows, the
 #: gradients of weights and bias, it can not: they stay in float32 until backward scales them.
@@ -155,7 +160,7 @@ def _chunks(
     ]
     sizes = max((end - start for start, end in starts), default=0)
     buffer = torch.empty(sizes, columns, dtype=dtype, device=device)
-    rounded = torch.empty(slice_of(weights, dtype), dtype=dtype, device=device)
+    rounded = torch.empty(slice_of(weights, dtype, rows), dtype=dtype, device=device)
     for start, end in starts:
         logits = buffer[: end - start]
         chunk = [x[start:end] for x in inputs]
@@ -210,10 +215,11 @@ def _starts(rows: int, size: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def slice_of(weights: Sequence[Tensor], dtype: torch.dtype) -> int:
+def slice_of(weights: Sequence[Tensor], dtype: torch.dtype, rows: int) -> int:
     """Return how many numbers of a weight of another dtype are rounded at a time."""
+    most = SLICE * min(max(LONG // max(rows, 1), 1), 4)
     others = [w for w in weights if w.dtype != dtype]
-    return max((min(w.numel(), max(SLICE, w.shape[1])) for w in others), default=0)
+    return max((min(w.numel(), max(most, w.shape[1])) for w in others), default=0)
 
 
 def _parts(weight: Tensor, rounded: Tensor) -> Iterator[tuple[slice, Tensor]]:

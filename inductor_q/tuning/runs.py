@@ -30,6 +30,7 @@ class Run:
     compile_s: float = 0.0
     cold: bool = True  # whether it compiled with empty caches
     peak: int = 0  # bytes
+    allocated: int = 0  # bytes of the peak that tensors took, which graphs' pools are not; on a GPU
     memory: int = 0  # bytes of the device; 0 on a CPU, where it is not asked for
     skips: int = 0  # graphs that torch kept out of CUDA graphs
     sites: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # done, not done by choice
@@ -120,7 +121,7 @@ def _run(data: Any) -> list[Run]:
         known = {f.name: data[f.name] for f in fields(Run) if f.name in data}
         for name in ("seconds", "losses"):
             known[name] = tuple(map(float, known.get(name, ())))
-        for name in ("round", "peak", "memory", "skips"):
+        for name in ("round", "peak", "allocated", "memory", "skips"):
             known[name] = int(known.get(name, 0))
         for name in ("compile_s", "wall_s"):
             known[name] = float(known.get(name, 0))

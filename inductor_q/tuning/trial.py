@@ -130,6 +130,7 @@ def measured(watch: Watch, sizes: dict[str, int]) -> dict[str, Any]:
         "losses": [float(loss) for loss in watch.losses],
         "compile_s": calculate_time_spent()["total_wall_time"],
         "peak": watch.peak(),
+        "allocated": torch.cuda.max_memory_allocated() if watch.on_gpu else 0,
         "memory": torch.cuda.mem_get_info()[1] if watch.on_gpu else 0,
         "skips": counters["inductor"]["cudagraph_skips"],
         "sites": _sites(),

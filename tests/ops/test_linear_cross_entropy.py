@@ -169,6 +169,16 @@ def test_a_float32_head_is_rounded_part_by_part(
         assert testing.relative_error(mine, one) <= allowed
 
 
+@pytest.mark.parametrize(
+    ("rows", "times"), [(0, 4), (1, 4), (512, 4), (513, 3), (1024, 2), (2048, 1), (8192, 1)]
+)
+def test_short_batches_have_wider_slices(rows: int, times: int) -> None:
+    head, small = torch.empty(151_936, 4096, device="meta"), torch.empty(10, 16, device="meta")
+    assert module.slice_of([head, small], torch.bfloat16, rows) == times * module.SLICE
+    assert module.slice_of([small], torch.bfloat16, rows) == small.numel()
+    assert module.slice_of([head], head.dtype, rows) == 0
+
+
 def test_no_rows() -> None:
     x, w = torch.randn(0, 64, requires_grad=True), torch.randn(VOCABULARY, 64)
     labels = torch.empty(0, dtype=torch.int64)
