@@ -36,7 +36,7 @@ from inductor_q.loading.merged_layers import (
     PACK,
     is_packed,
     mended,
-    prepare_layers,
+    prepared_layers,
     refusing,
 )
 from inductor_q.loading.merged_values import KEPT, dtype_of_inputs
@@ -104,16 +104,16 @@ def _merging(own: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
         merged = []
-        prepare_layers(self.model, asked.get("adapter_names"))
-        # While adapters are disabled, PEFT's layers merge and come out in their next forward.
-        if asked.get("adapter_names") != [] and not are_disabled(self.model):
-            safe = asked.get("safe_merge", False)
-            merged = merge_experts(self.model, keep=True, safe=safe)
-        try:
-            own(self, *args, **kwargs)
-        except BaseException:
-            unmerge_experts(merged)
-            raise
+        with prepared_layers(self.model, asked.get("adapter_names")):
+            # While adapters are disabled, PEFT's layers merge and come out in their next forward.
+            if asked.get("adapter_names") != [] and not are_disabled(self.model):
+                safe = asked.get("safe_merge", False)
+                merged = merge_experts(self.model, keep=True, safe=safe)
+            try:
+                own(self, *args, **kwargs)
+            except BaseException:
+                unmerge_experts(merged)
+                raise
 
     return merge_adapter
 
@@ -136,11 +136,11 @@ def _unloading(own: Any) -> Any:
     def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
-        prepare_layers(self.model, asked.get("adapter_names"))
         merges = asked.get("adapter_names") != []
-        if merges:
-            check_experts(self.model, safe=asked.get("safe_merge", False))
-        unloaded = own(self, *args, **kwargs)
+        with prepared_layers(self.model, asked.get("adapter_names")):
+            if merges:
+                check_experts(self.model, safe=asked.get("safe_merge", False))
+            unloaded = own(self, *args, **kwargs)
         if merges:
             merge_experts(unloaded, keep=False)
         return _left_alone(unloaded)
