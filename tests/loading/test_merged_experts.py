@@ -248,6 +248,24 @@ def test_a_merged_adapter_is_not_left_in_the_weights(asked: str, tmp_path: Path)
     assert relative_error(logits(whole), expected) < CLOSE
 
 
+def test_what_is_not_merged_is_quantized_beside_what_is() -> None:
+    whole = adapted("mixtral", "dense", targets=["down_proj"])
+    before = stacks(whole)
+    whole.merge_adapter()
+    given: list[str] = []
+
+    def weights(name: str, parameter: nn.Parameter) -> Tensor:
+        given.append(name.rpartition(".")[2])
+        return parameter.detach()
+
+    experts.quantize(whole, "mxfp4", targets=["gate_up_proj"], weights=weights)
+    assert given == ["gate_up_proj"] * 2
+    whole.unmerge_adapter()
+    after = stacks(whole)
+    assert [stack.format for stack in after.values()] == ["mxfp4", "dense"] * 2
+    assert all(after[name] is stack for name, stack in before.items() if "down_proj" in name)
+
+
 def broken(whole: Any) -> experts.ExpertStack:
     """Put a NaN into the last adapter, and return its stack."""
     *_, last = stacks(whole).values()
