@@ -533,6 +533,38 @@ def test_an_adapter_of_another_name_is_said_to_be_with_those_of_experts(told: li
     assert "leaves the adapters of experts on" in said and "peft_config" in said
 
 
+@pytest.mark.parametrize("kind", [peft.LoraConfig, peft.LoHaConfig])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_adapters_of_experts_train_whatever_peft_adds(kind: Any, mixed: bool) -> None:
+    """Before they are there or after; one that somebody has frozen stays so."""
+    net = experts.quantize(model("mixtral"), "mxfp4")
+    first, *others = experts.add_lora(net, r=4)
+    first.requires_grad_(False)
+    config = kind(r=4, target_modules=["q_proj"])
+    whole = peft.get_peft_model(net, config, mixed=mixed)
+    whole.add_adapter("second", config)
+    assert not first.requires_grad and all(part.requires_grad for part in others)
+    (*_, own) = (p for name, p in whole.named_parameters() if "q_proj.base_layer" in name)
+    assert not own.requires_grad
+
+
+def test_adapters_of_experts_that_do_not_train_are_told(told: list[str]) -> None:
+    warn_once.cache_clear()
+    net = experts.quantize(model("mixtral"), "mxfp4")
+    added = experts.add_lora(net, r=4)
+    net = peft.prepare_model_for_kbit_training(net, use_gradient_checkpointing=False)
+    inductor_q.compile(net)
+    assert not any("are frozen" in line for line in told)  # nothing trains
+    whole = inductor_q.compile(peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"])))
+    (said,) = [line for line in told if "are frozen" in line]
+    assert "add_lora after" in said and "prepare_model_for_kbit_training" in said
+    warn_once.cache_clear()
+    for part in added:
+        part.requires_grad_(True)
+    inductor_q.compile(whole)
+    assert len([line for line in told if "are frozen" in line]) == 1
+
+
 @pytest.mark.parametrize("by", ["add_lora", "load_adapter"])
 def test_adapters_by_any_call_can_be_disabled(by: str, tmp_path: Path) -> None:
     whole = adapted("mixtral", "mxfp4")
