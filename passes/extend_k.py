@@ -18,6 +18,10 @@ for.) The pass refuses what does not allow that: an x that an opaque kernel (att
 unless little is copied, and an x that backward would compute again from what forward has written
 over. It also refuses fewer rows than `extend_k.min_rows` of the preset, an adapter in another
 dtype, and everything under numerics "strict".
+
+bitsandbytes' LLM.int8 multiplies gradients in the dtype of its layer's input, also where autocast
+had the forward product in 16 bits. With float32 norms the terms of such a sum are in two dtypes:
+the gradients of all projections of one input, which count for the first of these layers.
 """
 
 from __future__ import annotations
@@ -85,6 +89,11 @@ FACTOR = (
     "a factor that cannot move (a dropout mask, a scaling without fold_lora, or of few rows) "
     "stands inside the adapter"
 )
+GRADIENT = (
+    "backward multiplies in torch.float32, the dtype of the layer's input, and forward and the "
+    "adapter in 16 bits (norms in 16 bits, which PEFT's prepare_model_for_kbit_training makes "
+    "float32, let the adapter's gradient join)"
+)
 WRITTEN = (
     "the forward pass writes to what the input is computed from: "
     "backward would compute other values"
@@ -149,11 +158,13 @@ class ExtendK:
         backward = backward_nodes(graph)
         for found in _sums(graph):
             weight = packed_weight(found.bases[0].weight)
-            reason = _impossible(found)
+            reason, unwanted = _impossible(found), _unwanted(found, context)
+            if reason == GRADIENT and unwanted:
+                reason = ""  # the forward sum is as good as it gets, and so is this one
             if reason:
                 yield Site(found.node, reason, weight, by_choice=reason == FACTOR)
-            elif reason := _unwanted(found, context):
-                yield Site(found.node, reason, weight, by_choice=True)
+            elif unwanted:
+                yield Site(found.node, unwanted, weight, by_choice=True)
             else:
                 # Forward has no tangents, so it shares no product with what depends on one.
                 groups[found.blocks, found.node in backward].append(found)
@@ -276,7 +287,7 @@ def _impossible(found: _Sum) -> str:
     layer = {tensor(base.node).dtype for base in found.bases}
     whole = tensor(found.node).dtype
     if not dtypes <= layer or (layer != {whole} and not _are_widened(layer, whole)):
-        return _in_two_dtypes(dtypes, layer)
+        return GRADIENT if _is_of_input(found, dtypes) else _in_two_dtypes(dtypes, layer)
     if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
         return "one term uses its weight transposed, another does not"
     for one, other in itertools.combinations(found.lows, 2):
@@ -296,6 +307,25 @@ def _in_two_dtypes(adapters: set[torch.dtype], layer: set[torch.dtype]) -> str:
     if layer == {torch.float32} and adapters <= HALVES:
         return f"{found} (a layer whose compute dtype has 16 bits takes them in)"
     return found
+
+
+def _is_of_input(found: _Sum, adapters: set[torch.dtype]) -> bool:
+    """Whether layers multiply their gradients in float32, and computed in 16 bits in forward."""
+    return (
+        not found.transposed
+        and adapters <= HALVES
+        and all(tensor(base.node).dtype is torch.float32 for base in found.bases)
+        and all(_is_decoded_to_16_bits(base) for base in found.bases)
+    )
+
+
+def _is_decoded_to_16_bits(base: Product) -> bool:
+    assert base.weight is not None, f"{base=}"
+    operands = base.weight.args[0]
+    return any(
+        node.args[0] == operands and tensor(node).dtype in HALVES
+        for node in base.weight.graph.find_nodes(op="call_function", target=base.weight.target)
+    )
 
 
 def _are_widened(layer: set[torch.dtype], whole: torch.dtype) -> bool:

@@ -84,13 +84,16 @@ def quantize(
             FP8 in other blocks. Nor is anything changed then.
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
-        StillMerged: `weights` or `checkpoint` would take the place of values with adapters, merged
-            by PEFT's `merge_adapter`. Nothing is changed then.
+        StillMerged: `weights` of the targets, or a `checkpoint`, whose rest is read as well, would
+            take the place of values with adapters, merged by PEFT's `merge_adapter`. Nothing is
+            changed then.
     """
     asked, format = format, format_of_stacks(format)  # an unknown one changes nothing
     _check_settings(asked, model)
-    if weights is not None or checkpoint is not None:  # which have not what was merged
-        check_not_merged(model, f"quantize({'checkpoint' if weights is None else 'weights'}=...)")
+    if checkpoint is not None:  # which has not what was merged, and is read as a whole
+        check_not_merged(model, "quantize(checkpoint=...)")
+    elif weights is not None:
+        check_not_merged(model, "quantize(weights=...)", targets)
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
     for layer in expert_layers(model).values():

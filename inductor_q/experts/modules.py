@@ -36,16 +36,17 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def check_not_merged(model: nn.Module, asked: str) -> None:
-    """Raise where PEFT's `merge_adapter` has put values in the place of stacks, since a stack of
-    those could not be unmerged.
+def check_not_merged(model: nn.Module, asked: str, targets: Collection[str] = PROJECTIONS) -> None:
+    """Raise where PEFT's `merge_adapter` has put values in the place of targeted stacks, since a
+    stack of those could not be unmerged.
 
     Raises:
         StillMerged: it has; `asked` names the call that takes none.
     """
     for path, layer in model.named_modules():
         for name in vars(layer).get(KEPT, {}):
-            raise StillMerged(what=path_of(path, name), asked=asked)
+            if name in targets:
+                raise StillMerged(what=path_of(path, name), asked=asked)
 
 
 def path_of(layer: str, name: str) -> str:

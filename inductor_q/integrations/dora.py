@@ -60,7 +60,7 @@ def forward(
     if base_result is None:  # of an input that dropout has changed
         base_result = functional.linear(x, weight.to(x.dtype))
     elif base_layer.bias is not None:
-        base_result = base_result - base_layer.bias
+        base_result = base_result - base_layer.bias.to(base_result.dtype)
     total: Tensor = (scale - 1) * base_result + scale * adapted * scaling
     return total
 

@@ -21,6 +21,7 @@ from inductor_q.capture.library import Packed
 from inductor_q.capture.packed import packed_tensors
 from inductor_q.experts.forward import IMPLEMENTATION
 from inductor_q.experts.model import use_qfuse
+from inductor_q.integrations.methods import has_own_forward, name_of_forward
 from inductor_q.loading.merges import mend_merges
 from inductor_q.log import log, warn_once
 from inductor_q.options import asked
@@ -98,24 +99,16 @@ def left_to_library(model: nn.Module) -> Iterator[tuple[str, Any, Packed]]:
 def _is_taken(layer: Any, held: Packed) -> bool:
     if held.kind == "experts":
         return bool(layer.config._experts_implementation == IMPLEMENTATION)
-    return getattr(getattr(layer, _called(layer)), "__func__", None) is forward
-
-
-def _called(layer: nn.Module) -> str:
-    """Return the attribute that holds a layer's forward, around which accelerate may have hooks."""
-    return "_old_forward" if "_old_forward" in vars(layer) else "forward"
+    return getattr(getattr(layer, name_of_forward(layer)), "__func__", None) is forward
 
 
 def _take(layer: nn.Module, held: Packed) -> bool:
     """Replace the forward of a layer that can be read, unless somebody already has."""
-    name = _called(layer)
-    if getattr(getattr(layer, name), "__func__", None) is not type(layer).forward:
-        return False
-    if held.read is None:
+    if not has_own_forward(layer) or held.read is None:
         return False
     names = ("weight", *held.beside)
     for each in names:
         layer.get_parameter(each).requires_grad_(False)
     setattr(layer, _TAKEN, (held.read().format, names))
-    setattr(layer, name, MethodType(forward, layer))
+    setattr(layer, name_of_forward(layer), MethodType(forward, layer))
     return True

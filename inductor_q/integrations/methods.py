@@ -23,6 +23,17 @@ def is_replaced(module: nn.Module, name: str) -> bool:
     return held is not None and getattr(held, "__func__", None) is not getattr(type(module), name)
 
 
+def name_of_forward(module: nn.Module) -> str:
+    """Return the attribute that holds a module's forward; accelerate may have hooks around it."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module computes what its class does, and nobody has replaced that."""
+    held: Any = getattr(module, name_of_forward(module))
+    return getattr(held, "__func__", None) is type(module).forward
+
+
 def replace_method(module: nn.Module, function: Callable[..., Any]) -> None:
     """Let `module` call `function` for the method that has its name."""
     setattr(module, function.__name__, MethodType(function, module))

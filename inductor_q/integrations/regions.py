@@ -36,6 +36,7 @@ from inductor_q.integrations.states import (
     tell_of_graphs,
     without_graphs,
 )
+from inductor_q.loading.merged_experts import stacks_of
 from inductor_q.log import warn_once
 from inductor_q.options import check_options, current_device
 
@@ -93,6 +94,7 @@ def compile(
     keep_unpacked(model)
     prepare_first_call(model)
     prepare_unless_strict(model, options)
+    _tell_of_frozen_experts(model)
     given = dict(options or {})
     if given and mode:  # torch takes no mode beside options
         given["qfuse.mode"], mode = mode, None
@@ -207,6 +209,20 @@ def _tell_of_parametrized(layers: list[nn.Module], is_sharded: bool) -> None:
         f"{dynamo_config.recompile_limit} graphs of one function (recompile_limit), and layers "
         f"beyond run in eager mode: {' or '.join(ways) or 'remove the parametrizations'}"
     )
+
+
+def _tell_of_frozen_experts(model: nn.Module) -> None:
+    """Warn where no adapter of experts trains, and something else does: whoever freezes a model to
+    train adapters of it, does so before it has any."""
+    adapters = [part for stack in stacks_of(model) for part in (stack.lora_A, stack.lora_B)]
+    trains = [part.requires_grad for part in adapters if part is not None]
+    if trains and not any(trains) and any(part.requires_grad for part in model.parameters()):
+        warn_once(
+            "inductor_q.compile: the adapters of experts are frozen and other parameters train. "
+            "Call inductor_q.experts.add_lora after what freezes the model, such as PEFT's "
+            "prepare_model_for_kbit_training; or let lora_A and lora_B of each ExpertStack require "
+            "gradients before the optimizer is made"
+        )
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -14,11 +14,15 @@ from torch import nn
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.expert_calls import Stack
 from inductor_q.loading.merged_values import KEPT, dtype_of_values, exactly, tell_of_values
+from inductor_q.log import log
 from inductor_q.modules import modules_of
 
 
 def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[tuple[Any, str]]:
     """Merge the adapters of all experts, and put parameters of the values where their stacks were.
+
+    Where that fails, for want of memory, say, the stacks come back if they were kept. If not, what
+    is merged stays so, and a warning says how to go on: the model computes what it did either way.
 
     Args:
         keep: whether the layers keep their stacks, for `unmerge_experts`. Where they do not, none
@@ -33,17 +37,28 @@ def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[t
         CannotMerge: the experts are sharded, by `shard` or FSDP2. Nothing is changed then.
     """
     merged: list[tuple[Any, str]] = []
+    left = check_experts(model, safe=safe)[::-1]
+    count = len(left)
     try:
-        for layer, name, stack, dtype in check_experts(model, safe=safe):
+        while left:
+            layer, name, stack, dtype = left[-1]
             with exactly(stack):
                 stack._put_values(layer, name, stack.merged(dtype))
+            left.pop()  # so that a stack which is not kept is freed before the next is merged
             if keep:
                 vars(layer).setdefault(KEPT, {})[name] = stack, dtype
                 merged.append((layer, name))
             if stack.format != DENSE:
                 tell_of_values(dtype, stack.format, kept=keep)
+            del stack
     except BaseException:
         unmerge_experts(merged)
+        if not keep:
+            log.warning(
+                f"merging stopped behind {count - len(left)} of {count} projections of experts, "
+                "whose adapters are merged for good; the others have theirs still, and the model "
+                "computes what it did. The same call, once it has what it lacked, merges the rest"
+            )
         raise
     if not keep:
         forget_experts(model)

@@ -55,15 +55,17 @@ def refusing(own: Any) -> Any:
     return merge
 
 
-def prepare_layers(model: nn.Module, asked: list[str] | None) -> None:
+@contextlib.contextmanager
+def prepared_layers(model: nn.Module, asked: list[str] | None) -> Iterator[None]:
     """Raise where a layer's own `merge` would, before adapters are merged into any other.
 
-    A library's own layer of codes, which knows no dtype of values, gets the model's then.
+    A library's own layer of codes, which knows no dtype of values, has the model's while adapters
+    are merged into it, and none where that fails.
     """
     kinds = vars(sys.modules["peft.tuners.lora.layer"])
     of_values: Any = kinds["Linear"]
     of_parameters: Any = kinds.get("ParamWrapper", ())
-    codes: list[Any] = []
+    codes: list[tuple[Any, Any]] = []
     layer: Any
     for layer in model.modules():
         if not isinstance(layer, (of_values, of_parameters)):
@@ -76,9 +78,16 @@ def prepare_layers(model: nn.Module, asked: list[str] | None) -> None:
             _check_parameter(layer)
         elif _read_in_place(base) is not None:
             _check_linear(base)
-            codes.append(base)
-    for base in codes:
+            codes.append((layer, base))
+    for _, base in codes:
         base.dtype = dtype_of_values(model)
+    try:
+        yield
+    except BaseException:
+        for layer, base in codes:
+            if layer.get_base_layer() is base:  # no values are in its place
+                vars(base).pop("dtype", None)
+        raise
 
 
 def _check_parameter(layer: Any) -> None:

@@ -7,7 +7,8 @@ layers ask first whether the layer below is one of ours; for every other they ar
 
 Adapters of experts are no layers of PEFT's, but a part of whichever adapter the model has. So they
 merge and come out again with the model, of whichever of PEFT's tuners: a parameter of values stands
-in the place of each stack. And PEFT's `disable_adapter()` disables them with the others.
+in the place of each stack. PEFT's `disable_adapter()` disables them with the others, and where it
+freezes the model below an adapter that it adds, they train on as PEFT's own do.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from inductor_q.loading.merged_layers import (
     PACK,
     is_packed,
     mended,
-    prepare_layers,
+    prepared_layers,
     refusing,
 )
 from inductor_q.loading.merged_values import KEPT, dtype_of_inputs
@@ -96,6 +97,23 @@ def _mend() -> None:
         of_parameters.merge = refusing(of_parameters.merge)
 
 
+def _injecting(own: Any) -> Any:
+    """Return `inject_adapter` of PEFT's model, which freezes no adapter of experts.
+
+    It freezes whatever is not its own in the model that it wraps, or gives another adapter.
+    """
+
+    @functools.wraps(own)
+    def inject_adapter(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        adapters = [part for stack in stacks_of(model) for part in (stack.lora_A, stack.lora_B)]
+        trained = [part for part in adapters if part is not None and part.requires_grad]
+        own(self, model, *args, **kwargs)
+        for part in trained:
+            part.requires_grad_(True)
+
+    return inject_adapter
+
+
 def _merging(own: Any) -> Any:
     """Return `merge_adapter` of PEFT's model, which merges experts as well."""
 
@@ -104,16 +122,16 @@ def _merging(own: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
         merged = []
-        prepare_layers(self.model, asked.get("adapter_names"))
-        # While adapters are disabled, PEFT's layers merge and come out in their next forward.
-        if asked.get("adapter_names") != [] and not are_disabled(self.model):
-            safe = asked.get("safe_merge", False)
-            merged = merge_experts(self.model, keep=True, safe=safe)
-        try:
-            own(self, *args, **kwargs)
-        except BaseException:
-            unmerge_experts(merged)
-            raise
+        with prepared_layers(self.model, asked.get("adapter_names")):
+            # While adapters are disabled, PEFT's layers merge and come out in their next forward.
+            if asked.get("adapter_names") != [] and not are_disabled(self.model):
+                safe = asked.get("safe_merge", False)
+                merged = merge_experts(self.model, keep=True, safe=safe)
+            try:
+                own(self, *args, **kwargs)
+            except BaseException:
+                unmerge_experts(merged)
+                raise
 
     return merge_adapter
 
@@ -136,11 +154,11 @@ def _unloading(own: Any) -> Any:
     def merge_and_unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         widen(self.model)
         asked = _asked(own, self, args, kwargs)
-        prepare_layers(self.model, asked.get("adapter_names"))
         merges = asked.get("adapter_names") != []
-        if merges:
-            check_experts(self.model, safe=asked.get("safe_merge", False))
-        unloaded = own(self, *args, **kwargs)
+        with prepared_layers(self.model, asked.get("adapter_names")):
+            if merges:
+                check_experts(self.model, safe=asked.get("safe_merge", False))
+            unloaded = own(self, *args, **kwargs)
         if merges:
             merge_experts(unloaded, keep=False)
         return _left_alone(unloaded)
@@ -216,6 +234,7 @@ def _activating(own: Any) -> Any:
 
 
 _AROUND = {
+    "inject_adapter": _injecting,
     "merge_adapter": _merging,
     "unmerge_adapter": _unmerging,
     "merge_and_unload": _unloading,

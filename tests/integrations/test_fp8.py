@@ -351,6 +351,24 @@ def test_an_adapter_merges_into_the_values(how: dict[str, Any]) -> None:
     assert len(layers(whole)) == LINEARS - 2  # what has no adapter stays packed
 
 
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+def test_a_layer_that_was_not_merged_has_no_dtype(merge: str, mended: None) -> None:
+    """Where a later layer fails: transformers gives its layer none."""
+    adapted = lora(net(), "q_proj", "down_proj")
+    first = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    last = adapted.base_model.model.model.layers[-1].mlp.down_proj
+    last.lora_B["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaNs detected"):
+        getattr(adapted, merge)(safe_merge=True)
+    assert type(first.base_layer) is nn.Linear or merge == "merge_and_unload"
+    assert last.base_layer in layers(adapted)
+    assert not any(hasattr(linear, "dtype") for linear in layers(adapted))
+    if merge == "merge_adapter":
+        adapted.unmerge_adapter()
+        assert first.base_layer in layers(adapted)
+        assert not any(hasattr(linear, "dtype") for linear in layers(adapted))
+
+
 def test_16_bit_models_are_merged_in_16_bits(mended: None) -> None:
     model = net()
     for parameter in model.parameters():

@@ -248,6 +248,24 @@ def test_a_merged_adapter_is_not_left_in_the_weights(asked: str, tmp_path: Path)
     assert relative_error(logits(whole), expected) < CLOSE
 
 
+def test_what_is_not_merged_is_quantized_beside_what_is() -> None:
+    whole = adapted("mixtral", "dense", targets=["down_proj"])
+    before = stacks(whole)
+    whole.merge_adapter()
+    given: list[str] = []
+
+    def weights(name: str, parameter: nn.Parameter) -> Tensor:
+        given.append(name.rpartition(".")[2])
+        return parameter.detach()
+
+    experts.quantize(whole, "mxfp4", targets=["gate_up_proj"], weights=weights)
+    assert given == ["gate_up_proj"] * 2
+    whole.unmerge_adapter()
+    after = stacks(whole)
+    assert [stack.format for stack in after.values()] == ["mxfp4", "dense"] * 2
+    assert all(after[name] is stack for name, stack in before.items() if "down_proj" in name)
+
+
 def broken(whole: Any) -> experts.ExpertStack:
     """Put a NaN into the last adapter, and return its stack."""
     *_, last = stacks(whole).values()
@@ -289,6 +307,28 @@ def test_experts_come_back_where_another_layer_fails() -> None:
     with pytest.raises(ValueError, match="NaNs detected"):
         whole.merge_adapter(safe_merge=True)
     assert stacks(whole) == before
+
+
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_lora"])
+def test_a_merge_for_good_that_fails_in_the_middle_can_go_on(
+    merge: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where memory ends: here a matrix has another shape."""
+    whole = adapted("mixtral", "mxfp4")
+    expected, before = logits(whole), stacks(whole)
+    *_, last = before.values()
+    assert last.lora_B is not None
+    values = last.lora_B.data
+    last.lora_B.data = values[..., :1]
+    with pytest.raises(RuntimeError, match="shape"):
+        MERGES[merge](whole)
+    said = "merging stopped behind 3 of 4 projections of experts, whose adapters are merged for"
+    assert said in caplog.text
+    assert [*stacks(whole).values()] == [last]
+    last.lora_B.data = values
+    assert relative_error(logits(whole), expected) < CLOSE
+    MERGES[merge](whole)
+    assert not stacks(whole) and relative_error(logits(whole), expected) < CLOSE
 
 
 def test_no_adapter_asked_for_merges_no_experts() -> None:
@@ -491,6 +531,38 @@ def test_an_adapter_of_another_name_is_said_to_be_with_those_of_experts(told: li
     whole.set_adapter("default")
     (said,) = [line for line in told if "set_adapter" in line]
     assert "leaves the adapters of experts on" in said and "peft_config" in said
+
+
+@pytest.mark.parametrize("kind", [peft.LoraConfig, peft.LoHaConfig])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_adapters_of_experts_train_whatever_peft_adds(kind: Any, mixed: bool) -> None:
+    """Before they are there or after; one that somebody has frozen stays so."""
+    net = experts.quantize(model("mixtral"), "mxfp4")
+    first, *others = experts.add_lora(net, r=4)
+    first.requires_grad_(False)
+    config = kind(r=4, target_modules=["q_proj"])
+    whole = peft.get_peft_model(net, config, mixed=mixed)
+    whole.add_adapter("second", config)
+    assert not first.requires_grad and all(part.requires_grad for part in others)
+    (*_, own) = (p for name, p in whole.named_parameters() if "q_proj.base_layer" in name)
+    assert not own.requires_grad
+
+
+def test_adapters_of_experts_that_do_not_train_are_told(told: list[str]) -> None:
+    warn_once.cache_clear()
+    net = experts.quantize(model("mixtral"), "mxfp4")
+    added = experts.add_lora(net, r=4)
+    net = peft.prepare_model_for_kbit_training(net, use_gradient_checkpointing=False)
+    inductor_q.compile(net)
+    assert not any("are frozen" in line for line in told)  # nothing trains
+    whole = inductor_q.compile(peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"])))
+    (said,) = [line for line in told if "are frozen" in line]
+    assert "add_lora after" in said and "prepare_model_for_kbit_training" in said
+    warn_once.cache_clear()
+    for part in added:
+        part.requires_grad_(True)
+    inductor_q.compile(whole)
+    assert len([line for line in told if "are frozen" in line]) == 1
 
 
 @pytest.mark.parametrize("by", ["add_lora", "load_adapter"])

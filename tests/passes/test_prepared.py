@@ -13,10 +13,12 @@ from torch import Tensor, fx
 import inductor_q
 from inductor_q import testing
 from inductor_q.integrations import prepare_checkpointing
-from tests.support.compiling import count_ops, gradients, partition
+from inductor_q.passes.extend_k import GRADIENT
+from tests.support.compiling import count_ops, gradients, no_codegen, partition
 
-for extra in ("bitsandbytes", "peft", "transformers"):
-    pytest.importorskip(extra)
+pytest.importorskip("bitsandbytes")
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYERS = 2
@@ -124,3 +126,31 @@ def test_without_autocast_the_reason_names_the_way_out() -> None:
         "the adapter computes in torch.float32, the layer in torch.bfloat16 "
         "(autocast or 16-bit adapters let them join the main product)"
     }
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "refused"),
+    [(True, ROWS, 1), (True, {}, 0), (False, ROWS, 0)],
+    ids=["float32 norms", "few rows", "norms in 16 bits"],
+)
+def test_llm_int8_multiplies_gradients_in_the_dtype_of_the_norms(
+    prepare: bool, options: dict[str, Any], refused: int
+) -> None:
+    """Those of gate and up are one sum, which counts for one of the two. Where no sum of so few
+    rows is rewritten, nothing has failed."""
+    config = testing.tiny_qwen3_config(num_hidden_layers=1)
+    base = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    inductor_q.quantize(base, "llm_int8", progress=False)
+    if prepare:
+        base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear"))
+    model.forward = torch.autocast("cpu", BF16)(model.forward)  # as accelerate has it
+    torch._dynamo.reset()
+    inductor_q.compile(model.train(), options=options)
+    with no_codegen():
+        step(model, autocast=False)
+    report = inductor_q.last_report()
+    assert report is not None
+    verdicts = report.verdicts().values()
+    assert [v.reason for v in verdicts if v.status != "fused"] == [GRADIENT] * refused
+    assert len(verdicts) == 7
