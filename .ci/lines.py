@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8400,
+    "benchmarks": 8475,
     "csrc": 4515,
-    "docs": 2115,
+    "docs": 2120,
     "examples": 1190,
     "inductor_q": 6850,
     "inductor_q/capture": 2645,
@@ -33,7 +33,7 @@ BUDGET = {
     "inductor_q/loading": 2605,
     "inductor_q/ops": 2960,
     "inductor_q/presets": 690,
-    "inductor_q/tuning": 1135,
+    "inductor_q/tuning": 1140,
     "lowerings": 1070,
     "passes": 7690,
     "tests": 50860,

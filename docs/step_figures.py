@@ -69,13 +69,18 @@ RATES = {
     "step_surogate-checkpointed-h200": "Surogate's step, checkpointing",
 }
 BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
-#: The scripts in examples/, each a process, at the batches that they make.
-SCRIPTS = {
-    "trainers-h200": "`examples/trainer.py` as it is, 8 layers, two paragraphs of a book a batch",
-    "trainers_sft-h200": "`examples/sft.py` as it is (TRL), the same batches",
+#: What README has of the scripts in examples/: the file, the script, and who stands in the columns.
+SHOWN_SCRIPTS = {
+    "`examples/sft.py` as it is (TRL), 8 layers, two paragraphs of a book a batch; "
+    "eager and stock Inductor without cuDNN": (
+        ("trainers_together-h200", "SFT"),
+        ("eager[no cuDNN]", "inductor[no cuDNN]", "qfuse"),
+    ),
+    "`examples/trainer.py`, 8 layers, the same padded to multiples of 256; CUDA graphs for both": (
+        ("trainers_padded-h200", "Trainer"),
+        ("eager", "inductor[CUDA graphs]", "qfuse[CUDA graphs]"),
+    ),
 }
-#: The same beside eager mode without cuDNN's plans, where qfuse starts from its caches.
-PLANS = ("trainers_plans-h200", "trainers_sft_plans-h200")
 
 
 PEER_NAMES = {
@@ -88,10 +93,14 @@ PEER_NAMES = {
 
 def readme_step() -> str:
     body: list[Sequence[str]] = []
-    for name, what in {**RECIPES, **SCRIPTS, **BARE}.items():
+    shown = {what: ((name, ""), PEERS) for name, what in RECIPES.items()} | SHOWN_SCRIPTS
+    shown |= {what: ((name, ""), PEERS) for name, what in BARE.items()}
+    for what, ((name, script), peers) in shown.items():
+        case = {"script": script} if script else {}
+        found = [row(name, peer, **case) for peer in peers]
         body += [
-            (what, "time per step", *(ms(seconds(name, peer)) for peer in PEERS)),
-            ("", "peak memory", *(gb(extra(name, peer, "peak_bytes")) for peer in PEERS)),
+            (what, "time per step", *(ms(each["timing"]["median"]) for each in found)),
+            ("", "peak memory", *(gb(each["extra"]["peak_bytes"]) for each in found)),
         ]
     return table(("", "", "eager", "stock Inductor", "qfuse"), body)
 
@@ -404,47 +413,42 @@ def recipe_graphs() -> str:
 GRAPHS = "qfuse[triton.cudagraphs=True]"
 
 
-def scripts() -> str:
-    """Show the scripts in examples/, by process: steps, compile time, peak and loss."""
-    return _scripts(*SCRIPTS)
-
-
-def plans() -> str:
-    """Show the same beside eager mode whose attention needs no plans."""
-    return _scripts(*PLANS)
-
-
-def _scripts(*names: str) -> str:
+def scripts(*names: str) -> str:
+    """Show the scripts in examples/, each a process: steps, memory, loss, and what compiling takes
+    unless they compiled side by side."""
     called = {
         "eager": "eager",
         "eager[no cuDNN]": "eager, without cuDNN",
         "inductor": "stock Inductor",
         "inductor[no cuDNN]": "stock Inductor, without cuDNN",
+        "inductor[CUDA graphs]": "stock Inductor, CUDA graphs",
         "qfuse": "qfuse",
         "qfuse[CUDA graphs]": "qfuse, CUDA graphs",
     }
     body = []
     for name in names:
+        beside = result(name)["settings"].get("together")
         for case in cases(name):
             for peer in called:
                 if not rows(name, peer, **case):
                     continue
                 found = row(name, peer, **case)
                 told = found["extra"]
-                start = "" if told.get("cold", True) else ", caches"
                 off = told.get("loss_deviation")
+                tensors = told.get("allocated_bytes")
                 body.append(
                     (
                         case["script"],
                         called[peer],
                         ms(found["timing"]["median"]),
                         ms(found["timing"]["best"]),
-                        f"{told['compile_s']:.0f} s{start}",
+                        "" if beside else f"{told['compile_s']:.0f} s",
                         gb(told["peak_bytes"]),
+                        gb(tensors) if tensors else "",
                         "" if off is None else f"{off:.2%}".replace("%", " %"),
                     )
                 )
-    header = ("script", "", "a step", "the shortest", "compiling", "memory")
+    header = ("script", "", "a step", "the shortest", "compiling", "memory", "of it tensors")
     return f"{table((*header, 'loss, largest deviation'), body)}\n\n{source(*names)}"
 
 
