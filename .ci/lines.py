@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8475,
+    "benchmarks": 8535,
     "csrc": 4515,
     "docs": 2120,
     "examples": 1190,
@@ -27,16 +27,16 @@ BUDGET = {
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1370,
     "inductor_q/formats": 1920,
-    "inductor_q/integrations": 2020,
+    "inductor_q/integrations": 2060,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8180,
     "inductor_q/loading": 2605,
     "inductor_q/ops": 2960,
     "inductor_q/presets": 690,
-    "inductor_q/tuning": 1140,
+    "inductor_q/tuning": 1150,
     "lowerings": 1070,
     "passes": 7690,
-    "tests": 50860,
+    "tests": 51000,
 }
 
 

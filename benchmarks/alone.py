@@ -1,7 +1,7 @@
 """Have the machine alone while something is measured, among commands that run side by side.
 
-Who starts the commands gives each a process group of its own, and names a folder in the environment
-that holds a file for each group. Without that folder nothing is stopped.
+Whatever starts the commands gives each a process group of its own, and names a folder in the
+environment that holds a file for each group. Without that folder nothing is stopped.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def alone() -> Iterator[None]:
             _depth -= 1
             # Before the lock is free: else one that is still stopped could get it.
             signal_groups(others, signal.SIGCONT)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open
 
 
 def start(
@@ -55,18 +56,30 @@ def start(
         fcntl.flock(lock, fcntl.LOCK_EX)
         env = {**env, FOLDER: str(folder)}
         process = subprocess.Popen(command, env=env, start_new_session=True, **options)
-        (folder / f"{process.pid}.group").touch()
+        (folder / f"{process.pid}.group").write_text(str(os.getpgrp()))
     return process
 
 
 def end(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Take note that a command has ended, or kill it with what it has started."""
-    if process.poll() is None:
-        signal_groups({process.pid}, signal.SIGKILL)
-        process.wait()
-    (folder / f"{process.pid}.group").unlink()
+    """Kill what is left of a command, and of the commands that it has started in this way."""
+    _forget(folder, process.pid)
+    process.wait()
+    wake(folder)
+
+
+def _forget(folder: Path, group: int) -> None:
+    signal_groups({group}, signal.SIGKILL)
+    (folder / f"{group}.group").unlink(missing_ok=True)
+    for file in folder.glob("*.group"):
+        with contextlib.suppress(FileNotFoundError):  # ended since it was listed
+            if file.read_text() == str(group):
+                _forget(folder, int(file.stem))
+
+
+def wake(folder: Path) -> None:
+    """Let all commands go on unless one measures: it may have died with the others stopped."""
     with (folder / LOCK).open("w") as lock, contextlib.suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody measures, perhaps since it ended
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         signal_groups(groups(folder), signal.SIGCONT)
 
 

@@ -9,8 +9,8 @@ same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwe
 sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
 
 ``eager[no cuDNN]`` and ``inductor[no cuDNN]`` have torch prefer other kernels of attention, which
-need no plan for each length. ``--pad`` leaves few lengths; CUDA graphs, of which there is one for
-each length, are among the peers then. ``qfuse[name=value;...]`` has options of a preset.
+need no plan for each length. With ``--pad`` lengths are few, and peers in CUDA graphs, one for each
+length, are added. ``qfuse[name=value;...]`` has options of a preset.
 
 A step lasts from the end of an optimizer's step to that of the next, data loading and logging
 included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
@@ -27,6 +27,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -77,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--pad", type=int, help="pad lengths to a multiple of this")
     parser.add_argument("--caches", type=Path, help="keep caches and logs in this folder")
     parser.add_argument("--together", action="store_true", help="compile all side by side")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds for a run and its waiting"
+    )
     arguments = parser.parse_args(argv)
     if arguments.pad and arguments.out is None:
         parser.error("--pad: name a file by --out, since the usual one is of scripts as they are")
@@ -100,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
             torch.cuda.empty_cache()
             size = ["--model", model, "--length", "2048", "--data", str(BOOK)]
         pool = stack.enter_context(ThreadPoolExecutor(len(wanted) if arguments.together else 1))
+        crew = Crew(folder)
         futures = {}
         for name, peer in wanted:
             command = " ".join(
@@ -107,30 +112,57 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
             )
             own = work / _slug(name) / _slug(peer)
             launch = Launcher(command, arguments.steps, place, select(suite.device), own)
-            future = pool.submit(_run, launch, *conditions[peer], folder, arguments.limit)
+            future = pool.submit(_run, launch, *conditions[peer], crew, arguments.limit)
             futures[future] = name, peer
-        for future in as_completed(futures):
-            name, peer = futures[future]
-            runs[name, peer] = run, _ = future.result()
-            seen = run.error or f"{1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
-            harness.console.print(f"{name}, {peer}: {seen}", highlight=False, markup=False)
-            _fill(suite, {key: runs[key] for key in wanted if key in runs}, arguments.pad)
-            harness.keep(suite, arguments)
+        try:
+            for future in as_completed(futures):
+                name, peer = futures[future]
+                runs[name, peer] = run, _ = future.result()
+                seen = run.error or f"{1e3 * run.step_s:.1f} ms, the process {run.wall_s:.0f} s"
+                harness.console.print(f"{name}, {peer}: {seen}", highlight=False, markup=False)
+                _fill(suite, {key: runs[key] for key in wanted if key in runs}, arguments.pad)
+                harness.keep(suite, arguments)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            crew.end()
+            raise
     harness.finish(suite, arguments, extras=EXTRAS)
     return suite
 
 
+class Crew:
+    """The processes that run side by side, which a folder knows of (benchmarks.alone). They are in
+    sessions of their own, so Ctrl-C does not reach them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.over = threading.Event()
+
+    def start(self, *arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = alone.start(self.folder, *arguments, **options)
+        self.processes.append(process)
+        if self.over.is_set():
+            alone.end(self.folder, process)
+        return process
+
+    def end(self) -> None:
+        self.over.set()
+        for process in self.processes:
+            alone.end(self.folder, process)
+
+
 def _run(
-    launch: Launcher, condition: Condition, variables: dict[str, str], folder: Path, limit: float
+    launch: Launcher, condition: Condition, variables: dict[str, str], crew: Crew, limit: float
 ) -> tuple[Run, str]:
-    """Run a script as a peer is, among others that `folder` knows of. Return with it the line that
-    the callback printed, empty where there is none."""
+    """Run a script as a peer is. Return with it the line that the callback printed, empty where
+    there is none."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    processes: list[subprocess.Popen[bytes]] = []
+    own: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        processes.append(alone.start(folder, *arguments, **options))
-        return processes[-1]
+        own.append(crew.start(*arguments, **options))
+        return own[-1]
 
     variables = {"PYTHONPATH": paths, **variables}
     launch = replace(launch, variables=variables, module="benchmarks.tail", start=start)
@@ -139,9 +171,9 @@ def _run(
     except OutOfBudget:
         return Run(condition=condition.name, error=f"took more than {limit:.0f} s"), ""
     finally:
-        for process in processes:
-            alone.end(folder, process)
-    log = (launch.work / _slug(condition.name) / "run1.log").read_text("utf-8", "replace")
+        for process in own:
+            alone.end(crew.folder, process)
+    log = launch.log(condition, 1).read_text("utf-8", "replace")
     found = None if condition in (EAGER, STOCK) else LINE.search(log)
     return run, found[0].strip() if found else ""
 
@@ -149,7 +181,7 @@ def _run(
 def _condition(peer: str) -> tuple[Condition, dict[str, str]]:
     if peer in PEERS:
         return PEERS[peer]
-    options = peer_options(peer) if peer.startswith("qfuse[") else None
+    options = peer_options(peer) if re.match(r"qfuse\[[^]]*=", peer) else None
     if options is None:
         sys.exit(f"--backends {peer!r}: there are {', '.join(PEERS)} and qfuse[name=value;...]")
     return Condition("options", options), {}
@@ -184,7 +216,9 @@ def _temporary(stack: contextlib.ExitStack) -> Path:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"\W+", "-", text)
+    """Return a name for a folder; two texts have two."""
+    readable = re.sub(r"\W+", "-", text).strip("-")
+    return f"{readable}-{zlib.crc32(text.encode()):08x}"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 ``trainer`` is the model as transformers and PEFT have it, ``qfuse`` the same under
 ``QfuseCallback``. transformers' Trainer calls ``model.train()`` and ``model.num_parameters()`` for
-each batch; TRL's trainers with a reference pass (DPO, KTO, GRPO) disable the adapters and gradient
-checkpointing around it. There ``QfuseCallback`` adds a walk of its own, since what TRL enables
-again has to be prepared again, and one for each of the two states that the model enters.
+each batch, and lists all parameters to clip gradients and to drop them. TRL's trainers with a
+reference pass (DPO, KTO, GRPO) disable the adapters and gradient checkpointing around it. There
+``QfuseCallback`` adds a walk of its own, since what TRL enables again has to be prepared again, and
+one for each of the two states that the model enters.
 
 The model is small in all but its layers, and on the CPU: how large a weight is costs no walk time.
 """
@@ -74,6 +75,8 @@ def _calls(model: Any) -> dict[str, Callable[[], object]]:
     return {
         "train": model.train,
         "num_parameters": model.num_parameters,
+        "parameters": lambda: list(model.parameters()),
+        "zero_grad": model.zero_grad,
         "reference pass": reference,
     }
 

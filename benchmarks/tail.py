@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
             if steps == max(before, 1):
                 measuring.enter_context(alone())
 
-        register_optimizer_step_post_hook(stepped)
+        measuring.callback(register_optimizer_step_post_hook(stepped).remove)
         return trial.main(argv)
 
 

@@ -64,6 +64,7 @@ def run(commands: Mapping[str, Sequence[str]], out: Path, limit: float) -> int:
         running = {n: _start(n, command, out, Path(scratch)) for n, command in commands.items()}
         while running:
             time.sleep(0.2)
+            alone.wake(Path(scratch))
             late = time.monotonic() - began > limit
             for name, process in list(running.items()):
                 if process.poll() is None and not late:

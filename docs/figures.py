@@ -611,6 +611,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "ranks.lean": lambda: ms(seconds("ranks_extend_k-h100", "qfuse[qfuse.passes=-extend_k]")),
     "ranks.stock": lambda: ms(seconds("ranks_extend_k-h100", "inductor")),
     "scripts.graphs": lambda: ms(seconds("trainers_padded-h200", "qfuse[CUDA graphs]")),
+    "scripts.stock_graphs": lambda: ms(seconds("trainers_padded-h200", "inductor[CUDA graphs]")),
+    "scripts.plans": lambda: ms(seconds("trainers_together-h200", "eager", script="SFT")),
     "scripts.no_graphs": lambda: ms(seconds("trainers_padded-h200", "qfuse")),
     "small.graphs": lambda: ms(seconds("step_small-h100", step_figures.GRAPHS)),
     "small.qfuse": lambda: ms(seconds("step_small-h100", "qfuse")),

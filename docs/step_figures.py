@@ -76,7 +76,8 @@ SHOWN_SCRIPTS = {
         ("trainers_together-h200", "SFT"),
         ("eager[no cuDNN]", "inductor[no cuDNN]", "qfuse"),
     ),
-    "`examples/trainer.py`, 8 layers, the same padded to multiples of 256; CUDA graphs for both": (
+    "`examples/trainer.py`, 8 layers, the same padded to multiples of 256; both compilers in CUDA "
+    "graphs": (
         ("trainers_padded-h200", "Trainer"),
         ("eager", "inductor[CUDA graphs]", "qfuse[CUDA graphs]"),
     ),
@@ -435,6 +436,7 @@ def scripts(*names: str) -> str:
                 found = row(name, peer, **case)
                 told = found["extra"]
                 off = told.get("loss_deviation")
+                start = "" if told.get("cold", True) else ", caches"
                 tensors = told.get("allocated_bytes")
                 body.append(
                     (
@@ -442,7 +444,7 @@ def scripts(*names: str) -> str:
                         called[peer],
                         ms(found["timing"]["median"]),
                         ms(found["timing"]["best"]),
-                        "" if beside else f"{told['compile_s']:.0f} s",
+                        "" if beside else f"{told['compile_s']:.0f} s{start}",
                         gb(told["peak_bytes"]),
                         gb(tensors) if tensors else "",
                         "" if off is None else f"{off:.2%}".replace("%", " %"),
@@ -458,6 +460,8 @@ def walks() -> str:
     calls = {
         "train": "`model.train()`",
         "num_parameters": "`model.num_parameters()`",
+        "parameters": "`list(model.parameters())`",
+        "zero_grad": "`model.zero_grad()`",
         "reference pass": "around a reference pass",
     }
     peers = ("trainer", "qfuse")

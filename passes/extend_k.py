@@ -90,9 +90,9 @@ FACTOR = (
     "stands inside the adapter"
 )
 GRADIENT = (
-    "backward multiplies in torch.float32, the dtype of the layer's input, and forward and the "
-    "adapter in 16 bits (norms in 16 bits, which PEFT's prepare_model_for_kbit_training makes "
-    "float32, let the adapter's gradient join)"
+    "backward multiplies in torch.float32, the dtype of the layer's input; forward and the adapter "
+    "are in 16 bits. PEFT's prepare_model_for_kbit_training makes norms float32: with norms in 16 "
+    "bits the adapter's gradient can join"
 )
 WRITTEN = (
     "the forward pass writes to what the input is computed from: "
@@ -160,7 +160,7 @@ class ExtendK:
             weight = packed_weight(found.bases[0].weight)
             reason, unwanted = _impossible(found), _unwanted(found, context)
             if reason == GRADIENT and unwanted:
-                reason = ""  # the forward sum is as good as it gets, and so is this one
+                reason = ""  # by choice: the forward sum of so few rows is not rewritten either
             if reason:
                 yield Site(found.node, reason, weight, by_choice=reason == FACTOR)
             elif unwanted:
@@ -287,7 +287,7 @@ def _impossible(found: _Sum) -> str:
     layer = {tensor(base.node).dtype for base in found.bases}
     whole = tensor(found.node).dtype
     if not dtypes <= layer or (layer != {whole} and not _are_widened(layer, whole)):
-        return GRADIENT if _is_of_input(found, dtypes) else _in_two_dtypes(dtypes, layer)
+        return GRADIENT if _has_wide_gradients(found, dtypes) else _in_two_dtypes(dtypes, layer)
     if len({peel_transposes(base.rhs)[1] for base in found.bases}) > 1:
         return "one term uses its weight transposed, another does not"
     for one, other in itertools.combinations(found.lows, 2):
@@ -309,7 +309,7 @@ def _in_two_dtypes(adapters: set[torch.dtype], layer: set[torch.dtype]) -> str:
     return found
 
 
-def _is_of_input(found: _Sum, adapters: set[torch.dtype]) -> bool:
+def _has_wide_gradients(found: _Sum, adapters: set[torch.dtype]) -> bool:
     """Whether layers multiply their gradients in float32, and computed in 16 bits in forward."""
     return (
         not found.transposed

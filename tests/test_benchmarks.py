@@ -673,6 +673,12 @@ def test_bench_loss(tmp_path: Path) -> None:
     bench_loss.main(["--device", "cpu", "--quick", "--out", str(out)])
     rows = check_file(out, "bench_loss", set(bench_loss.PEERS))
     assert all(row["extra"]["error"] < 0.01 for row in rows)
+    command = ["--device", "cpu", "--quick", "--backends", "whole", "128", "--out", str(out)]
+    bench_loss.main([*command, "--head", "float32", "--tokens", "24", "40"])
+    cases = [
+        (row["case"]["shape"], row["case"]["head"]) for row in json.loads(out.read_text())["rows"]
+    ]
+    assert cases[::2] == cases[1::2] == [("24x16x300", "float32"), ("40x16x300", "float32")]
 
 
 def test_bench_rows(tmp_path: Path) -> None:
@@ -759,7 +765,7 @@ def test_bench_walks(tmp_path: Path) -> None:
     out = tmp_path / "walks.json"
     bench_walks.main(["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    calls = ("train", "num_parameters", "reference pass")
+    calls = ("train", "num_parameters", "parameters", "zero_grad", "reference pass")
     expected = [(call, peer) for call in calls for peer in ("trainer", "qfuse")]
     assert [(row["case"]["call"], row["peer"]) for row in rows] == expected
     assert all(row["timing"]["best"] > 0 and row["case"]["layers"] == 1 for row in rows)

@@ -84,9 +84,9 @@ def quantize(
             FP8 in other blocks. Nor is anything changed then.
         NothingToQuantize: every projection is packed by an earlier call, in another format.
         WrongCheckpoint: it lacks tensors of the model, or has them in other shapes.
-        StillMerged: `weights` of the targets, or a `checkpoint`, whose rest is read as well, would
-            take the place of values with adapters, merged by PEFT's `merge_adapter`. Nothing is
-            changed then.
+        StillMerged: PEFT's `merge_adapter` has merged adapters into a target, where there are
+            `weights`, or into any expert, where there is a `checkpoint`, which is read as a whole.
+            Nothing is changed then.
     """
     asked, format = format, format_of_stacks(format)  # an unknown one changes nothing
     _check_settings(asked, model)

@@ -14,7 +14,7 @@ from torch import nn
 
 #: Methods that a trainer calls between forwards and no forward calls, which its model may have
 #: replaced (inductor_q.integrations.walks).
-BETWEEN_FORWARDS = ("train", "num_parameters", "disable_adapter")
+BETWEEN_FORWARDS = ("train", "num_parameters", "disable_adapter", "parameters", "zero_grad")
 
 
 def is_replaced(module: nn.Module, name: str) -> bool:

@@ -3,7 +3,9 @@
 transformers' Trainer calls `model.train()`, which sets an attribute of every module, and
 `model.num_parameters()`, to add up floating-point operations. A model with adapters has thousands
 of modules. So a model that a trainer trains first reads whether all modules train already, and
-counts its parameters once.
+counts its parameters once. The Trainer lists them twice more in each step, to clip their gradients
+and to drop them (`parameters()`, `zero_grad()`). torch makes a name for each on the way, and hands
+it through a generator of every module around it. A model of PEFT lists them without both.
 
 Where TRL's trainers need a reference, they call PEFT's `model.disable_adapter()`. PEFT describes
 every adapter first, with devices and gradients, to learn from that whether they are enabled. Here
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from inductor_q.integrations.methods import is_replaced, replace_method
@@ -49,6 +52,17 @@ def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., A
     yield model, "train", train
     yield base_model(model), "num_parameters", num_parameters
     yield model, "disable_adapter", disable_adapter
+    if _lists_as_modules_do(model):
+        yield model, "parameters", parameters
+        yield model, "zero_grad", zero_grad
+
+
+def _lists_as_modules_do(model: nn.Module) -> bool:
+    """Whether a model's class leaves these methods alone, and another model within computes. Of one
+    that computes itself, transformers lists parameters while Dynamo traces its forward."""
+    names = ("parameters", "zero_grad", "named_parameters", "named_modules")
+    own = all(getattr(type(model), name) is getattr(nn.Module, name) for name in names)
+    return own and model is not base_model(model)
 
 
 def train(self: Any, mode: bool = True) -> Any:
@@ -81,6 +95,31 @@ def num_parameters(
             return count
         found[key] = count
     return found[key]
+
+
+def parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """Yield what the method of the model's class does, in its order."""
+    if not recurse:
+        yield from type(self).parameters(self, recurse=False)
+        return
+    met: set[int] = set()
+    for module in modules_of(self):
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in met:
+                met.add(id(parameter))
+                yield parameter
+
+
+def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    """Do what the method of the model's class does."""
+    if not set_to_none or getattr(self, "_is_replica", False):
+        type(self).zero_grad(self, set_to_none)
+        return
+    # Packed parameters are of a subclass, which Python would be asked for each gradient.
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters(self):
+            if parameter.grad is not None:
+                parameter.grad = None
 
 
 @contextlib.contextmanager

@@ -43,21 +43,24 @@ def merge_experts(model: nn.Module, *, keep: bool, safe: bool = False) -> list[t
         while left:
             layer, name, stack, dtype = left[-1]
             with exactly(stack):
-                stack._put_values(layer, name, stack.merged(dtype))
+                values = stack.merged(dtype)
+                if keep:  # before anything is replaced, so that it can be put back
+                    vars(layer).setdefault(KEPT, {})[name] = stack, dtype
+                    merged.append((layer, name))
+                stack._put_values(layer, name, values)
+                del values
             left.pop()  # so that a stack which is not kept is freed before the next is merged
-            if keep:
-                vars(layer).setdefault(KEPT, {})[name] = stack, dtype
-                merged.append((layer, name))
             if stack.format != DENSE:
                 tell_of_values(dtype, stack.format, kept=keep)
             del stack
     except BaseException:
         unmerge_experts(merged)
-        if not keep:
+        if not keep and len(left) < count:
             log.warning(
-                f"merging stopped behind {count - len(left)} of {count} projections of experts, "
-                "whose adapters are merged for good; the others have theirs still, and the model "
-                "computes what it did. The same call, once it has what it lacked, merges the rest"
+                f"merging failed after {count - len(left)} of {count} projections of experts. The "
+                "adapters of these are merged for good, the others are unchanged, and the model "
+                "computes the same as before. Call it again, for example with more memory free, to "
+                "merge the rest"
             )
         raise
     if not keep:

@@ -100,7 +100,7 @@ def _mend() -> None:
 def _injecting(own: Any) -> Any:
     """Return `inject_adapter` of PEFT's model, which freezes no adapter of experts.
 
-    It freezes whatever is not its own in the model that it wraps, or gives another adapter.
+    PEFT freezes whatever is not its own in the model that it wraps, or gives another adapter.
     """
 
     @functools.wraps(own)
@@ -108,8 +108,12 @@ def _injecting(own: Any) -> Any:
         adapters = [part for stack in stacks_of(model) for part in (stack.lora_A, stack.lora_B)]
         trained = [part for part in adapters if part is not None and part.requires_grad]
         own(self, model, *args, **kwargs)
-        for part in trained:
-            part.requires_grad_(True)
+        asked = inspect.signature(own).bind(self, model, *args, **kwargs).arguments
+        config = self.peft_config.get(asked["adapter_name"])
+        loaded = getattr(config, "inference_mode", False)  # then PEFT's own adapter is frozen, too
+        if not loaded or any(part.requires_grad for part in model.parameters()):
+            for part in trained:
+                part.requires_grad_(True)
 
     return inject_adapter
 

@@ -32,9 +32,8 @@ STEP = 128
 #: lie there when a step needs the most memory: 1.24 GB of 151,936 rows, where this takes 67 MB.
 SLICE = 1 << 25
 
-#: A batch of at most half or a quarter of these rows has slices of twice or four times that size.
-#: Its products are over sooner than the host has launched them, and it leaves memory that a long
-#: one needs.
+#: A batch of fewer rows has larger slices, up to four times: its products are over sooner than the
+#: host has launched as many as a long batch has. What is taken then is 268 MB.
 LONG = 2048
 
 #: The gradients of a row's logits are written between this power of two and the next below, times

@@ -34,8 +34,8 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 @dataclass(frozen=True)
 class Launcher:
     """Measure conditions of one model, over the preset that ships. Caches and logs go to `work`:
-    a condition's first run there compiles with empty caches. Each run has `variables`, too, and is
-    a process of `module` that `start` starts as Popen does."""
+    a condition's first run there compiles with empty caches. Each run is a process of `module`. It
+    has `variables` beside those of its condition, and `start` starts it, as Popen does."""
 
     model: str
     steps: int
@@ -52,14 +52,14 @@ class Launcher:
         Raises:
             OutOfBudget: it took longer than `seconds`.
         """
-        folder = self.work / re.sub(r"\W+", "-", condition.name)
+        folder = self._folder(condition)
         cold = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / f"run{number}.json"
         command = [sys.executable, "-m", self.module, "--model", self.model]
         command += ["--steps", str(self.steps), "--out", str(out)]
         command += ["--stock"] if condition == STOCK else []
-        log = folder / f"run{number}.log"
+        log = self.log(condition, number)
         started = time.monotonic()
         with log.open("wb") as file:
             process = self.start(
@@ -74,7 +74,7 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 raise OutOfBudget from None
             finally:
-                if process.poll() is None:  # late, or a key was pressed
+                if process.poll() is None:
                     process.kill()
                     process.wait()
         wall = time.monotonic() - started
@@ -88,6 +88,13 @@ class Launcher:
         if status or not out.exists():
             return replace(run, error=f"exit status {status}: {_last_line(log)}")
         return replace(run, **json.loads(out.read_text()))
+
+    def log(self, condition: Condition, number: int) -> Path:
+        """Return the file of what a run prints."""
+        return self._folder(condition) / f"run{number}.log"
+
+    def _folder(self, condition: Condition) -> Path:
+        return self.work / re.sub(r"\W+", "-", condition.name)
 
     def environment(self, condition: Condition, folder: Path) -> dict[str, str]:
         """Return the variables under which a process has the condition, and caches of its own."""

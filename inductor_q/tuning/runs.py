@@ -30,7 +30,7 @@ class Run:
     compile_s: float = 0.0
     cold: bool = True  # whether it compiled with empty caches
     peak: int = 0  # bytes
-    allocated: int = 0  # bytes of the peak that tensors took, which graphs' pools are not; on a GPU
+    allocated: int = 0  # most bytes that tensors took, on a GPU; without the pools of CUDA graphs
     memory: int = 0  # bytes of the device; 0 on a CPU, where it is not asked for
     skips: int = 0  # graphs that torch kept out of CUDA graphs
     sites: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # done, not done by choice

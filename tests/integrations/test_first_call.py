@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,36 @@ def test_a_bias_of_llm_int8_stays_beside_inputs_of_any_dtype() -> None:
         prepare_first_call(layer)  # as for a model that is compiled again
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_llm_int8_reads_the_codes_of_a_new_weight(trains: bool) -> None:
+    """accelerate's offloading puts one in before each call."""
+    layer, other = (
+        bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=0.0).to("cpu").train(trains)
+        for _ in range(2)
+    )
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    prepare_first_call(layer)
+    layer(x)
+    other.bias.data = layer.bias.data.clone()
+    layer.weight = copy.deepcopy(other.weight)
+    assert layer.weight.CB is not None
+    assert torch.equal(layer(x), other(x))
+
+
+def test_llm_int8_is_saved_whole(tmp_path: Path) -> None:
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=0.0).to("cpu")
+    prepare_first_call(layer)
+    torch.save(layer, tmp_path / "layer.pt")
+    loaded, x = torch.load(tmp_path / "layer.pt", weights_only=False), torch.randn(2, 64)
+    assert torch.equal(loaded(x), layer(x))
+
+
+def test_llm_int8_of_unpacked_weights_is_left_alone() -> None:
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=True)
+    prepare_first_call(layer)
+    assert "forward" not in vars(layer)
+
+
 def test_a_forward_of_llm_int8_that_somebody_has_replaced_stays() -> None:
     layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
     layer.forward = lambda x: x
@@ -73,7 +104,7 @@ def test_a_forward_of_llm_int8_that_somebody_has_replaced_stays() -> None:
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_biases_of_llm_int8_under_autocast_are_in_one_graph(dora: bool) -> None:
-    """Behind attention the input has 16 bits, and behind a norm in float32 it has not."""
+    """After attention the input has 16 bits, and after a norm in float32 it has not."""
     peft: Any = pytest.importorskip("peft")
     transformers: Any = pytest.importorskip("transformers")
     config = testing.tiny_qwen3_config(num_hidden_layers=1, attention_bias=True)

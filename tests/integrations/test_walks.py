@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from inductor_q import testing
@@ -133,6 +135,54 @@ def test_modules_are_listed_in_order() -> None:
     assert modules_of(net) == list(net.modules())
     net = model(1)
     assert modules_of(net) == list(net.modules())
+
+
+def test_parameters_are_listed_as_torch_does() -> None:
+    """That holds for one that two modules share, too."""
+    net: Any = testing.qlora_model(testing.tiny_qwen3_config(num_hidden_layers=1))
+    net.base_model.model.tied = nn.ParameterList([net.get_input_embeddings().weight])
+    listed = list(net.parameters())
+    spare_walks(net)
+    assert "parameters" in vars(net)
+    mine = list(net.parameters())
+    assert len(mine) == len(listed) == len({*mine}) and all(map(operator.is_, mine, listed))
+    assert list(net.parameters(recurse=False)) == [] == list(nn.Module.parameters(net, False))
+
+
+def test_gradients_are_dropped_as_torch_does() -> None:
+    net: Any = testing.qlora_model(testing.tiny_qwen3_config(num_hidden_layers=1))
+    spare_walks(net)
+    frozen, trained = net.get_input_embeddings().weight, adapters_of(net)[0].lora_A.default.weight
+
+    def fill() -> None:
+        frozen.grad, trained.grad = torch.ones_like(frozen), torch.ones_like(trained)
+
+    fill()
+    net.zero_grad(set_to_none=False)
+    assert not frozen.grad.any() and not trained.grad.any()
+    fill()
+    net.zero_grad()
+    assert frozen.grad is None and trained.grad is None
+
+
+class Listed(nn.Module):
+    """List no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.Linear(2, 2)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(())
+
+
+def test_parameters_that_a_model_lists_itself() -> None:
+    """A model without PEFT lists its own in forward, where transformers asks for its dtype."""
+    whole = testing.qlora_model(testing.tiny_qwen3_config(num_hidden_layers=1)).get_base_model()
+    for net in (Listed(), whole):
+        spare_walks(net)
+        assert "train" in vars(net) and "parameters" not in vars(net)
+        assert "zero_grad" not in vars(net)
 
 
 @pytest.fixture

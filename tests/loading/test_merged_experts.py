@@ -322,7 +322,9 @@ def test_a_merge_for_good_that_fails_in_the_middle_can_go_on(
     last.lora_B.data = values[..., :1]
     with pytest.raises(RuntimeError, match="shape"):
         MERGES[merge](whole)
-    said = "merging stopped behind 3 of 4 projections of experts, whose adapters are merged for"
+    said = (
+        "merging failed after 3 of 4 projections of experts. The adapters of these are merged for"
+    )
     assert said in caplog.text
     assert [*stacks(whole).values()] == [last]
     last.lora_B.data = values
@@ -546,6 +548,21 @@ def test_adapters_of_experts_train_whatever_peft_adds(kind: Any, mixed: bool) ->
     assert not first.requires_grad and all(part.requires_grad for part in others)
     (*_, own) = (p for name, p in whole.named_parameters() if "q_proj.base_layer" in name)
     assert not own.requires_grad
+
+
+def test_adapters_of_experts_do_not_train_in_inference() -> None:
+    """But where another adapter trains, as beside the one of TRL's reference."""
+    net = experts.quantize(model("mixtral"), "mxfp4")
+    added = experts.add_lora(net, r=4)
+    reference = peft.LoraConfig(r=4, target_modules=["q_proj"], inference_mode=True)
+    whole = peft.get_peft_model(net, reference)
+    assert not any(part.requires_grad for part in whole.parameters())
+    for part in added:
+        part.requires_grad_(True)
+    whole.add_adapter("trained", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    whole.set_adapter("trained")
+    whole.add_adapter("ref", reference)
+    assert all(part.requires_grad for part in added)
 
 
 def test_adapters_of_experts_that_do_not_train_are_told(told: list[str]) -> None:
