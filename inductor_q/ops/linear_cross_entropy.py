@@ -33,7 +33,7 @@ STEP = 128
 SLICE = 1 << 25
 
 #: A batch of fewer rows has larger slices, up to four times: its products are over sooner than the
-#: host has launched as many as a long batch has. What is taken then is 268 MB.
+#: host has launched as many as a long batch has.
 LONG = 2048
 
 #: The gradients of a row's logits are written between this power of two and the next below, times
