@@ -2,11 +2,13 @@
 
 Each run is the script in a process of its own, with empty caches unless ``--caches`` names a
 folder where an earlier run left its own (``cold`` says which). ``--together`` starts all runs at
-once: they compile side by side, so ``compile_s`` is more than a user waits, and from the last half
-of its steps on each has the machine alone. ``qfuse`` is as it stands,
-``inductor`` the same with stock Inductor in qfuse's place (what ``QfuseCallback`` prepares is the
-same, then), ``eager`` with nothing compiled. A GPU gets the eight layers of Qwen3-8B's shapes and
-sequences of up to 2,048 bytes of a book, a CPU the toy and its own short text.
+once: they compile side by side, so ``compile_s`` is more than a user waits. Each has the machine
+alone from the last half of its steps on.
+
+``qfuse`` is as it stands, ``inductor`` the same with stock Inductor in qfuse's place (what
+``QfuseCallback`` prepares is the same, then), ``eager`` with nothing compiled. A GPU gets the eight
+layers of Qwen3-8B's shapes and sequences of up to 2,048 bytes of a book, a CPU the toy and its own
+short text.
 
 ``eager[no cuDNN]`` and ``inductor[no cuDNN]`` have torch prefer other kernels of attention, which
 need no plan for each length. With ``--pad`` lengths are few, and peers in CUDA graphs, one for each
@@ -47,15 +49,17 @@ from inductor_q.tuning.plan import BASE, EAGER, STOCK, Condition
 from inductor_q.tuning.runs import Run
 from inductor_q.tuning.sweep import OutOfBudget
 
+NO_CUDNN = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+GRAPHS = {"TORCHINDUCTOR_CUDAGRAPHS": "1"}
 #: By peer: the condition that it is, and variables of its process. `qfuse[...]` has options.
 PEERS: dict[str, tuple[Condition, dict[str, str]]] = {
     "eager": (EAGER, {}),
-    "eager[no cuDNN]": (EAGER, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    "eager[no cuDNN]": (EAGER, NO_CUDNN),
     "qfuse": (BASE, {}),
-    "inductor[no cuDNN]": (STOCK, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    "inductor[no cuDNN]": (STOCK, NO_CUDNN),
     "inductor": (STOCK, {}),
-    "inductor[CUDA graphs]": (STOCK, {"TORCHINDUCTOR_CUDAGRAPHS": "1"}),
-    "qfuse[CUDA graphs]": (BASE, {"TORCHINDUCTOR_CUDAGRAPHS": "1"}),
+    "inductor[CUDA graphs]": (STOCK, GRAPHS),
+    "qfuse[CUDA graphs]": (BASE, GRAPHS),
 }
 #: Where lengths are those of the batches, and where they are few.
 AS_THEY_ARE = ("eager", "eager[no cuDNN]", "qfuse", "inductor[no cuDNN]", "inductor")

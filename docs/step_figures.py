@@ -451,7 +451,9 @@ def scripts(*names: str) -> str:
                     )
                 )
     header = ("script", "", "a step", "the shortest", "compiling", "memory", "of it tensors")
-    return f"{table((*header, 'loss, largest deviation'), body)}\n\n{source(*names)}"
+    columns = zip((*header, "loss, largest deviation"), *body, strict=True)
+    head, *lines = zip(*[column for column in columns if any(column[1:])], strict=True)
+    return f"{table(head, lines)}\n\n{source(*names)}"
 
 
 def walks() -> str:

@@ -20,8 +20,9 @@ over. It also refuses fewer rows than `extend_k.min_rows` of the preset, an adap
 dtype, and everything under numerics "strict".
 
 bitsandbytes' LLM.int8 multiplies gradients in the dtype of its layer's input, also where autocast
-had the forward product in 16 bits. With float32 norms the terms of such a sum are in two dtypes:
-the gradients of all projections of one input, which count for the first of these layers.
+had the forward product in 16 bits. With float32 norms the gradient of an input has terms in two
+dtypes: float32 ones of the layers, and 16-bit ones of their adapters. A sum of several layers'
+terms is reported for the first of them.
 """
 
 from __future__ import annotations

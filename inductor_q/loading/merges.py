@@ -108,7 +108,7 @@ def _injecting(own: Any) -> Any:
         adapters = [part for stack in stacks_of(model) for part in (stack.lora_A, stack.lora_B)]
         trained = [part for part in adapters if part is not None and part.requires_grad]
         own(self, model, *args, **kwargs)
-        asked = inspect.signature(own).bind(self, model, *args, **kwargs).arguments
+        asked = _asked(own, self, (model, *args), kwargs)
         config = self.peft_config.get(asked["adapter_name"])
         loaded = getattr(config, "inference_mode", False)  # then PEFT's own adapter is frozen, too
         if not loaded or any(part.requires_grad for part in model.parameters()):

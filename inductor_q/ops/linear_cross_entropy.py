@@ -32,8 +32,8 @@ STEP = 128
 #: lie there when a step needs the most memory: 1.24 GB of 151,936 rows, where this takes 67 MB.
 SLICE = 1 << 25
 
-#: A batch of fewer rows has larger slices, up to four times: its products are over sooner than the
-#: host has launched as many as a long batch has.
+#: A batch of fewer rows has larger slices, up to four times, since its products take less time than
+#: the host needs to launch as many as a long batch has. It is a start value, not a measured one.
 LONG = 2048
 
 #: The gradients of a row's logits are written between this power of two and the next below, times
