@@ -92,8 +92,6 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     arguments.backends = arguments.backends or [*(PADDED if arguments.pad else AS_THEY_ARE)]
     suite = harness.start("bench_trainers", arguments)
     suite.settings |= {name: getattr(arguments, name) for name in ("steps", "pad", "together")}
-    on_gpu = suite.device.type == "cuda"
-    pad = ["--pad", str(arguments.pad)] if arguments.pad else []
     place = tuned.place_of(suite.device)
     peers = sorted(arguments.backends, key=lambda peer: peer != "eager")
     conditions = {peer: _condition(peer) for peer in peers}
@@ -102,18 +100,13 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     with contextlib.ExitStack() as stack:
         work = arguments.caches or _temporary(stack)
         folder = Path(os.environ.get(alone.FOLDER) or _temporary(stack))
-        size = ["--length", "64"]
-        if on_gpu:  # one model for all, since a disk may not hold one of each process
-            model = make_checkpoint(_temporary(stack), SIZES["8b"]())
-            torch.cuda.empty_cache()
-            size = ["--model", model, "--length", "2048", "--data", str(BOOK)]
+        given = ["--steps", str(arguments.steps), *_size(suite.device, stack)]
+        given += ["--pad", str(arguments.pad)] if arguments.pad else []
         pool = stack.enter_context(ThreadPoolExecutor(len(wanted) if arguments.together else 1))
         crew = Crew(folder)
         futures = {}
         for name, peer in wanted:
-            command = " ".join(
-                [str(ROOT / SCRIPTS[name]), "--steps", str(arguments.steps), *size, *pad]
-            )
+            command = " ".join([str(ROOT / SCRIPTS[name]), *given])
             own = work / _slug(name) / _slug(peer)
             launch = Launcher(command, arguments.steps, place, select(suite.device), own)
             future = pool.submit(_run, launch, *conditions[peer], crew, arguments.limit)
@@ -132,6 +125,16 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
             raise
     harness.finish(suite, arguments, extras=EXTRAS)
     return suite
+
+
+def _size(device: torch.device, stack: contextlib.ExitStack) -> list[str]:
+    """Return a script's options for the model and the data of a device."""
+    if device.type != "cuda":
+        return ["--length", "64"]
+    # One model for all processes, since a disk may not hold one of each.
+    model = make_checkpoint(_temporary(stack), SIZES["8b"]())
+    torch.cuda.empty_cache()
+    return ["--model", model, "--length", "2048", "--data", str(BOOK)]
 
 
 class Crew:
