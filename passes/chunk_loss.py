@@ -124,7 +124,7 @@ class ChunkLoss:
                     divisor,
                     given["reduction"] == "mean",
                     given["ignore_index"],
-                    context.threshold("chunk_loss.elements"),
+                    context.threshold(_elements(head)),
                 ),
             )
             if _value(replaced).dtype != torch.float32:
@@ -392,13 +392,23 @@ def _divisor(node: fx.Node, reduction: str) -> tuple[fx.Node | None, fx.Node]:
 def _cast(graph: fx.Graph, term: _Term, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
     """The operands of a product in the dtype of the logits, as autocast makes them; but a float32
     weight that does not train, which the op rounds part by part."""
-    given = _value(term.weight)
-    keeps = given.dtype is torch.float32 and dtype.itemsize == 2 and not given.requires_grad
     x, weight = (
         node if _value(node).dtype == dtype or kept else graph.call_method("to", (node, dtype))
-        for node, kept in ((term.x, False), (term.weight, keeps))
+        for node, kept in ((term.x, False), (term.weight, _is_rounded(term, dtype)))
     )
     return x, weight
+
+
+def _is_rounded(term: _Term, dtype: torch.dtype) -> bool:
+    """Whether the op rounds the weight of a term, part by part."""
+    given = _value(term.weight)
+    return given.dtype is torch.float32 and dtype.itemsize == 2 and not given.requires_grad
+
+
+def _elements(head: _Head) -> str:
+    """Name the threshold for how many logits a chunk has."""
+    rounded = any(_is_rounded(term, head.dtype) for term in head.terms)
+    return "chunk_loss.elements_of_rounded" if rounded else "chunk_loss.elements"
 
 
 def _return_recipes(graph: fx.Graph, head: _Head, context: Context) -> None:

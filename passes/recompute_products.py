@@ -9,7 +9,9 @@ Products cost the same time for a byte of their results where their inputs are e
 narrow ones stay, up to `recompute_products.max_kept` times the largest tensor that the segment
 reads, and the rest is computed again, with what else in the segment has no mark. That tensor is the
 segment's input or, where tokens are fewer than a weight has rows or so, a decoded weight: beside
-the memory that decoding takes anyway, products of few tokens are not worth computing again.
+the memory that decoding takes anyway, products of few tokens are not worth computing again. Where
+the number of tokens varies, it is the input: the batch at hand may be a short one, and the longest
+decides how much memory a run needs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class RecomputeProducts:
         most = context.threshold("recompute_products.max_kept")
         for segment, (unmarked, source) in _segments(graph).items():
             products = [n for n in unmarked if _is_wide(n)]
-            rest = most * max((_bytes(n) for n in source), default=0)
+            varying = [n for n in source if _varies(n)]
+            rest = most * max((_bytes(n) for n in varying or source), default=0)
             again = []
             for node in sorted(products, key=_bytes):
                 rest -= _bytes(node)
@@ -96,6 +99,10 @@ def _is_wide(node: fx.Node) -> bool:
     if product is None or is_projection(product):
         return False
     return not is_rank(product.inner, product.cols)
+
+
+def _varies(node: fx.Node) -> bool:
+    return not isinstance(tensor(node).numel(), int)
 
 
 def _bytes(node: fx.Node) -> int:

@@ -155,6 +155,14 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value: 1,024 rows of a vocabulary of 151,936, whose product with the "
             "head is large enough for full speed",
         ),
+        # The same for a float32 head, which each chunk rounds twice.
+        "chunk_loss.elements_of_rounded": Entry(
+            value=320 << 20,
+            evidence="4,096 rows of a vocabulary of 151,936, forward and backward, whole, in "
+            "chunks of 512, 1,024 and 2,048: 15.9 / 29.5 / 21.7 / 17.9 ms and 5.25 / 2.99 / 3.15 / "
+            "3.48 GB (one H200, torch 2.11.0+cu130, 2026-11-28, "
+            "benchmarks/results/loss_float32-h200.json)",
+        ),
         # Rows from which adapters make their masks of dropout in their own kernels.
         "fuse_dropout.min_rows": Entry(
             value=512,

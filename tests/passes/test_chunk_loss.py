@@ -20,8 +20,13 @@ from tests.support.compiling import compile_step
 PASS = "chunk_loss"
 HIDDEN, VOCABULARY = 64, 50
 CHUNKS: dict[str, Any] = {
-    "qfuse.thresholds": {"chunk_loss.min_logits": 0, "chunk_loss.elements": VOCABULARY * 8}
+    "qfuse.thresholds": {
+        "chunk_loss.min_logits": 0,
+        "chunk_loss.elements": VOCABULARY * 8,
+        "chunk_loss.elements_of_rounded": VOCABULARY * 16,
+    }
 }
+LOSS = torch.ops.qfuse.linear_cross_entropy.default
 ALONE = "qfuse.linear_cross_entropy"
 RETURNED = f"{ALONE}, logits on demand"
 
@@ -574,6 +579,9 @@ def test_autocast(dtype: torch.dtype) -> None:
     (graph,) = backend.graphs
     heads = [n for n in graph.find_nodes(op="placeholder") if "head" in n.name]
     assert heads and all(user.target != "to" for head in heads for user in head.users)
+    # A head that each chunk rounds has larger chunks.
+    (loss_node,) = graph.find_nodes(op="call_function", target=LOSS)
+    assert loss_node.args[-1] == VOCABULARY * 16
     assert isinstance(logits, Logits) and logits.dtype == torch.float32
     assert not logits._read
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)

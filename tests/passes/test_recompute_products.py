@@ -44,8 +44,10 @@ def model() -> Any:
     return made
 
 
-def step(run: Any) -> None:
-    ids = torch.randint(0, 256, (2, ROWS // 2), generator=torch.Generator().manual_seed(3))
+def step(run: Any, rows: int = ROWS, *, varying: bool = False) -> None:
+    ids = torch.randint(0, 256, (2, rows // 2), generator=torch.Generator().manual_seed(3))
+    if varying:
+        torch._dynamo.maybe_mark_dynamic(ids, 1)
     run(input_ids=ids, labels=ids).loss.backward()
 
 
@@ -99,6 +101,18 @@ def test_the_widest_products_are_computed_again(extended: bool, inputs: int, pro
     assert some[:2] == (LAYERS, LAYERS)
     assert none[:2] == (products * LAYERS, 0)
     assert never[2] < some[2] < none[2]
+
+
+@pytest.mark.parametrize(("varying", "again"), [(False, 0), (True, 1)], ids=["fixed", "varying"])
+def test_a_short_batch_of_varying_length_decides_for_long_ones(varying: bool, again: int) -> None:
+    """A decoded weight is larger than a short batch's input: its products are kept beside it. Where
+    the next batch may be longer, they are compared with the input."""
+    options = {"qfuse.thresholds": {"recompute_products.max_kept": 4}}
+    forward, _ = partition(lambda run: step(run, ROWS // 4, varying=varying), model(), options)
+    report = inductor_q.last_report()
+    assert report is not None
+    assert report.applied()["recompute_products"] == again * LAYERS
+    assert kept(forward)[INNER] == (2 - again) * LAYERS
 
 
 def test_a_segment_without_marks_is_none() -> None:
