@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 8535,
     "csrc": 4515,
-    "docs": 2120,
+    "docs": 2160,
     "examples": 1190,
     "inductor_q": 6850,
     "inductor_q/capture": 2645,
@@ -32,10 +32,10 @@ BUDGET = {
     "inductor_q/kernels": 8180,
     "inductor_q/loading": 2605,
     "inductor_q/ops": 2960,
-    "inductor_q/presets": 690,
+    "inductor_q/presets": 700,
     "inductor_q/tuning": 1150,
     "lowerings": 1070,
-    "passes": 7690,
+    "passes": 7720,
     "tests": 51000,
 }
 

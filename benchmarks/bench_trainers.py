@@ -210,7 +210,8 @@ def _fill(
             eager, _ = runs[name, "eager"]
             pairs = list(zip(run.losses, eager.losses, strict=False))  # a run may log fewer
             if pairs:
-                extra["loss_deviation"] = max(abs(a - b) / abs(b) for a, b in pairs)
+                least = abs(pairs[0][1]) / 100
+                extra["loss_deviation"] = max(abs(a - b) / max(abs(b), least) for a, b in pairs)
         if line:
             extra["line"] = line
         timing = harness.Timing.of(run.seconds[len(run.seconds) // 2 :])

@@ -517,8 +517,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "rates": step_figures.rates,
     "recipe": step_figures.recipe,
     "recipe-graphs": step_figures.recipe_graphs,
-    "scripts": lambda: step_figures.scripts("trainers_together-h200"),
-    "scripts-elsewhere": lambda: step_figures.scripts("trainers_stock-h200"),
+    "scripts": lambda: step_figures.scripts(
+        "trainers_options-h200", "trainers_more-h200", "trainers_stock-h200"
+    ),
+    "scripts-elsewhere": lambda: step_figures.scripts("trainers_together-h200"),
+    "losses": lambda: step_figures.losses("loss-h200", "loss_float32-h200"),
     "scripts-padded": lambda: step_figures.scripts("trainers_padded-h200"),
     "scripts-before": lambda: step_figures.scripts("trainers-h200", "trainers_sft-h200"),
     "small": step_figures.small,
@@ -612,7 +615,16 @@ VALUES: dict[str, Callable[[], str]] = {
     "ranks.stock": lambda: ms(seconds("ranks_extend_k-h100", "inductor")),
     "scripts.graphs": lambda: ms(seconds("trainers_padded-h200", "qfuse[CUDA graphs]")),
     "scripts.stock_graphs": lambda: ms(seconds("trainers_padded-h200", "inductor[CUDA graphs]")),
-    "scripts.plans": lambda: ms(seconds("trainers_together-h200", "eager", script="SFT")),
+    "scripts.plans": lambda: ms(seconds("trainers_options-h200", "eager", script="SFT")),
+    "scripts.kept": lambda: gb(extra("trainers_options-h200", "qfuse", "peak_bytes", script="SFT")),
+    "scripts.none_kept": lambda: gb(
+        extra(
+            "trainers_options-h200",
+            "qfuse[qfuse.thresholds=recompute_products.max_kept=0]",
+            "peak_bytes",
+            script="SFT",
+        )
+    ),
     "scripts.no_graphs": lambda: ms(seconds("trainers_padded-h200", "qfuse")),
     "small.graphs": lambda: ms(seconds("step_small-h100", step_figures.GRAPHS)),
     "small.qfuse": lambda: ms(seconds("step_small-h100", "qfuse")),

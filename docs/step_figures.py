@@ -68,15 +68,21 @@ RATES = {
     "step_surogate-h200": "Surogate's step",
     "step_surogate-checkpointed-h200": "Surogate's step, checkpointing",
 }
-BARE = {"step-h200": "bare, 8 layers, 2 x 2048 tokens"}
 #: What README has of the scripts in examples/: the file, the script, and who stands in the columns.
 SHOWN_SCRIPTS = {
-    "`examples/sft.py` as it is (TRL), 8 layers, two paragraphs of a book a batch; "
-    "eager and stock Inductor without cuDNN": (
-        ("trainers_together-h200", "SFT"),
+    "`examples/sft.py` as it is (TRL), 8 layers, two paragraphs of a book a batch": (
+        ("trainers_options-h200", "SFT"),
         ("eager[no cuDNN]", "inductor[no cuDNN]", "qfuse"),
     ),
-    "`examples/trainer.py`, 8 layers, the same padded to multiples of 256; both compilers in CUDA "
+    "the same with `--packing`": (
+        ("trainers_more-h200", "SFT, packing"),
+        ("eager", "inductor[no cuDNN]", "qfuse"),
+    ),
+    "`examples/dpo.py` as it is, 8 layers": (
+        ("trainers_more-h200", "DPO"),
+        ("eager[no cuDNN]", "inductor[no cuDNN]", "qfuse"),
+    ),
+    "`examples/trainer.py`, 8 layers, lengths padded to multiples of 256; both compilers in CUDA "
     "graphs": (
         ("trainers_padded-h200", "Trainer"),
         ("eager", "inductor[CUDA graphs]", "qfuse[CUDA graphs]"),
@@ -95,7 +101,6 @@ PEER_NAMES = {
 def readme_step() -> str:
     body: list[Sequence[str]] = []
     shown = {what: ((name, ""), PEERS) for name, what in RECIPES.items()} | SHOWN_SCRIPTS
-    shown |= {what: ((name, ""), PEERS) for name, what in BARE.items()}
     for what, ((name, script), peers) in shown.items():
         case = {"script": script} if script else {}
         found = [row(name, peer, **case) for peer in peers]
@@ -425,6 +430,8 @@ def scripts(*names: str) -> str:
         "inductor[CUDA graphs]": "stock Inductor, CUDA graphs",
         "qfuse": "qfuse",
         "qfuse[CUDA graphs]": "qfuse, CUDA graphs",
+        "qfuse[qfuse.thresholds=recompute_products.max_kept=0]": "qfuse, no product kept",
+        "qfuse[cpp_wrapper=True]": "qfuse, `cpp_wrapper`",
     }
     body = []
     for name in names:
@@ -436,6 +443,8 @@ def scripts(*names: str) -> str:
                 found = row(name, peer, **case)
                 told = found["extra"]
                 off = told.get("loss_deviation")
+                if off is not None and off > 0.1:  # of DPO, relative to a loss that is nothing
+                    off = None
                 start = "" if told.get("cold", True) else ", caches"
                 tensors = told.get("allocated_bytes")
                 body.append(
@@ -454,6 +463,21 @@ def scripts(*names: str) -> str:
     columns = zip((*header, "loss, largest deviation"), *body, strict=True)
     head, *lines = zip(*[column for column in columns if any(column[1:])], strict=True)
     return f"{table(head, lines)}\n\n{source(*names)}"
+
+
+def losses(*names: str) -> str:
+    """Show the loss of a frozen head, whole and in chunks of so many rows: time and memory."""
+    body, peers = [], ("whole", "128", "512", "1024", "2048")
+    for name in names:
+        for case in cases(name):
+            found = [row(name, peer, **case) for peer in peers]
+            what = (case.get("head", case["dtype"]), case["shape"].partition("x")[0])
+            body += [
+                (*what, "time", *(ms(each["timing"]["median"]) for each in found)),
+                ("", "", "memory", *(gb(each["extra"]["peak_bytes"]) for each in found)),
+            ]
+    header = ("the head", "rows", "", "whole", *(f"chunks of {peer}" for peer in peers[1:]))
+    return f"{table(header, body)}\n\n{source(*names)}"
 
 
 def walks() -> str:

@@ -182,6 +182,16 @@ def _loss_h200() -> str:
     return f"{' / '.join(f'{ms:.1f}' for ms in times)} ms"
 
 
+def _loss_float32_h200() -> str:
+    found = [
+        results.row("loss_float32-h200", peer, shape="4096x4096x151936")
+        for peer in ("whole", "512", "1024", "2048")
+    ]
+    times = " / ".join(f"{1e3 * each['timing']['median']:.1f}" for each in found)
+    peaks = " / ".join(f"{each['extra']['peak_bytes'] / 1e9:.2f}" for each in found)
+    return f"{times} ms and {peaks} GB"
+
+
 def _rows_cpu() -> str:
     ours, bnb, dense = (
         ", ".join(
@@ -245,7 +255,7 @@ def _few_rows() -> str:
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (
         *(_gemm_4bit, _rows_h200, _rows_many_h200, _extend_k_h200, _loss_h200),
-        *(_attention_rows_h200, _large_experts, _smaller_experts),
+        *(_loss_float32_h200, _attention_rows_h200, _large_experts, _smaller_experts),
     ),
     "inductor_q/presets/generic.py": (
         *(_extend_k_cpu, _wide_cpu, _masks_cpu, _loss_cpu, _rows_cpu),

@@ -81,6 +81,13 @@ SM_90 = replace(
             "memory (one H200, torch 2.11.0+cu130, 2026-11-23, "
             "benchmarks/results/loss-h200.json)",
         ),
+        "chunk_loss.elements_of_rounded": Entry(
+            value=320 << 20,
+            evidence="4,096 rows of a vocabulary of 151,936, forward and backward, whole, in "
+            "chunks of 512, 1,024 and 2,048: 15.9 / 29.5 / 21.7 / 17.9 ms and 5.25 / 2.99 / 3.15 / "
+            "3.48 GB (one H200, torch 2.11.0+cu130, 2026-11-28, "
+            "benchmarks/results/loss_float32-h200.json)",
+        ),
         "recompute_products.max_kept": Entry(
             value=5,
             evidence="with 8192 tokens all products of a decoder layer of Qwen3-8B but one of "

@@ -35,9 +35,11 @@ class Knob:
     needs: tuple[str, ...] = ()
 
 
-#: Coordinate descent and alignment are of Triton's kernels, CUDA graphs of a GPU.
+#: Coordinate descent and alignment are of Triton's kernels, CUDA graphs of a GPU, and a wrapper in
+#: C++ is for hosts that launch kernels too slowly.
 KNOBS = (
     Knob("triton.cudagraphs", needs=("triton.cudagraph_skip_dynamic_graphs",)),
+    Knob("cpp_wrapper"),
     Knob("max_autotune_gemm", devices=("cuda", "cpu")),
     Knob("max_autotune_pointwise"),
     Knob("coordinate_descent_tuning"),
@@ -120,7 +122,7 @@ def _idle(knob: Knob, device: str, preset: Preset) -> str:
     if knob.option not in inductor_config.schema():
         return "this torch has no such option"
     if device not in knob.devices:
-        return f"does nothing on a device of type {device}"
+        return f"is not tried on a device of type {device}"
     if inductor_config.current(knob.option) is True:
         return "is on by default"
     if (entry := preset.losses.get(knob.option)) is not None and entry.value is True:
