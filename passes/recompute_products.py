@@ -90,7 +90,11 @@ def _segments(graph: fx.Graph) -> dict[int, tuple[list[fx.Node], list[fx.Node]]]
 
 
 def _is_other(node: fx.Node, segment: int, inside: dict[fx.Node, int]) -> bool:
-    return node.op == "call_function" and is_tensor(node) and inside.get(node) != segment
+    """Whether a tensor comes from outside of a segment, and is no parameter: of the placeholders,
+    those whose sizes vary are the model's inputs."""
+    if not is_tensor(node) or inside.get(node) == segment:
+        return False
+    return node.op == "call_function" or _varies(node)
 
 
 def _is_wide(node: fx.Node) -> bool:

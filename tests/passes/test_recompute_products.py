@@ -44,10 +44,8 @@ def model() -> Any:
     return made
 
 
-def step(run: Any, rows: int = ROWS, *, varying: bool = False) -> None:
-    ids = torch.randint(0, 256, (2, rows // 2), generator=torch.Generator().manual_seed(3))
-    if varying:
-        torch._dynamo.maybe_mark_dynamic(ids, 1)
+def step(run: Any) -> None:
+    ids = torch.randint(0, 256, (2, ROWS // 2), generator=torch.Generator().manual_seed(3))
     run(input_ids=ids, labels=ids).loss.backward()
 
 
@@ -103,12 +101,27 @@ def test_the_widest_products_are_computed_again(extended: bool, inputs: int, pro
     assert never[2] < some[2] < none[2]
 
 
+@pytest.mark.parametrize("embedded", [False, True], ids=["tokens", "embedded"])
 @pytest.mark.parametrize(("varying", "again"), [(False, 0), (True, 1)], ids=["fixed", "varying"])
-def test_a_short_batch_of_varying_length_decides_for_long_ones(varying: bool, again: int) -> None:
+def test_a_short_batch_of_varying_length_decides_for_long_ones(
+    varying: bool, again: int, embedded: bool
+) -> None:
     """A decoded weight is larger than a short batch's input: its products are kept beside it. Where
-    the next batch may be longer, they are compared with the input."""
+    the next batch may be longer, they are compared with the input, computed or given."""
     options = {"qfuse.thresholds": {"recompute_products.max_kept": 4}}
-    forward, _ = partition(lambda run: step(run, ROWS // 4, varying=varying), model(), options)
+
+    def run(compiled: Any) -> None:
+        ids = torch.randint(0, 256, (2, ROWS // 8), generator=torch.Generator().manual_seed(3))
+        given = {"labels": ids}
+        given |= {"inputs_embeds": embed(ids).detach()} if embedded else {"input_ids": ids}
+        if varying:
+            for one in given.values():
+                torch._dynamo.maybe_mark_dynamic(one, 1)
+        compiled(**given).loss.backward()
+
+    one = model()
+    embed = one.get_input_embeddings()
+    forward, _ = partition(run, one, options)
     report = inductor_q.last_report()
     assert report is not None
     assert report.applied()["recompute_products"] == again * LAYERS
