@@ -210,6 +210,7 @@ def _fill(
             eager, _ = runs[name, "eager"]
             pairs = list(zip(run.losses, eager.losses, strict=False))  # a run may log fewer
             if pairs:
+                # DPO's loss falls to nothing, and a difference relative to that says nothing.
                 least = abs(pairs[0][1]) / 100
                 extra["loss_deviation"] = max(abs(a - b) / max(abs(b), least) for a, b in pairs)
         if line:

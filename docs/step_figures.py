@@ -443,7 +443,7 @@ def scripts(*names: str) -> str:
                 found = row(name, peer, **case)
                 told = found["extra"]
                 off = told.get("loss_deviation")
-                if off is not None and off > 0.1:  # of DPO, relative to a loss that is nothing
+                if case["script"] == "DPO":  # measured relative to a loss that is nothing
                     off = None
                 start = "" if told.get("cold", True) else ", caches"
                 tensors = told.get("allocated_bytes")

@@ -10,8 +10,8 @@ narrow ones stay, up to `recompute_products.max_kept` times the largest tensor t
 reads, and the rest is computed again, with what else in the segment has no mark. That tensor is the
 segment's input or, where tokens are fewer than a weight has rows or so, a decoded weight: beside
 the memory that decoding takes anyway, products of few tokens are not worth computing again. Where
-the number of tokens varies, it is the input: the batch at hand may be a short one, and the longest
-decides how much memory a run needs.
+the number of tokens varies, it is the largest of varying size, which is the input: the batch at
+hand may be a short one, and the longest decides how much memory a run needs.
 """
 
 from __future__ import annotations

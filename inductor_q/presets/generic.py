@@ -49,6 +49,10 @@ CPU = replace(
             evidence="512 rows of that vocabulary: with more the loss was as fast, with 128 slower "
             "(benchmarks/results/loss-cpu.json)",
         ),
+        "chunk_loss.elements_of_rounded": Entry(
+            value=1 << 24,
+            evidence="not measured: as many as of another head",
+        ),
         "fuse_dropout.min_rows": Entry(
             value=1 << 20,
             evidence="no number of rows from which on it pays: for a CPU the ops have no kernel of "

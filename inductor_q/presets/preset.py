@@ -155,7 +155,7 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value: 1,024 rows of a vocabulary of 151,936, whose product with the "
             "head is large enough for full speed",
         ),
-        # The same for a float32 head, which each chunk rounds twice.
+        # The same for a frozen float32 head, whose parts each chunk rounds twice.
         "chunk_loss.elements_of_rounded": Entry(
             value=160 << 20,
             evidence="a start value: as many as of another head",

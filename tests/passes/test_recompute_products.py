@@ -103,7 +103,7 @@ def test_the_widest_products_are_computed_again(extended: bool, inputs: int, pro
 
 @pytest.mark.parametrize("embedded", [False, True], ids=["tokens", "embedded"])
 @pytest.mark.parametrize(("varying", "again"), [(False, 0), (True, 1)], ids=["fixed", "varying"])
-def test_a_short_batch_of_varying_length_decides_for_long_ones(
+def test_where_lengths_vary_products_are_compared_with_the_input(
     varying: bool, again: int, embedded: bool
 ) -> None:
     """A decoded weight is larger than a short batch's input: its products are kept beside it. Where

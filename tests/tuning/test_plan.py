@@ -37,6 +37,7 @@ def test_a_gpu_gets_what_is_off_by_default() -> None:
         "triton.cudagraph_skip_dynamic_graphs": True,  # one graph a length would take all memory
         "triton.cudagraphs": True,
     }
+    assert tried["cpp_wrapper"] == {"cpp_wrapper": True}
     assert tried["coordinate_descent_check_all_directions"] == {
         "coordinate_descent_tuning": True,
         "coordinate_descent_check_all_directions": True,
