@@ -51,7 +51,8 @@ CPU = replace(
         ),
         "chunk_loss.elements_of_rounded": Entry(
             value=1 << 24,
-            evidence="not measured: as many as of another head",
+            evidence="as many as of another head, which alone was measured "
+            "(benchmarks/results/loss-cpu.json)",
         ),
         "fuse_dropout.min_rows": Entry(
             value=1 << 20,
