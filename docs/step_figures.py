@@ -465,21 +465,6 @@ def scripts(*names: str) -> str:
     return f"{table(head, lines)}\n\n{source(*names)}"
 
 
-def losses(*names: str) -> str:
-    """Show the loss of a frozen head, whole and in chunks of so many rows: time and memory."""
-    body, peers = [], ("whole", "128", "512", "1024", "2048")
-    for name in names:
-        for case in cases(name):
-            found = [row(name, peer, **case) for peer in peers]
-            what = (case.get("head", case["dtype"]), case["shape"].partition("x")[0])
-            body += [
-                (*what, "time", *(ms(each["timing"]["median"]) for each in found)),
-                ("", "", "memory", *(gb(each["extra"]["peak_bytes"]) for each in found)),
-            ]
-    header = ("the head", "rows", "", "whole", *(f"chunks of {peer}" for peer in peers[1:]))
-    return f"{table(header, body)}\n\n{source(*names)}"
-
-
 def walks() -> str:
     """Show what trainers call between forwards, by the number of layers."""
     name = "walks-cpu"
