@@ -17,8 +17,9 @@ length, are added. ``qfuse[name=value;...]`` has options of a preset.
 A step lasts from the end of an optimizer's step to that of the next, data loading and logging
 included; the median is of the last half of the steps. ``peak`` is on a GPU the memory that torch
 has reserved in that half, ``allocated`` what tensors took of it. ``loss_deviation`` is the largest
-difference of a step's loss from eager's, relative to it. ``line`` is what the callback printed:
-layers, graphs, breaks.
+difference of a step's loss from eager's, relative to eager's, or to a hundredth of its first where
+that is more: DPO's loss falls to nothing, and a difference relative to that says nothing. ``line``
+is what the callback printed: layers, graphs, breaks.
 """
 
 from __future__ import annotations
@@ -208,16 +209,20 @@ def _fill(
         extra |= {"cold": run.cold, "allocated_bytes": run.allocated or None}
         if (name, "eager") in runs:
             eager, _ = runs[name, "eager"]
-            pairs = list(zip(run.losses, eager.losses, strict=False))  # a run may log fewer
-            if pairs:
-                # DPO's loss falls to nothing, and a difference relative to that says nothing.
-                least = abs(pairs[0][1]) / 100
-                extra["loss_deviation"] = max(abs(a - b) / max(abs(b), least) for a, b in pairs)
+            if run.losses and eager.losses:
+                extra["loss_deviation"] = deviation(run.losses, eager.losses)
         if line:
             extra["line"] = line
         timing = harness.Timing.of(run.seconds[len(run.seconds) // 2 :])
         case = {"script": name, **({"pad": pad} if pad else {})}
         suite.add(case, {peer: timing}, extra={peer: extra})
+
+
+def deviation(losses: Sequence[float], eager: Sequence[float]) -> float:
+    """Return `loss_deviation` of a run, which may have logged fewer losses than eager mode's."""
+    least = abs(eager[0]) / 100
+    pairs = zip(losses, eager, strict=False)
+    return max(abs(ours - theirs) / max(abs(theirs), least) for ours, theirs in pairs)
 
 
 def _temporary(stack: contextlib.ExitStack) -> Path:

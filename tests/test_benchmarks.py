@@ -480,6 +480,11 @@ def test_bench_trainers(tmp_path: Path) -> None:
     assert "14 of 14 quantized layers fused" in ours["extra"]["line"]
 
 
+def test_a_deviation_is_not_relative_to_a_loss_of_nothing() -> None:
+    assert bench_trainers.deviation([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
+    assert bench_trainers.deviation([2.0, 1e-3], [2.0, 0.0, 5.0]) == pytest.approx(0.05)
+
+
 def test_padded_scripts_need_a_file_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_trainers.main(["--device", "cpu", "--pad", "8"])
