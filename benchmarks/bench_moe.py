@@ -8,8 +8,8 @@ op with the provider of that name, and ``grouped_mm`` the op on the same experts
 in bf16; ``triton``, on a GPU, and ``fp8``, the op with its products in FP8, are timed where
 ``--backends`` names them.
 ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
-is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks for another, and
-``torchao``, which packs and dequantizes it, stands in for ``bitsandbytes``.
+is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks for another, and the
+library that dequantizes it, ``torchao`` or ``transformers``, stands in for ``bitsandbytes``.
 
 ``--cases few`` has the tokens of decoding, forward alone: each expert that has rows is read
 once, and the roof counts no other. ``graph_s`` is the time of a call in a CUDA graph of many on the
@@ -80,8 +80,11 @@ GRAPH_CALLS = 32  # whose experts together exceed the cache of a GPU
 TOKENS = 2048  # for a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
-KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, "torchao", "triton", "fp8")))
+LIBRARIES = ("bitsandbytes", "torchao", "transformers")
+KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, *LIBRARIES, "triton", "fp8")))
 PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
+TILE = 128  # rows and columns of a tile of FP8
+CUT = f"transformers decodes fp8_128x128 in whole tiles of {TILE} x {TILE}"
 RANK = 16
 SCALING = 2.0
 
@@ -139,11 +142,27 @@ def _nvfp4(weight: Tensor) -> Packed:
     return Packed(operands, "nvfp4_rows", held.dequantize)
 
 
+def _fp8_tiles(weight: Tensor) -> Packed:
+    """Quantize as DeepSeek-V3 does, which no library here does without a kernel of a hub's: the
+    largest number of a tile becomes float8's largest."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    n, k = weight.shape
+    tiles = weight.float().view(n // TILE, TILE, -1, min(k, TILE))
+    scale = tiles.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    codes = (tiles / scale[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
+    decode: Any = Fp8Dequantize(None)._dequantize_one
+    return Packed(
+        [codes, scale], "fp8_e4m3_128x128", functools.partial(decode, codes, scale, torch.bfloat16)
+    )
+
+
 #: What packs the experts, and the library whose dequantization is a peer.
 FORMATS: dict[str, tuple[Callable[[Tensor], Packed], str]] = {
     "nf4": (_nf4, "bitsandbytes"),
     "mxfp4": (_mxfp4, "torchao"),
     "nvfp4": (_nvfp4, "torchao"),
+    "fp8_128x128": (_fp8_tiles, "transformers"),
 }
 
 
@@ -171,8 +190,11 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         arguments.backends = [library, *others]
     if unknown := set(arguments.backends) - set(KNOWN):
         parser.error(f"no peer {', '.join(sorted(unknown))}; known: {', '.join(KNOWN)}")
-    if strange := {"bitsandbytes", "torchao"} & set(arguments.backends) - {library}:
+    if strange := set(LIBRARIES) & set(arguments.backends) - {library}:
         parser.error(f"{', '.join(strange)}: --format {arguments.format} is {library}'s")
+    for model in arguments.models or ():
+        if not _fits(model, arguments.format):
+            parser.error(f"{model}'s experts are {sizes(model)[1:3]}, and {CUT}: leave it out")
     if arguments.cases == "few" and arguments.ep != [1]:
         parser.error("--cases few is of one device")
     name = "bench_moe" if arguments.format == "nf4" else f"bench_moe_{arguments.format}"
@@ -192,9 +214,10 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
 
 
 def _cases(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, int]]:
-    """List models and numbers of tokens: as requested, and otherwise as listed."""
+    """List models and numbers of tokens: as requested, and otherwise those listed that fit."""
     listed = (QUICK if arguments.quick else CASES)[arguments.cases][device]
-    for name in arguments.models or dict.fromkeys(name for name, _ in listed):
+    fitting = [name for name, _ in listed if _fits(name, arguments.format)]
+    for name in arguments.models or dict.fromkeys(fitting):
         known = [tokens for model, tokens in listed if model == name]
         for tokens in arguments.tokens or known or [TOKENS]:
             yield name, tokens
@@ -210,6 +233,14 @@ def sizes(name: str) -> tuple[int, int, int, int]:
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return experts, 2 * inner, config.hidden_size, config.num_experts_per_tok
+
+
+def _fits(name: str, format: str) -> bool:
+    """Whether transformers decodes such a model's experts: it divides columns by tiles, evenly."""
+    if format != "fp8_128x128":
+        return True
+    _, n, k, _ = sizes(name)
+    return n % TILE == 0 and k % min(k, TILE) == 0
 
 
 def _layers(

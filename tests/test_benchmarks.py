@@ -527,6 +527,24 @@ def test_bench_moe_in_another_format(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "bitsandbytes: --format nvfp4 is torchao's" in capsys.readouterr().err
 
 
+def test_bench_moe_in_tiles_of_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--format", "fp8_128x128"]
+    bench_moe.main([*command, "--out", str(tmp_path)])
+    [file] = tmp_path.iterdir()
+    rows = check_file(file, "bench_moe_fp8_128x128", {"transformers", *bench_moe.PEERS[1:]})
+    assert [row["case"]["pass"] for row in rows] == ["fwd"] * 4 + ["fwd+bwd"] * 4
+    assert all(row["extra"]["error_to_transformers"] < 1.25 for row in rows)
+    with pytest.raises(SystemExit):
+        bench_moe.main([*command, "--models", "tiny", "gpt-oss-20b"])
+    assert "gpt-oss-20b's experts are (5760, 2880)" in capsys.readouterr().err
+    arguments = argparse.Namespace(
+        quick=False, cases="many", models=None, tokens=None, format="fp8_128x128"
+    )
+    listed = [name for name, _ in bench_moe._cases(arguments, "cuda")]
+    assert "Mixtral" in listed and "E128 2880" not in listed
+
+
 def test_bench_moe(tmp_path: Path) -> None:
     out = tmp_path / "moe.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
