@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8550,
+    "benchmarks": 8595,
     "csrc": 4515,
     "docs": 2190,
     "examples": 1190,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1150,
     "lowerings": 1070,
     "passes": 7720,
-    "tests": 51200,
+    "tests": 51250,
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q.kernels import (
     scatter2scatter_cuda,
@@ -17,6 +20,7 @@ from inductor_q.kernels import (
     scatter2scatter_triton,
 )
 from inductor_q.kernels.calls import DENSE
+from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.provider import Provider
 from tests.kernels.test_scatter2scatter_fp8 import scales
 from tests.support.allocated import most_beside
@@ -63,6 +67,34 @@ def test_experts_in_fp8_take_a_byte_for_each_weight() -> None:
     by_token = replace(small, grouped_out=False)
     summed = call.rows * 256 * 2  # before the result, half as large, is there
     assert GPU["fp8"].workspace(by_token) == GPU["fp8"].workspace(call) + summed // 2
+
+
+def test_a_gpu_took_what_is_said() -> None:
+    """In the measurements of forward by benchmarks.bench_moe, of a first projection."""
+    bench_moe = pytest.importorskip("benchmarks.bench_moe", exc_type=ImportError)
+    file = Path(bench_moe.__file__).with_name("results") / "moe_fp8-h100.json"
+    found = json.loads(file.read_text())
+    rows = [row for row in found["rows"] if row["case"]["pass"] == "fwd" and not row["case"]["r"]]
+    rows = [row for row in rows if row["peer"] == "fp8"]
+    assert len(rows) == 8
+    for row in rows:
+        experts, n, k, top_k = bench_moe.MODELS[row["case"]["model"]]
+        slots, tokens = row["case"]["T"] * top_k, row["case"]["T"]
+        with FakeTensorMode():
+            call = Scatter2Scatter(
+                x=torch.empty(tokens, k, dtype=BF16),
+                operands=[],
+                format="nf4_b64_nested",
+                shape=(experts, n, k),
+                order=torch.empty(slots, dtype=torch.int64),
+                inverse=torch.empty(slots, dtype=torch.int64),
+                offsets=torch.empty(experts + 1, dtype=torch.int32),
+                tiles=torch.empty(1, 4, dtype=torch.int32),
+                top_k=top_k,
+                grouped_out=True,
+                row_scale=torch.empty(experts * n),
+            )
+        assert GPU["fp8"].workspace(call) == pytest.approx(row["extra"]["peak_bytes"], rel=0.02)
 
 
 @pytest.mark.gpu

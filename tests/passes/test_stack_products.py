@@ -15,7 +15,7 @@ from inductor_q.experts.modules import expert_layers
 from inductor_q.kernels import PROVIDERS, scatter2scatter_reference
 from inductor_q.kernels.expert_calls import ARGUMENTS, IN_FP8, Scatter2Scatter
 from inductor_q.kernels.scatter2scatter_fp8 import Fp8
-from inductor_q.liveness import Liveness, workspace
+from inductor_q.liveness import Liveness, simulate, workspace
 from inductor_q.passes.emit_eight_bits import ROW_AMAX
 from inductor_q.passes.experts_in_fp8 import DENSE_EXPERTS
 from inductor_q.passes.fold_lora import STRICT
@@ -25,12 +25,11 @@ from inductor_q.passes.stack_products import BATCHED, STACKED
 from inductor_q.passes.stack_products import EXPERTS as GROUPED
 from tests.support.compiling import Compiled, compile_step, no_codegen, partition
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, model
-from tests.support.thresholds import ANY_PRODUCT
+from tests.support.thresholds import ANY_EXPERT, ANY_PRODUCT
 
 parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
 
 BF16 = torch.bfloat16
-ANY_EXPERT = {**ANY_PRODUCT, "quantize_products.min_expert_elements": 1}
 IN_INT8 = "experts stay in 16 bits: no kernel here multiplies groups of rows in int8"
 
 
@@ -158,7 +157,6 @@ def test_a_budget_counts_experts_that_are_decoded_first(monkeypatch: pytest.Monk
     """In both directions: all of them in e4m3, and the rows of their input."""
     monkeypatch.setitem(PROVIDERS, IN_FP8, {"cpu": (AllInE4m3(), *PROVIDERS[IN_FP8]["cpu"])})
     layer, simulated = Layer("grouped_mm", packed=True), list[tuple[int, ...]]()
-    simulate = memory.simulate
 
     def spy(graph: fx.Graph, *args: Any) -> Liveness:
         found = simulate(graph, *args)
