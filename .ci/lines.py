@@ -16,11 +16,11 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8585,
+    "benchmarks": 8625,
     "csrc": 4515,
     "docs": 2190,
     "examples": 1190,
-    "inductor_q": 6850,
+    "inductor_q": 6860,
     "inductor_q/capture": 2645,
     "inductor_q/commands": 1105,
     "inductor_q/decode": 720,
@@ -29,14 +29,14 @@ BUDGET = {
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 2060,
     "inductor_q/kbit": 1000,
-    "inductor_q/kernels": 8180,
+    "inductor_q/kernels": 8230,
     "inductor_q/loading": 2605,
     "inductor_q/ops": 2960,
     "inductor_q/presets": 710,
     "inductor_q/tuning": 1150,
     "lowerings": 1070,
     "passes": 7720,
-    "tests": 51150,
+    "tests": 51550,
 }
 
 

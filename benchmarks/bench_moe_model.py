@@ -1,7 +1,8 @@
 """Time one training step of a whole mixture of experts, QLoRA: forward, loss, backward, AdamW.
 
 A GPU gets the shapes of Qwen3-30B-A3B, 4 layers, 2 x 2048 tokens, NF4 attention and experts with
-double quantization, and a vocabulary of 32,000. A CPU gets a toy.
+double quantization, and a vocabulary of 32,000. A CPU gets a toy. ``--model mixtral`` has the sizes
+of Mixtral 8x7B in layers of Qwen3: few large experts, each with many tokens.
 
 ``attention``: LoRA (r = 16) on attention only. Experts are packed by bitsandbytes'
 ``replace_parameter_4bit`` and run as "grouped_mm": in eager, stock Inductor and qfuse, the model
@@ -16,6 +17,9 @@ experts in bf16 (it refuses packed ones), in eager and under stock Inductor, who
 checkpointing. One with dropout takes ``attention`` alone, since PEFT has none for
 ``target_parameters``; its losses deviate from eager's by other dropout masks, too.
 
+A peer may have options (``qfuse[qfuse.compute=fp8]``, ``packed[...]``). How many of its products
+are in eight bits, and why others are not, is in its result and in a note.
+
 Each peer has a model of its own from the same seeds; its peak is counted from before it was built.
 """
 
@@ -29,6 +33,7 @@ from typing import Any
 
 import torch
 
+import inductor_q
 from benchmarks import bench_step, harness
 from benchmarks.recipes import BENCHMARK, RECIPES, Recipe
 from inductor_q import testing
@@ -56,11 +61,28 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "max_position_embeddings": 40_960,
 }
 
+MIXTRAL_8X7B: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "moe_intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32_768,
+}
+
+#: What `--model` takes for a GPU.
+MODELS = {"qwen3-30b-a3b": QWEN3_30B_A3B, "mixtral": MIXTRAL_8X7B}
+
 Step = Callable[[], torch.Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=CASES["attention"])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b", help="on a GPU")
     parser.add_argument("--layers", type=int, help="default: 4 on a GPU, 1 on CPU")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
@@ -73,12 +95,19 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     adapt = arguments.adapt or possible
     if not set(adapt) <= set(possible):
         parser.error(f"--recipe {arguments.recipe}: PEFT has no dropout for target_parameters")
+    known = {peer for peers in CASES.values() for peer in peers}
+    if unknown := [peer for peer in arguments.backends if _kind(peer) not in known]:
+        parser.error(f"--backends {unknown[0]}: known are {', '.join(sorted(known))}, with options")
     name = "bench_moe_model" if recipe == BENCHMARK else f"bench_moe_model_{arguments.recipe}"
     suite = harness.start(name, arguments)
     on_gpu = suite.device.type == "cuda"
-    config = _config(arguments.layers or (4 if on_gpu else 1), on_gpu=on_gpu)
+    if MODELS[arguments.model] is not QWEN3_30B_A3B and not on_gpu:
+        parser.error(f"--model {arguments.model}: a CPU gets a small model of its own")
+    layers = arguments.layers or (4 if on_gpu else 1)
+    config = _config(layers, on_gpu=on_gpu, shapes=MODELS[arguments.model])
     length = arguments.seq_len or (2048 if on_gpu else 32)
     suite.settings |= {
+        "model": arguments.model if on_gpu else "toy",
         "layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "rank": RANK,
@@ -108,24 +137,27 @@ def _run_case(
 ) -> None:
     torch.compiler.reset()
     recipe = RECIPES[arguments.recipe]
-    peers = [peer for peer in CASES[adapted] if peer in arguments.backends]
+    possible = CASES[adapted]  # eager comes first, with which losses are compared
+    peers = [peer for peer in arguments.backends if _kind(peer) in possible]
+    peers.sort(key=lambda peer: possible.index(_kind(peer)))
     extra: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
     for peer in peers:
         gc.collect()
         before = harness.held_bytes(suite.device) or 0
         adapts_experts = "experts" in adapted
-        model = moe_model(
-            config, suite.device, recipe, packed=peer == "packed", experts=adapts_experts
-        )
+        packed = _kind(peer) == "packed"
+        model = moe_model(config, suite.device, recipe, packed=packed, experts=adapts_experts)
         static = harness.held_bytes(suite.device)
-        call = harness.compile_as("qfuse" if peer == "packed" else peer, model)
+        call = harness.compile_as(peer.replace("packed", "qfuse", 1) if packed else peer, model)
         optimizer, step = bench_step.adamw(model), bench_step.loss_of(call, recipe)
         steps[peer] = bench_step.full_step(optimizer, step, ids, recipe.accumulated)
         with testing.CompileTrace() as trace:
             first = harness.first_call(steps[peer], suite.device)
         losses = [float(steps[peer]()) for _ in range(arguments.loss_steps)]
         extra[peer] = {"losses": losses, "breaks": len(trace.breaks), "first_step_s": first}
+        if _kind(peer) in ("qfuse", "packed"):
+            extra[peer] |= _eight_bits(suite, peer)
         peak = harness.peak_bytes(steps[peer], suite.device)
         if peak is not None and static is not None:
             extra[peer] |= {"peak_bytes": peak - before, "static_bytes": static - before}
@@ -146,10 +178,28 @@ def _run_case(
     bench_step.summarize(suite, peers, extra)
 
 
-def _config(layers: int, *, on_gpu: bool) -> Any:
+def _kind(peer: str) -> str:
+    """Return a peer's name without its options."""
+    return peer.partition("[")[0]
+
+
+def _eight_bits(suite: harness.Suite, peer: str) -> dict[str, Any]:
+    """Say how many products of the last compile are in eight bits, and why the others are not;
+    nothing where none was asked for."""
+    report = inductor_q.last_report()
+    some, products = (0, 0) if report is None else report.in_eight_bits()
+    if report is None or not products:
+        return {}
+    reasons = dict(report.rejections().get("quantize_products", {}))
+    note = f"{peer}: {some} of {products} products with frozen weights in eight bits"
+    suite.notes.append("; ".join([note, *(f"{n} not: {why}" for why, n in reasons.items())]))
+    return {"in_eight_bits": [some, products], "in_16_bits": reasons}
+
+
+def _config(layers: int, *, on_gpu: bool, shapes: dict[str, Any] = QWEN3_30B_A3B) -> Any:
     if not on_gpu:
         return testing.tiny_qwen3_moe_config(num_hidden_layers=layers)
-    return testing.tiny_qwen3_moe_config(num_hidden_layers=layers, **QWEN3_30B_A3B)
+    return testing.tiny_qwen3_moe_config(num_hidden_layers=layers, **shapes)
 
 
 def moe_model(

@@ -105,7 +105,7 @@ def finish(suite: Suite, arguments: argparse.Namespace, *, extras: Sequence[str]
     """Print the table, save the JSON and, if requested, the plot."""
     console.print(suite.table(extras=extras))
     for note in suite.notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)  # a peer's options are in brackets
     path = save_path(suite.name, arguments, suite.device)
     if path is not None:
         console.print(f"wrote {suite.save(path)}")

@@ -16,8 +16,9 @@ A copy between device and host (`inductor_q.offload`) has its memory from its st
 copied has its own until the end.
 
 Before torch had boxed gradients (`boxed_grads_call`), autograd held those until backward was over.
-Of what operations allocate inside only the chunk of logits of `qfuse::linear_cross_entropy` is
-simulated; what the allocator loses is not.
+Of what operations allocate inside, the chunk of logits of `qfuse::linear_cross_entropy` is
+simulated, and what products with experts take beside their results: rows, and experts that are
+decoded first, in 16 bits or in e4m3. What the allocator loses is not.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from torch._functorch.partitioners import get_default_op_list
 from torch._inductor.fx_utils import get_storage
 from torch.utils._pytree import tree_leaves
 
-from inductor_q.capture.example import hint
+from inductor_q.capture.example import example, hint
+from inductor_q.kernels.dispatch import preferred, provider
+from inductor_q.kernels.expert_calls import unchecked
 from inductor_q.ops.add_product import takes_base
 from inductor_q.ops.linear_cross_entropy import rows_of_chunk, slice_of
 from inductor_q.passes.add_adapters import ADD_PRODUCT
 from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
+from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import CAT, VIEWS, is_tangent
 from inductor_q.passes.products import DEQUANTIZE
 
@@ -134,6 +138,9 @@ def simulate(graph: fx.Graph, owned: Collection[str], lent: Collection[int] = ()
 
 def workspace(node: fx.Node) -> int:
     """Return what an operation allocates beside its results, where that is known and large."""
+    if node.target is SCATTER2SCATTER:
+        call = unchecked(example(node.args))
+        return provider(call.op, call, preferred(call.op)).workspace(call)
     if node.target is not torch.ops.qfuse.linear_cross_entropy_chunks.default:
         return 0
     arguments: Sequence[Any] = node.args

@@ -41,6 +41,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from inductor_q.context import Context
 from inductor_q.cost import cost_of, node_bytes
 from inductor_q.inductor_config import REUSE
+from inductor_q.kernels.dispatch import preferring
 from inductor_q.liveness import COPY_START, Liveness, simulate, storages, tensor_bytes
 from inductor_q.offload import COPY_END, Offload, Saved
 from inductor_q.passes.graph import ADD, VIEWS, backward_nodes, is_tangent, written_inputs
@@ -49,6 +50,7 @@ from inductor_q.records import MemoryRecord
 from inductor_q.resolved import Budget, Link
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
+EXPERTS = "scatter2scatter"
 
 #: The steps of the ladder are this many behind the first two, in intervals of `_FINE`; where there
 #: is a link to the host, so many more come before.
@@ -104,9 +106,10 @@ def plan(
     _keep_what_was_overwritten(gm.graph)
     link = budget.link if isinstance(budget.link, Link) else None
     ladder = _Ladder(partition, gm, static_inputs(gm.graph, context), link)
-    chosen = ladder.choose(budget.limit)
-    if chosen.step != next(reversed(ladder.made)):
-        chosen = ladder.make(chosen.step)  # who observes partitions takes the last for the one
+    with preferring(EXPERTS, context.kernel(EXPERTS)):  # what they take depends on who serves them
+        chosen = ladder.choose(budget.limit)
+        if chosen.step != next(reversed(ladder.made)):
+            chosen = ladder.make(chosen.step)  # who observes partitions takes the last for the one
     return chosen.pair, MemoryRecord(
         budget=budget.total,
         base=budget.base,

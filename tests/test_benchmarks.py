@@ -63,6 +63,7 @@ from inductor_q.kernels import scatter2scatter_triton  # noqa: E402
 from inductor_q.kernels.dispatch import serve  # noqa: E402
 from tests.support.compiling import no_codegen  # noqa: E402
 from tests.support.processes import environment  # noqa: E402
+from tests.support.thresholds import ANY_EXPERT  # noqa: E402
 
 CPU = torch.device("cpu")
 COMMIT = "0" * 40
@@ -615,6 +616,32 @@ def test_bench_moe_model_has_recipes(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         bench_moe_model.main([*command, "--adapt", "attention + experts"])
     assert "no dropout for target_parameters" in capsys.readouterr().err
+
+
+def test_experts_in_fp8_under_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where thresholds allow it all products are in eight bits; where not, the result says why."""
+    least = ",".join(f"{name}=1" for name in ANY_EXPERT)
+    peers = ["qfuse[qfuse.compute=fp8]", f"packed[qfuse.compute=fp8;qfuse.thresholds={least}]"]
+    out = tmp_path / "fp8.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    command += ["--backends", *peers, "eager", "--loss-steps", "2", "--recipe", "checkpointed"]
+    with no_codegen():
+        suite = bench_moe_model.main(command)
+    rows = check_file(out, "bench_moe_model_checkpointed", {"eager", *peers})
+    eager, few, every = (row["extra"] for row in rows)
+    assert [eager["breaks"], few["breaks"], every["breaks"]] == [0, 0, 0]
+    assert "in_eight_bits" not in eager
+    some, products = few["in_eight_bits"]
+    assert (some, sum(few["in_16_bits"].values())) == (0, products)
+    assert any("quantize_products.min_expert_elements" in why for why in few["in_16_bits"])
+    assert (every["in_eight_bits"], every["in_16_bits"]) == ([products, products], {})
+    assert 0 < every["loss_deviation"] < 0.01
+    assert f"{peers[0]}: 0 of {products} products" in suite.notes[0]
+    assert peers[0] in capsys.readouterr().out
+    assert suite.notes[1].startswith(f"{peers[1]}: {products} of {products} products")
+    with pytest.raises(SystemExit):
+        bench_moe_model.main([*command, "--backends", "pakced"])
+    assert "--backends pakced: known are eager" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["untouched", "quantized"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inductor_q.kernels import LATE, PROVIDERS
 from inductor_q.kernels.calls import Call, aligned
-from inductor_q.kernels.provider import against, in_order, on_device, select
+from inductor_q.kernels.provider import Provider, against, in_order, on_device, select
 
 #: How many kinds of calls are remembered. Beyond that all are forgotten, and come back.
 KEPT = 4096
@@ -105,10 +105,15 @@ def stands_against(op: str, call: Call) -> str:
 
 
 def served_by(op: str, call: Call, wanted: str = "auto") -> str:
-    """Return the name of the provider that `serve` would run, without logging.
+    """Return the name of the provider that `serve` would run (see `provider`)."""
+    return provider(op, call, wanted).name
+
+
+def provider(op: str, call: Call, wanted: str = "auto") -> Provider[Any]:
+    """Return the provider that `serve` would run, without logging.
 
     The tensors of the call may be fake ones of concrete sizes.
     """
     providers = on_device(PROVIDERS[op], call.device.type)
     order = in_order(providers, LATE.get(op, {}), call, wanted)
-    return next(provider.name for provider in order if not against(provider, call))
+    return next(each for each in order if not against(each, call))

@@ -124,6 +124,21 @@ class Scatter2Scatter(Call, Stack):
         """The multiplications with one expert's weight, were its rows as many as the others'."""
         return self.rows * self.in_features * self.out_features // max(1, self.num_experts)
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What the input's rows in grouped order take, where they are none yet."""
+        return 0 if self.grouped_in else self.rows * self.in_features * self.x.itemsize
+
+    @property
+    def grouped_bytes(self) -> int:
+        """What rows [R, N] take that are summed up by token, and so are no result."""
+        return 0 if self.grouped_out else self.rows * self.out_features * self.x.itemsize
+
+    @property
+    def late_bytes(self) -> int:
+        """What the result takes that is allocated only when rows are summed up by token."""
+        return self.grouped_bytes // self.top_k
+
     def check(self) -> None:
         """Raise unless the arguments fit each other."""
         e, n, k = self.num_experts, self.out_features, self.in_features

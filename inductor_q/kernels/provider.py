@@ -50,6 +50,11 @@ class Provider(Protocol[C]):
         """Return why it does not serve the call, the format included; empty where it does."""
         return ""
 
+    def workspace(self, call: C) -> int:
+        """Return the most bytes that it holds beside arguments and results while it serves a call;
+        0 where they are few, or nothing plans with them."""
+        return 0
+
     def plan(self, call: C) -> Callable[[C], Any]:
         """Return what serves the call, which it does not refuse, and all of the same kind.
 

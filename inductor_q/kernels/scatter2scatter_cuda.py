@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,10 @@ class Cuda(Provider[Scatter2Scatter]):
             return NOT_HOPPER
         handle = _function(_kernel_of(call), device.index)
         return handle if isinstance(handle, str) else ""
+
+    def workspace(self, call: Scatter2Scatter) -> int:
+        group = DEPTH // _scales_of_a_stage(call)
+        return call.grouped_bytes + 4 * math.prod(call.shape) // group
 
     def plan(self, call: Scatter2Scatter) -> Callable[[Scatter2Scatter], tuple[Tensor, Tensor]]:
         return _Plan(call)

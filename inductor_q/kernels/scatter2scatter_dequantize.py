@@ -44,6 +44,14 @@ class Dequantize(Provider[Scatter2Scatter]):
             return "the weight is dense, in the dtype of the input: there is nothing to decode"
         return unfit(call)  # a dense weight in another dtype is cast
 
+    def workspace(self, call: Scatter2Scatter) -> int:
+        """Count all experts in 16 bits, which are gone before rows are summed by token."""
+        active, size, k = min(call.rows, call.num_experts), call.x.itemsize, call.in_features
+        wide = -(-(k + call.rank) // PITCH) * PITCH if call.rank else k
+        weights = active * call.out_features * wide * size
+        rows = call.rows * wide * size if call.rank else call.gathered_bytes
+        return rows + call.grouped_bytes + max(weights - call.late_bytes, 0)
+
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         active = fewer_experts(call)
         if call.rank:

@@ -55,6 +55,12 @@ class Fp8(Provider[Scatter2Scatter]):
             return "torch's grouped GEMM in FP8 is for compute capability 9.0 (Hopper)"
         return ""
 
+    def workspace(self, call: Scatter2Scatter) -> int:
+        """Count the input's rows and all experts in e4m3, which are gone before rows are summed."""
+        scaled = call.rows * -(-call.rank // 16) * 16 * call.x.itemsize
+        beside = max(math.prod(call.shape) - call.late_bytes, scaled)
+        return call.rows * (call.in_features + 4) + call.grouped_bytes + beside
+
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         from inductor_q.kernels import expert_fp8_triton as rows
         from inductor_q.kernels.expert_rows_triton import project_rows

@@ -45,6 +45,10 @@ class GroupedMm(Provider[Scatter2Scatter]):
             return f"the weight is {call.operands[0].dtype}, not {call.x.dtype}: it has to be cast"
         return ""
 
+    def workspace(self, call: Scatter2Scatter) -> int:
+        part = call.rows * call.out_features * call.x.itemsize if call.rank else 0
+        return call.gathered_bytes + call.grouped_bytes + max(part - call.late_bytes, 0)
+
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         x = rows_in(call)
         y, rank = product(call, x, call.operands[0], call.offsets), x.new_empty(call.rows, 0)

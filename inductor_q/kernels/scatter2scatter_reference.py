@@ -33,6 +33,12 @@ class Reference(Provider[Scatter2Scatter]):
     name = REFERENCE
     decodes_first = True
 
+    def workspace(self, call: Scatter2Scatter) -> int:
+        """Count rows, and one expert, in the dtype of the input and as it is cast."""
+        wide = 8 if call.row_scale is not None else 4 if multiplies_slowly(call.x) else 0
+        expert = call.in_features * call.out_features * (call.x.itemsize + wide)
+        return call.gathered_bytes + call.grouped_bytes + expert
+
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         x = gather(call.x, call.grouped_in, call.order, call.top_k)
         weights = ExpertWeights(call.operands, call.fmt, call.shape, x.dtype)

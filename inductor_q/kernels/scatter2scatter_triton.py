@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,10 @@ class Triton(Provider[Scatter2Scatter]):
             major, minor = capability
             return f"compute capability {major}.{minor} does not multiply {call.x.dtype} matrices"
         return ""
+
+    def workspace(self, call: Scatter2Scatter) -> int:
+        scales = 4 * math.prod(call.shape) // _group(call) if call.fmt else 0
+        return call.grouped_bytes + scales
 
     def run(self, call: Scatter2Scatter, tile: tiles.Tile | None = None) -> tuple[Tensor, Tensor]:
         with on(call.x.device):

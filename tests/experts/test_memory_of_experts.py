@@ -7,17 +7,16 @@ but the numbers of experts is an eighth, the rank too. So each matrix has a 64th
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
 from inductor_q.formats import FORMATS
+from tests.support.allocated import most_beside
 
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
@@ -78,18 +77,7 @@ def transient(layer: Any, trained: list[nn.Parameter]) -> int:
         output = layer(input, ids, gates)
         return output, *torch.autograd.grad(output, [input, *trained], grad)
 
-    step()  # what is made once is made
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        returned = step()
-    found: Any = profiler.profiler
-    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
-    taken = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        taken += event.nbytes()
-        most = max(most, taken)
-    assert taken == sum(tensor.nbytes for tensor in returned)  # no event is missing
-    return most - taken
+    return most_beside(step)
 
 
 def test_a_training_step() -> None:

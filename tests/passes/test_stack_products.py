@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from inductor_q import ops
+from inductor_q import memory, ops
 from inductor_q.experts.modules import expert_layers
-from inductor_q.kernels.expert_calls import ARGUMENTS, IN_FP8
+from inductor_q.kernels import PROVIDERS, scatter2scatter_reference
+from inductor_q.kernels.expert_calls import ARGUMENTS, IN_FP8, Scatter2Scatter
+from inductor_q.kernels.scatter2scatter_fp8 import Fp8
+from inductor_q.liveness import Liveness, simulate, workspace
 from inductor_q.passes.emit_eight_bits import ROW_AMAX
 from inductor_q.passes.experts_in_fp8 import DENSE_EXPERTS
 from inductor_q.passes.fold_lora import STRICT
@@ -21,13 +24,12 @@ from inductor_q.passes.quantize_products import WRITTEN
 from inductor_q.passes.stack_products import BATCHED, STACKED
 from inductor_q.passes.stack_products import EXPERTS as GROUPED
 from tests.support.compiling import Compiled, compile_step, no_codegen, partition
-from tests.support.moe_models import EXPERTS, HIDDEN, model
-from tests.support.thresholds import ANY_PRODUCT
+from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, model
+from tests.support.thresholds import ANY_EXPERT, ANY_PRODUCT
 
 parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
 
 BF16 = torch.bfloat16
-ANY_EXPERT = {**ANY_PRODUCT, "quantize_products.min_expert_elements": 1}
 IN_INT8 = "experts stay in 16 bits: no kernel here multiplies groups of rows in int8"
 
 
@@ -136,6 +138,41 @@ class Writes(Layer):
 def test_scales_that_forward_writes_to() -> None:
     outcome = compiled(Writes("grouped_mm", packed=True))
     assert WRITTEN in outcome.reasons["quantize_products"]
+
+
+class AllInE4m3(Fp8):
+    """Takes calls on a CPU, and says that it allocates what the kernel for GPUs does."""
+
+    def missing(self) -> str:
+        return ""
+
+    def refuses(self, call: Scatter2Scatter) -> str:
+        return ""
+
+    def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
+        return scatter2scatter_reference.KERNEL.run(call)
+
+
+def test_a_budget_counts_experts_that_are_decoded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both directions: all of them in e4m3, and the rows of their input."""
+    monkeypatch.setitem(PROVIDERS, IN_FP8, {"cpu": (AllInE4m3(), *PROVIDERS[IN_FP8]["cpu"])})
+    layer, simulated = Layer("grouped_mm", packed=True), list[tuple[int, ...]]()
+
+    def spy(graph: fx.Graph, *args: Any) -> Liveness:
+        found = simulate(graph, *args)
+        products = graph.find_nodes(op="call_function", target=SCATTER2SCATTER)
+        simulated.append(tuple(workspace(node) for node in products))
+        assert found.peak >= max(simulated[-1])
+        return found
+
+    monkeypatch.setattr(memory, "simulate", spy)
+    options = {"qfuse.compute": "fp8", "qfuse.thresholds": ANY_EXPERT, "qfuse.memory": "1GB"}
+    partition(lambda model: model(*inputs()).sum().backward(), layer, options)
+    up, down = EXPERTS * 2 * INTERMEDIATE * HIDDEN, EXPERTS * HIDDEN * INTERMEDIATE
+    rows, by_token = 32 * 2, 32 * HIDDEN * 2  # half of what is summed up, as the sum comes late
+    forward = up + rows * (HIDDEN + 4), down + rows * (INTERMEDIATE + 4) + by_token
+    backward = down + rows * (HIDDEN + 4), up + rows * (2 * INTERMEDIATE + 4) + by_token
+    assert simulated[:2] == [forward, backward]
 
 
 def test_few_rows_of_an_expert_stay_in_16_bits() -> None:
