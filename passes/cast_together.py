@@ -68,7 +68,7 @@ class CastTogether:
 
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         most = context.threshold("cast_together.bytes")
-        places = {node: min(map(_first_reader, found)) for node, found in _operands(graph)}
+        places = dict(_operands(graph))
         parameters = sorted(places, key=places.__getitem__)
         for nodes in (parameters, list(_gradients(graph))):
             for values in _windows(nodes, most):
@@ -92,32 +92,33 @@ class CastTogether:
             copies = [_padded(graph, _copied(graph, v), padding[v]) for v in group.values]
             for value, made in zip(group.values, _emit(graph, copies), strict=True):
                 item = _take(graph, value, made, padding[value])
-                for user in _shown_to_products(value):
+                for user in _in_memory(value):
                     user.replace_input_with(value, item)
 
 
-def _operands(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Find what is made of parameters of adapters, with the users by which products read it."""
+def _operands(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Find what is made of parameters of adapters, with the first product that reads it."""
     made: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_cast_parameter(node) or _is_made_of(node, made):
             made.add(node)
-            found = _shown_to_products(node)
-            if found:
-                yield node, found
+            final = [end for user in _in_memory(node) for end in _final(user)]
+            products = [end for end in final if end.op != "output"]
+            if products:
+                yield node, min(products)
 
 
-def _shown_to_products(value: fx.Node) -> list[fx.Node]:
-    """Find products that read a value, and views of it that nothing else reads.
+def _in_memory(value: fx.Node) -> list[fx.Node]:
+    """Find what reads a value from memory: products, the output, and views of it for these alone.
 
     Others, such as a wide weight, go on to compute it themselves: then what they scale is rounded
     to 16 bits as often as it was.
     """
-    return [user for user in value.users if all(map(_is_product, _final(user)))]
-
-
-def _first_reader(user: fx.Node) -> fx.Node:
-    return min(_final(user))
+    return [
+        user
+        for user in value.users
+        if all(end.op == "output" or _is_product(end) for end in _final(user))
+    ]
 
 
 def _final(user: fx.Node) -> list[fx.Node]:
