@@ -36,6 +36,7 @@ PURPOSES = {
     "torch._higher_order_ops": "what a nested region saves",
     "torch._int_mm": "a product in int8",
     "torch._inductor": "configuration and its keys; IR and lowerings of `qfuse::` ops",
+    "torch._inductor.codegen.common": "whether one kernel may make several tensors",
     "torch._inductor.compile_fx": "compiling, with the configuration of one compile",
     "torch._inductor.cudagraph_trees": "`torch.compiler.reset()`",
     "torch._inductor.custom_graph_pass": "the hooks, and their `uuid()` in the cache keys",

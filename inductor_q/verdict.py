@@ -39,6 +39,7 @@ _OTHER_PASSES = CAPTURED_PASSES | {
     "keep_checkpointed",
     "decode_again",
     "project_in_place",
+    "cast_together",
     "widen_products",
 }
 

@@ -13,13 +13,15 @@ can ride in, so extend_k finds those that were refused there.
 stack_gradients follows when extend_k has laid the gradients side by side. recompute_products,
 keep_checkpointed, which reads its marks, and keep_packed run in the partitioner, on what is left,
 decode_again on the backward graph that it makes, and project_in_place and read_gradients on both
-graphs. widen_products is the last, since it puts casts around products.
+graphs. cast_together runs on the graphs that are lowered, in which it sees what is left
+to cast. widen_products is the last, since it puts casts around products.
 """
 
 # ruff: noqa: E402 - the name is checked before any submodule loads
 assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {__name__}"
 
 from inductor_q.passes.canonicalize import Canonicalize
+from inductor_q.passes.cast_together import CastTogether
 from inductor_q.passes.causal_attention import CausalAttention
 from inductor_q.passes.chunk_loss import ChunkLoss
 from inductor_q.passes.decode_again import DecodeAgain
@@ -67,6 +69,7 @@ PIPELINE: tuple[Pass, ...] = (
     DecodeAgain(),  # a decode for each wide product of backward
     ProjectInPlace(),  # a projection that is not kept goes into the buffer it is computed for
     ReadGradients(),  # both products of an adapter with its layer's gradient, which is read once
+    CastTogether(),  # casts of adapters and of their gradients: a few launches
     WidenProducts(),  # products in 16 bits that this CPU computes slowly: in float32
 )
 

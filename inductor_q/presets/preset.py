@@ -166,6 +166,12 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             evidence="a start value, not a measured crossover: kernels that read the input once "
             "save copies of it that grow with the rows",
         ),
+        # The most bytes of casts of adapters, or of their gradients, that one launch makes.
+        "cast_together.bytes": Entry(
+            value=1 << 23,
+            evidence="a start value, not a measured one: two layers of Qwen3-8B under adapters of "
+            "rank 16, and of memory a part that no step misses",
+        ),
         # Rows from which x W' in 16 bits is computed in float32 on a CPU that is slow in 16 bits.
         "widen_products.min_rows": Entry(
             value=32,
