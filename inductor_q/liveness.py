@@ -2,10 +2,11 @@
 
 Nodes are taken in their order. A tensor begins where it is computed and ends behind its last
 reader; views share the storage that they look at. Inductor writes fewer tensors than a graph
-names, so three rules stand for what it fuses:
+names, so some rules stand for what it fuses:
 
 - An element-wise result that only element-wise operations and reductions read is never written:
   its readers read its inputs.
+- `qfuse::materialize` writes its operand, and is that.
 - What only a concatenation reads, or an operand that is widened, is written in its place there; so
   is a decoded weight in each of several (`decode_again`).
 - An element-wise result takes the place of an operand that ends with it, where that is the graph's
@@ -47,6 +48,7 @@ from inductor_q.passes.graph import CAT, VIEWS, is_tangent
 from inductor_q.passes.products import DEQUANTIZE
 
 _JOINTS = (CAT, EXTEND)
+MATERIALIZE = torch.ops.qfuse.materialize.default
 COPY_START = torch.ops.qfuse.copy_start.default
 _RANDOM = (torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_lookup_seed.default)
 _HOLDS_GRADIENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
@@ -193,8 +195,9 @@ class Kinds:
         return _elements(node) * 4 >= read
 
     def is_fused(self, node: fx.Node) -> bool:
-        """Whether a node is not written: a view, or a part of each of its readers."""
-        if self.is_view(node):
+        """Whether a node is not written: a view, what has been written already, or a part of each
+        of its readers."""
+        if self.is_view(node) or node.target is MATERIALIZE:
             return True
         readers = list(self.readers(node))
         if (len(readers) == 1 or node.target is DEQUANTIZE) and all(

@@ -273,9 +273,10 @@ def _emit_shared(graph: fx.Graph, plan: _Shared, dtype: torch.dtype, context: Co
 
 def _emit_sum(graph: fx.Graph, plan: _Summed, dtype: torch.dtype) -> None:
     """Emit one product in FP8 for summands of one sum, and one for their adapters, which is added
-    in place (`add_adapters`)."""
-    first, *rest = plan.products
-    like = first.node
+    in place (`add_adapters`). It stands where the last of them did: before that its weights, a byte
+    for each number, would be in memory while gradients are still computed from larger tensors."""
+    like = max(product.node for product in plan.products)
+    rest = [product for product in plan.products if product.node is not like]
     adapters = adapters_of(plan.products, plan.others)
     with graph.inserting_before(like):
         scale, codes = emit_weights(graph, plan.products, dtype)

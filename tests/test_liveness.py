@@ -75,6 +75,15 @@ def test_a_product_is_added_where_its_base_ends() -> None:
     assert lived(held, owned=["0"]).peak == 2 * SIZE
 
 
+def test_what_is_materialized_is_written_once() -> None:
+    def materialized(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x @ x).sin()
+        product: Tensor = torch.ops.qfuse.materialize(y) @ x
+        return product, y
+
+    assert lived(materialized, owned=["0"]).peak == 2 * SIZE
+
+
 def test_what_others_may_read_is_not_written_to() -> None:
     """A gradient that autograd hands over, and what forward returned to its caller as well."""
 

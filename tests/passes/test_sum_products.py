@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from inductor_q import comparison, testing
 from inductor_q.kernels import rounding
 from inductor_q.passes.emit_eight_bits import REQUANTIZE
-from inductor_q.passes.graph import CAT
+from inductor_q.passes.graph import CAT, backward_nodes
+from inductor_q.passes.quantize_products import MATERIALIZE
 from tests.passes.test_quantize_products import BF16, compiled, error, tokens
 from tests.support.compiling import Compiled, step
 
@@ -133,6 +134,18 @@ def test_a_sum_of_many_is_several_products() -> None:
     assert outcome.ops["qfuse.add_product"] == 6 + 2
     for name, grad in grads.items():
         assert error(outcome.gradients[name], grad) < 0.08, name
+
+
+def test_weights_are_decoded_behind_the_last_gradient() -> None:
+    """Else they are in memory while the gradients are made, which takes more of it than has to be
+    there for the product."""
+    (joint,) = compiled(CrossAttention(4), tokens()).joint
+    backward = backward_nodes(joint)
+    calls = joint.find_nodes(op="call_function", target=REQUANTIZE)
+    [codes] = [node for node in calls if node.args[5]]
+    written = joint.find_nodes(op="call_function", target=MATERIALIZE)
+    gradients = [node.args[0] for node in written if node in backward]
+    assert len(gradients) == 4 and all(gradient < codes for gradient in gradients)
 
 
 def test_weights_of_two_formats_are_decoded_apart() -> None:
