@@ -90,8 +90,8 @@ class CastTogether:
         with graph.inserting_before(group.place):
             padding = {value: _padding(value) for value in group.values}
             copies = [_padded(graph, _copied(graph, v), padding[v]) for v in group.values]
-            for value, made in zip(group.values, _emit(graph, copies), strict=True):
-                item = _take(graph, value, made, padding[value])
+            for value, whole in zip(group.values, _emit(graph, copies), strict=True):
+                item = _take(graph, value, whole, padding[value])
                 for user in _in_memory(value):
                     user.replace_input_with(value, item)
 

@@ -18,7 +18,7 @@ from inductor_q.backend import qfuse
 from inductor_q.passes.cast_together import TOGETHER, CastTogether
 from inductor_q.passes.graph import tensor
 from inductor_q.passes.runner import Pass, Site, listeners
-from tests.support.compiling import SMALL, Compiled, compile_step, step
+from tests.support.compiling import SMALL, Compiled, compile_step, skip_unless_regions_chain, step
 from tests.support.triton_code import launches, triton_code
 
 pytest.importorskip("bitsandbytes")
@@ -142,6 +142,21 @@ def test_any_length() -> None:
     for (output, gradients), (wanted, right) in zip(found, results, strict=True):
         assert torch.equal(output, wanted)
         assert all(torch.equal(gradients[name], right[name]) for name in right)
+
+
+class Regions(Net):
+    @torch.compiler.nested_compile_region
+    def _block(self, block: Any, x: Tensor) -> Tensor:
+        return super()._block(block, x)
+
+
+def test_nested_regions() -> None:
+    net = Regions(checkpointed=False)
+    skip_unless_regions_chain(net, x_MK())
+    right, before = counted(net, OFF)
+    found, after = counted(net)
+    equal(found, right)
+    assert found.applied[NAME] and len(after[1]) < len(before[1])
 
 
 def test_adapters_in_16_bits_are_left() -> None:

@@ -488,7 +488,7 @@ def test_order_of_the_passes_is_the_pipeline() -> None:
     ran = [record.name for record in result.report.passes]
     assert list(dict.fromkeys(ran)) == [p.name for p in PIPELINE]
     twice = [name for name in dict.fromkeys(ran) if ran.count(name) > 1]
-    assert twice == ["project_in_place", "read_gradients", "widen_products"]
+    assert twice == ["project_in_place", "read_gradients", "cast_together", "widen_products"]
 
 
 @pytest.mark.parametrize(
