@@ -326,6 +326,15 @@ def start_over_depth(regions: str, few: int, many: int) -> str:
     return f"{times[1] / times[0]:.2f} times"
 
 
+def start_by_layers() -> str:
+    """Divide a step compiled by layers by the same compiled whole."""
+    whole, by_layers = (
+        row("start-h200", "qfuse", regions=regions, layers=4)["extra"]["warm"]["step_s"]
+        for regions in ("model", "layers")
+    )
+    return f"{by_layers / whole:.2f} times the time"
+
+
 # --- k-bit quality ------------------------------------------------------------------------
 
 FORMATS = {
@@ -398,6 +407,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "scripts": lambda: step_figures.scripts(
         "trainers_options-h200", "trainers_more-h200", "trainers_stock-h200"
     ),
+    "scripts-casts": lambda: step_figures.scripts(
+        "trainers_casts-h200", "trainers_casts_trainer-h200", "trainers_dpo-h200"
+    ),
     "scripts-elsewhere": lambda: step_figures.scripts("trainers_together-h200"),
     "losses": lambda: losses("loss-h200", "loss_float32-h200"),
     "scripts-padded": lambda: step_figures.scripts("trainers_padded-h200"),
@@ -458,6 +470,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe-formats": format_figures.experts,
     "moe-fp8": moe_figures.in_fp8,
     "moe-recipes": moe_figures.recipes,
+    "moe-step-fp8": moe_figures.step_in_fp8,
     "moe-providers": moe_figures.providers,
     "moe": moe_figures.moe,
     "moe-few": moe_figures.few_tokens,
@@ -531,6 +544,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.runner": lambda: us(seconds("launch-h200", "runner")),
     "launch.jit": lambda: us(seconds("launch-h200", "jit")),
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
+    "start.by_layers": start_by_layers,
     "start.layers": lambda: start_over_depth("layers", 4, 36),
     "start.model": lambda: start_over_depth("model", 4, 12),
     "memory.over": step_figures.memory_over_plan,

@@ -32,7 +32,7 @@ STEPS = (
 #: A format that no other peer can train, or decode in a compiled graph.
 ALONE = "formats_step_int4-h200"
 CPU = "formats-cpu"
-EXPERTS = ("moe_mxfp4-h200", "moe_nvfp4-h200")
+EXPERTS = ("moe_mxfp4-h200", "moe_nvfp4-h200", "moe_fp8_128x128-h200")
 
 
 def decodes() -> str:

@@ -297,3 +297,22 @@ def recipes() -> str:
         ]
     header = ("", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
     return f"{table(header, body)}\n\n{source(*files)}"
+
+
+def step_in_fp8() -> str:
+    """Show a step of a mixture whose experts multiply in FP8 beside the same step in bfloat16."""
+    name, fp8 = "moe_model_fp8-h200", "qfuse[qfuse.compute=fp8]"
+    peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse", fp8: "qfuse, fp8"}
+    found = [row(name, peer) for peer in peers]
+    timings = [each["timing"] for each in found]
+    peaks = [each["extra"]["peak_bytes"] for each in found]
+    off = [percent(each["extra"]["loss_deviation"], 2) for each in found[1:]]
+    steps = result(name)["settings"]["loss_steps"]
+    time = f"{timings[-1]['median'] / timings[-2]['median']:.2f}"
+    peak = f"{peaks[-1] / peaks[-2]:.2f}"
+    body = [
+        ("step", *(ms(t["median"]) for t in timings), time),
+        ("peak memory", *map(gb, peaks), peak),
+        (f"loss, largest deviation in {steps} steps", "", *off, ""),
+    ]
+    return f"{table(('', *peers.values(), 'fp8 / bf16'), body)}\n\n{source(name)}"

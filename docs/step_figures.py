@@ -53,6 +53,7 @@ EIGHT_BITS = {
     "step_8b_fp8-h200": "H200: bare, all 36 layers",
     "step_trainer_fp8-h200": "H200: a trainer's defaults, 4 layers",
     "step_trainer_fp8_host-h200": "H200, in another machine: the same",
+    "step_trainer_fp8_peak-h200": "H200, in a third machine: the same, newer",
     "step_trainer_fp8-h100": "H100: the same",
     "step_trl_fp8-h200": "H200: TRL's defaults with checkpointing, 4 layers",
     "step_trl_fp8-h100": "H100: the same",
@@ -78,8 +79,12 @@ SHOWN_SCRIPTS = {
         ("trainers_more-h200", "SFT, packing"),
         ("eager", "inductor[no cuDNN]", "qfuse"),
     ),
+    "`examples/trainer.py` as it is (Trainer), 8 layers": (
+        ("trainers_casts_trainer-h200", "Trainer"),
+        ("eager[no cuDNN]", "inductor[no cuDNN]", "qfuse"),
+    ),
     "`examples/dpo.py` as it is, 8 layers": (
-        ("trainers_more-h200", "DPO"),
+        ("trainers_dpo-h200", "DPO"),
         ("eager[no cuDNN]", "inductor[no cuDNN]", "qfuse"),
     ),
     "`examples/trainer.py`, 8 layers, lengths padded to multiples of 256; both compilers in CUDA "
@@ -432,6 +437,7 @@ def scripts(*names: str) -> str:
         "qfuse[CUDA graphs]": "qfuse, CUDA graphs",
         "qfuse[qfuse.thresholds=recompute_products.max_kept=0]": "qfuse, no product kept",
         "qfuse[cpp_wrapper=True]": "qfuse, `cpp_wrapper`",
+        "qfuse[qfuse.thresholds=cast_together.bytes=0]": "qfuse, each cast a launch",
     }
     body = []
     for name in names:
