@@ -544,6 +544,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.runner": lambda: us(seconds("launch-h200", "runner")),
     "launch.jit": lambda: us(seconds("launch-h200", "jit")),
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
+    "casts.together": lambda: ms(seconds("step_trainer_fp8_peak-h200", "qfuse")),
+    "casts.apart": lambda: ms(seconds("step_trainer_fp8_peak-h200", step_figures.CASTS_APART)),
     "start.by_layers": start_by_layers,
     "start.layers": lambda: start_over_depth("layers", 4, 36),
     "start.model": lambda: start_over_depth("model", 4, 12),

@@ -44,6 +44,8 @@ MORE_RECIPES = {
     "step_checkpointed-cpu": "CPU, the same with gradient checkpointing",
     "step_packed-cpu": "CPU, packed documents, checkpointing, 1 x 256 tokens",
 }
+#: The peer whose casts of adapters are a launch each.
+CASTS_APART = "qfuse[qfuse.thresholds=cast_together.bytes=0]"
 #: The option of the products in eight bits, and the steps that have it, shown once measured.
 FP8 = "qfuse[qfuse.compute=fp8]"
 FP8_GRAPHS = "qfuse[qfuse.compute=fp8;triton.cudagraphs=True]"
@@ -437,7 +439,7 @@ def scripts(*names: str) -> str:
         "qfuse[CUDA graphs]": "qfuse, CUDA graphs",
         "qfuse[qfuse.thresholds=recompute_products.max_kept=0]": "qfuse, no product kept",
         "qfuse[cpp_wrapper=True]": "qfuse, `cpp_wrapper`",
-        "qfuse[qfuse.thresholds=cast_together.bytes=0]": "qfuse, each cast a launch",
+        CASTS_APART: "qfuse, without `cast_together`",
     }
     body = []
     for name in names:

@@ -45,10 +45,9 @@ from inductor_q.passes.add_adapters import ADD_PRODUCT
 from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import CAT, VIEWS, is_tangent
-from inductor_q.passes.products import DEQUANTIZE
+from inductor_q.passes.products import DEQUANTIZE, MATERIALIZE
 
 _JOINTS = (CAT, EXTEND)
-MATERIALIZE = torch.ops.qfuse.materialize.default
 COPY_START = torch.ops.qfuse.copy_start.default
 _RANDOM = (torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_lookup_seed.default)
 _HOLDS_GRADIENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")

@@ -6,10 +6,11 @@ cast. The kernels are tiny, and to launch one takes the host longer than it take
 casts near each other become the results of one op, which Inductor writes as one kernel. The values
 are what they were.
 
-The pass takes what a product reads and is cast, scaled and laid side by side from parameters alone,
-and casts of gradients that are results of the graph. It leaves what only a part of a wide weight is
-made of: the kernel of that writes into the weight. What one launch makes is in memory from its
-first reader on, so `cast_together.bytes` says how much that is at most.
+The pass takes two kinds of values. One is read by products, and is cast, scaled and laid side by
+side from float32 matrices of fixed sizes alone that are inputs of the graph, as parameters are. The
+other are casts of gradients that are results of the graph. Where only a part of a wide weight is
+made of a cast, it stays: the kernel that makes the weight computes it there. What one launch makes
+is in memory from its first reader on, so `cast_together.bytes` says how much that is at most.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def _is_made_of(node: fx.Node, made: set[fx.Node]) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
+    """Whether a node reads its operands from memory: a product, or an op of this package."""
     ours = getattr(node.target, "namespace", "") == "qfuse"
     return node.target in _PRODUCTS or (ours and node.target is not TOGETHER)
 
@@ -174,11 +176,12 @@ def _gradients(graph: fx.Graph) -> Iterator[fx.Node]:
 def _windows(nodes: Sequence[fx.Node], most: int) -> Iterator[list[fx.Node]]:
     """Divide values in the order of the graph into groups of so many bytes at most; one that is
     larger is a group for itself."""
-    values: list[fx.Node] = []
+    values, held = list[fx.Node](), 0
     for node in nodes:
-        if values and sum(map(_size, values)) + _size(node) > most:
+        held += _size(node)
+        if values and held > most:
             yield values
-            values = []
+            values, held = [], _size(node)
         values.append(node)
     if values:
         yield values

@@ -27,6 +27,7 @@ define_ops()  # the vocabulary
 
 MAX_RANK = 512
 DEQUANTIZE = torch.ops.qfuse.dequantize.default
+MATERIALIZE = torch.ops.qfuse.materialize.default
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ from inductor_q.passes.graph import (
     too_few_rows,
     written_inputs,
 )
-from inductor_q.passes.products import Product, as_product, packed_weight
+from inductor_q.passes.products import MATERIALIZE, Product, as_product, packed_weight
 from inductor_q.passes.recompute import is_pointwise, recompute_in_backward, recomputed_from
 from inductor_q.passes.runner import Site
 from inductor_q.passes.stack_products import stack_products
@@ -78,7 +78,6 @@ from inductor_q.passes.sum_products import MOST, adapters_of, drop_summand, stac
 MULTIPLE = 16  # of both sizes of a weight, for `torch._scaled_mm` and `torch._int_mm`
 FEW_ROWS = 16  # `torch._int_mm` raises for so many and fewer on a GPU
 COMPARE = torch.ops.qfuse.compare.default
-MATERIALIZE = torch.ops.qfuse.materialize.default
 
 WRITTEN = "the forward pass writes to the weight: backward would multiply by other numbers"
 

@@ -16,7 +16,6 @@ from torch import fx
 
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
-from inductor_q.ops.registry import define_ops
 from inductor_q.passes.graph import (
     CAST,
     MUL,
@@ -27,12 +26,10 @@ from inductor_q.passes.graph import (
     same_shape,
     tensor,
 )
+from inductor_q.passes.products import MATERIALIZE
 from inductor_q.passes.runner import Site
 
-define_ops()  # the vocabulary
-
 aten = torch.ops.aten
-MATERIALIZE = torch.ops.qfuse.materialize.default
 _TABLES = frozenset({aten.cos.default, aten.sin.default})
 _SPREADS = VIEWS | {aten.unsqueeze.default, aten.expand.default}
 

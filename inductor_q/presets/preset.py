@@ -169,8 +169,8 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         # The most bytes of casts of adapters, or of their gradients, that one launch makes.
         "cast_together.bytes": Entry(
             value=1 << 23,
-            evidence="a start value, not a measured one: two layers of Qwen3-8B under adapters of "
-            "rank 16, and of memory a part that no step misses",
+            evidence="a start value, not a measured one: it holds the casts of three layers of "
+            "Qwen3-8B with adapters of rank 16, or the gradients of one",
         ),
         # Rows from which x W' in 16 bits is computed in float32 on a CPU that is slow in 16 bits.
         "widen_products.min_rows": Entry(

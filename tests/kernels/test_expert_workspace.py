@@ -5,23 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inductor_q.kernels import (
-    scatter2scatter_cuda,
-    scatter2scatter_dequantize,
-    scatter2scatter_fp8,
-    scatter2scatter_grouped_mm,
-    scatter2scatter_reference,
-    scatter2scatter_triton,
-)
+from inductor_q.kernels import PROVIDERS
 from inductor_q.kernels.calls import DENSE
-from inductor_q.kernels.expert_calls import Scatter2Scatter
-from inductor_q.kernels.provider import Provider
+from inductor_q.kernels.expert_calls import IN_FP8, Scatter2Scatter
 from tests.kernels.test_scatter2scatter_fp8 import scales
 from tests.support.allocated import most_beside
 from tests.support.moe import GROUPED, Sizes, layer
@@ -30,17 +21,12 @@ pytest.importorskip("bitsandbytes")
 
 BF16 = torch.bfloat16
 SIZES = Sizes(experts=8, in_features=512, out_features=256, tokens=512, top_k=2, rank=16)
-GPU: dict[str, Provider[Any]] = {
-    "fp8": scatter2scatter_fp8.KERNEL,
-    "dequantize": scatter2scatter_dequantize.KERNEL,
-    "triton": scatter2scatter_triton.KERNEL,
-    "cuda": scatter2scatter_cuda.KERNEL,
-}
-CPU: dict[str, Provider[Any]] = {
-    "dequantize": scatter2scatter_dequantize.KERNEL,
-    "grouped_mm": scatter2scatter_grouped_mm.KERNEL,
-    "reference": scatter2scatter_reference.KERNEL,
-}
+OP = "scatter2scatter"
+FP8, *_ = PROVIDERS[IN_FP8]["cuda"]
+#: Of the others on a GPU, one is for experts that are not quantized, and one is plain torch.
+ON_GPU = (FP8, *PROVIDERS[OP]["cuda"])
+GPU = {each.name: each for each in ON_GPU if each.name not in ("grouped_mm", "reference")}
+CPU = {each.name: each for each in PROVIDERS[OP]["cpu"]}
 
 
 @pytest.mark.parametrize("grouped", GROUPED, ids=str)
@@ -54,7 +40,10 @@ def test_a_cpu_takes_what_is_said(name: str, lora: bool, grouped: tuple[bool, bo
         call = layer(SIZES, dtype=BF16, quant=quant, lora=lora, grouped=grouped).call()
         taken, said = most_beside(lambda: CPU[name].run(call)), CPU[name].workspace(call)
     if name == "dequantize":
-        assert 0.98 * taken < said <= taken
+        packed = (
+            2 * call.in_features * call.out_features
+        )  # by oneDNN on processors with AVX512-BF16
+        assert 0.98 * taken - packed < said <= taken
     else:
         assert said <= taken < said + 5 * call.rows * call.out_features * 2
 
@@ -63,10 +52,10 @@ def test_experts_in_fp8_take_a_byte_for_each_weight() -> None:
     """And their rows as much for each feature, and four for a scale."""
     case = layer(SIZES, dtype=BF16, lora=False, grouped=(True, True))
     small, call = case.call(row_scale=scales(case)), case.call(row_scale=scales(case))
-    assert GPU["fp8"].workspace(call) == 8 * 512 * 256 + call.rows * (512 + 4)
+    assert FP8.workspace(call) == 8 * 512 * 256 + call.rows * (512 + 4)
     by_token = replace(small, grouped_out=False)
     summed = call.rows * 256 * 2  # before the result, half as large, is there
-    assert GPU["fp8"].workspace(by_token) == GPU["fp8"].workspace(call) + summed // 2
+    assert FP8.workspace(by_token) == FP8.workspace(call) + summed // 2
 
 
 def test_a_gpu_took_what_is_said() -> None:
@@ -94,7 +83,7 @@ def test_a_gpu_took_what_is_said() -> None:
                 grouped_out=True,
                 row_scale=torch.empty(experts * n),
             )
-        assert GPU["fp8"].workspace(call) == pytest.approx(row["extra"]["peak_bytes"], rel=0.02)
+        assert FP8.workspace(call) == pytest.approx(row["extra"]["peak_bytes"], rel=0.02)
 
 
 @pytest.mark.gpu
@@ -105,7 +94,7 @@ def test_a_gpu_takes_what_is_said(name: str, grouped: tuple[bool, bool], transpo
     sizes = Sizes(experts=32, in_features=2048, out_features=1024, tokens=2048, top_k=4, rank=16)
     with torch.no_grad():
         case = layer(sizes, dtype=BF16, grouped=grouped, transposed=transposed, device="cuda")
-        call = case.call(**({"row_scale": scales(case)} if name == "fp8" else {}))
+        call = case.call(**({"row_scale": scales(case)} if name == FP8.name else {}))
         kernel = GPU[name]
         if reason := kernel.missing() or kernel.refuses(call):
             pytest.skip(reason)

@@ -43,6 +43,15 @@ def test_op(x: Tensor) -> None:
     torch.library.opcheck(MATERIALIZE, (x,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_op_of_several(dtype: torch.dtype) -> None:
+    xs = [torch.randn(3, 5).to(dtype), torch.randn(6, 4).to(dtype).T, torch.randn(0, 2).to(dtype)]
+    got = torch.ops.qfuse.materialize_all(xs)
+    for one, x in zip(got, xs, strict=True):
+        assert torch.equal(one, x) and one.stride() == x.stride() and one is not x
+    torch.library.opcheck(torch.ops.qfuse.materialize_all.default, (xs,))
+
+
 @pytest.fixture
 def strides() -> Iterator[Any]:
     """An op that tells which strides its input has in a compiled graph, which may be any."""

@@ -112,7 +112,7 @@ def test_fewer_launches(checkpointed: bool, autocast: torch.dtype) -> None:
     right, before = counted(net, OFF)
     found, after = counted(net)
     equal(found, right)
-    assert NAME not in right.applied and not found.reasons.get(NAME)
+    assert not right.report.applied().get(NAME) and not found.report.rejections().get(NAME)
     # Forward has one launch for parameters, backward one for gradients and, where it computes a
     # segment again, one for parameters; else it reads what forward made.
     assert [names.count("triton_for_fused") for names in after] == [1, 1 + checkpointed]
@@ -156,12 +156,12 @@ def test_nested_regions() -> None:
     right, before = counted(net, OFF)
     found, after = counted(net)
     equal(found, right)
-    assert found.applied[NAME] and len(after[1]) < len(before[1])
+    assert found.report.applied()[NAME] and len(after[1]) < len(before[1])
 
 
 def test_adapters_in_16_bits_are_left() -> None:
     found, codes = counted(Net(BF16))
-    assert NAME not in found.applied and NAME not in found.reasons
+    assert not found.report.applied().get(NAME) and not found.report.rejections().get(NAME)
     assert not any("triton_for_fused" in names for names in codes)
 
 
@@ -174,13 +174,19 @@ def test_a_launch_makes_so_many_bytes() -> None:
     assert codes[1].count("triton_for_fused") > 2
     none: Any = {"qfuse.thresholds": {**SMALL["qfuse.thresholds"], f"{NAME}.bytes": 100}}
     found, codes = counted(net, none)
-    assert f"1024 bytes, more than {NAME}.bytes=100 of the preset" in found.reasons[NAME]
-    assert NAME not in found.applied and not any("triton_for_fused" in names for names in codes)
+    assert (
+        f"1024 bytes, more than {NAME}.bytes=100 of the preset" in found.report.rejections()[NAME]
+    )
+    assert not found.report.applied().get(NAME) and not any(
+        "triton_for_fused" in names for names in codes
+    )
 
 
 def test_code_without_such_kernels() -> None:
     found = compile_step(Net(), x_MK())
-    assert {*found.reasons[NAME]} == {"this device's code has no kernels of several tensors"}
+    assert {*found.report.rejections()[NAME]} == {
+        "this device's code has no kernels of several tensors"
+    }
     equal(found, compile_step(Net(), x_MK(), options=OFF))
 
 

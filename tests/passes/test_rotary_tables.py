@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import inductor_q
 from inductor_q import lowerings, testing
-from inductor_q.passes.rotary_tables import MATERIALIZE, RotaryTables
+from inductor_q.passes.products import MATERIALIZE
+from inductor_q.passes.rotary_tables import RotaryTables
 from inductor_q.passes.runner import Site
 from tests.support.compiling import partition
 

@@ -12,7 +12,7 @@ from inductor_q import comparison, testing
 from inductor_q.kernels import rounding
 from inductor_q.passes.emit_eight_bits import REQUANTIZE
 from inductor_q.passes.graph import CAT, backward_nodes
-from inductor_q.passes.quantize_products import MATERIALIZE
+from inductor_q.passes.products import MATERIALIZE
 from tests.passes.test_quantize_products import BF16, compiled, error, tokens
 from tests.support.compiling import Compiled, step
 

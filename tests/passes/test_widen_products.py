@@ -25,13 +25,14 @@ from inductor_q.passes.graph import tensor
 from inductor_q.passes.runner import Pass, listeners
 from inductor_q.passes.widen_products import PRODUCTS
 from inductor_q.testing import relative_error
-from tests.support.compiling import OF_THE_CPU, Between, Compiled, compile_step, step
+from tests.support.compiling import Between, Compiled, compile_step, step
 from tests.support.moe import Sizes, layer, results
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAME = "widen_products"
 HALVES = (BF16, FP16)
 K = 64
 
@@ -49,7 +50,7 @@ def x_MK(rows: int = 96, dtype: torch.dtype = BF16) -> Tensor:
 
 def sites(report: Any = None) -> list[Any]:
     report = report or inductor_q.last_report()
-    return [site for site in report.sites if site.pass_name == OF_THE_CPU]
+    return [site for site in report.sites if site.pass_name == NAME]
 
 
 def adapted(dtype: torch.dtype) -> nn.Module:
@@ -62,7 +63,7 @@ def operands() -> Iterator[Counter[torch.dtype]]:
     found: Counter[torch.dtype] = Counter()
 
     def look(step: Pass, graph: fx.Graph, when: str) -> None:
-        if step.name == OF_THE_CPU and when == "after":
+        if step.name == NAME and when == "after":
             for node in graph.nodes:
                 if node.target in PRODUCTS:
                     found.update(tensor(n).dtype for n in node.all_input_nodes)
@@ -228,7 +229,7 @@ def test_the_report_has_what_backward_adds(slow: None, tmp_path: Path) -> None:
         torch.compiler.reset()
         step(torch.compile(module, backend=qfuse, options=options), x, module=module)
         written = json.loads(path.read_text())["compiles"][-1]
-        return len(sites()), sum(s["pass_name"] == OF_THE_CPU for s in written["sites"])
+        return len(sites()), sum(s["pass_name"] == NAME for s in written["sites"])
 
     with testing.fresh_cache():
         fresh = count()
