@@ -9,6 +9,8 @@ what they were: logits that are first read behind an optimizer's step raise `Unr
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from inductor_q.exc import UnreadableLogits
 from inductor_q.log import warn_once
@@ -26,6 +29,8 @@ _READ = (
 )
 
 _CHANGED = "the head was changed, by an optimizer's step perhaps, before these logits were read"
+
+_GONE = "FSDP has freed the weights of the head, which these logits are made of, behind forward"
 
 _OVERWRITTEN = "the hidden states were written to before the logits made of them were read"
 
@@ -59,6 +64,11 @@ class _State:
         plain = weight.requires_grad and type(weight) in (Tensor, torch.nn.Parameter)
         self.numbers = _some(weight).clone() if plain else None
 
+    def is_gone(self) -> bool:
+        """Whether the weight has no memory any more, as one that FSDP has gathered for a while."""
+        plain = type(self.weight) in (Tensor, torch.nn.Parameter)
+        return plain and self.weight.numel() > 0 and not self.weight.untyped_storage().size()
+
     def has_changed(self) -> bool:
         if _version(self.weight) != self.version:
             return True
@@ -80,6 +90,7 @@ class Logits(Tensor):
     _product: Callable[[], Tensor]
     _trains: bool
     _read: dict[bool, Tensor]
+    _hooks: dict[int, Callable[[Tensor], Any]]
 
     @staticmethod
     def make(product: Callable[[], Tensor], like: Tensor, columns: int, dtype: torch.dtype) -> Any:
@@ -88,6 +99,7 @@ class Logits(Tensor):
         found: Any = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=like.device)
         trains = like._trains if isinstance(like, Logits) else like.requires_grad
         found._product, found._trains, found._read = product, trains, {}
+        found._hooks = OrderedDict()
         return found
 
     @classmethod
@@ -104,6 +116,8 @@ class Logits(Tensor):
                 return func(*args, **kwargs)
         if func in _TRAINING:
             return args[0]._trains
+        if func is Tensor.register_hook:
+            return args[0]._add_hook(*args[1:], **kwargs)
         if func in _HOOKS:
             name = getattr(func, "__name__", str(func))
             raise UnreadableLogits(problem=f"{name} asks for what only kept logits have")
@@ -118,12 +132,24 @@ class Logits(Tensor):
     ) -> Any:
         raise UnreadableLogits(problem=f"{func} asks for what only kept logits have")
 
+    def _add_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Have a hook, as FSDP gives each output, called with the gradient of what is read."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        if True in self._read:
+            self._read[True].register_hook(functools.partial(_call, self._hooks, handle.id))
+        return handle
+
     def _cast(self, dtype: torch.dtype) -> Any:
         """Return the same in another dtype, computed when that is read."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.dtype == dtype:
                 return self
             return Logits.make(lambda: _computed(self).to(dtype), self, self.shape[-1], dtype)
+
+
+def _call(hooks: dict[int, Callable[[Tensor], Any]], number: int, gradient: Tensor) -> Any:
+    return hooks[number](gradient) if number in hooks else None  # it may have been removed
 
 
 def _computed(logits: Logits) -> Tensor:
@@ -134,6 +160,8 @@ def _computed(logits: Logits) -> Tensor:
         if any(map(_version, logits._read.values())):
             raise UnreadableLogits(problem=_WRITTEN)
         logits._read[trains] = made = logits._product()
+        for number in logits._hooks if trains else ():
+            made.register_hook(functools.partial(_call, logits._hooks, number))
         logits._read[False] = made.detach()  # what is written to one is written to both
     return logits._read[trains]
 
@@ -150,7 +178,7 @@ _METADATA = {
     *(Tensor.stride, Tensor.is_contiguous, Tensor.__hash__),
 }
 _TRAINING = _getters("requires_grad")
-_HOOKS = {Tensor.register_hook, Tensor.retain_grad, *_getters("grad")}
+_HOOKS = {Tensor.retain_grad, *_getters("grad")}
 
 
 def with_logits(compiled: Any, gm: fx.GraphModule, recipes: Sequence[Recipe]) -> Callable[..., Any]:
@@ -182,6 +210,8 @@ def _make(recipe: Recipe, outputs: Sequence[Any], given: Callable[[fx.Node], Any
     versions = [_version(x) for x in inputs]
 
     def product() -> Tensor:
+        if any(state.is_gone() for state in states):
+            raise UnreadableLogits(problem=_GONE)
         if any(state.has_changed() for state in states):
             raise UnreadableLogits(problem=_CHANGED)
         if [_version(x) for x in inputs] != versions:

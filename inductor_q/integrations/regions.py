@@ -26,6 +26,8 @@ from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.first_call import prepare_first_call
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.gathered import note_states
+from inductor_q.integrations.losses import compile_loss, leave_loss
+from inductor_q.integrations.mask_parts import make_mask_inside, note_parts
 from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.states import (
     Region,
@@ -86,6 +88,8 @@ def compile(
     check_options(options, mode)
     if dynamic not in (True, False, None):
         raise InvalidOptionValue(name="dynamic", value=dynamic, expected="True, False or None")
+    base = base_model(model)
+    leave_loss(base)
     found, is_sharded = compiled_regions(model, regions), _is_sharded(model)
     for path, error in capture.damaged(model):
         raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")
@@ -110,11 +114,16 @@ def compile(
         elif region:
             region.states.skips_effects |= states.skips_effects
             states = region.states
+    parts = (is_sharded or len(found) > 1) and note_parts(model)
     for module in found:
         if is_sharded:
             note_states(module)
+            if parts:
+                make_mask_inside(module)
         if region_of(module) is None:
             set_region(module, Region(module, states, shares=len(found) > 1))
+    if parts:
+        compile_loss(base, states)
     return model
 
 

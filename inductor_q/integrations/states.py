@@ -13,11 +13,11 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,16 +28,19 @@ from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.checkpointing import has_llm_int8
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
+from inductor_q.integrations.mask_parts import parts_of, takes_parts, with_mask
 from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.router_logits import prepare_router_logits
 from inductor_q.log import warn_once
 from inductor_q.modules import modules_of
 from inductor_q.options import resolve
+from inductor_q.resolved import Resolved
 
 #: Names of the adapters, the active ones, whether they are off, the merged ones, whether PEFT calls
 #: the model without them, training, gradients.
 State = tuple[tuple[str, ...], Hashable, Hashable, Hashable, Hashable, bool, bool]
 
+_NEVER = 1 << 62
 _ACTIVE = "_active_adapter"  # what PEFT's layers keep the list of active adapters in
 
 
@@ -56,6 +59,8 @@ class States:
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.keeps_results = False  # of calls without gradients, where a CUDA graph overwrites them
         self.told_by: Any = None  # the callback that says what came of it
+        self.least_positions: int | None = None  # for a layer's mask to become its parts
+        self.least_logits: int | None = None  # for the loss to be compiled beside layers
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
     def function(self, part: nn.Module) -> Callable[..., Any]:
@@ -70,6 +75,56 @@ class States:
         key: tuple[Any, State] = (type(part), state)
         name = type(part).__name__
         return functools.partial(self.compiled(key, lambda: named_function(name)), part)
+
+    def loss(self, model: Any, args: tuple[Any, ...], given: dict[str, Any], outputs: Any) -> Any:
+        """Call the forward of `model` compiled, whose decoder has run and returned `outputs`."""
+        if self.lengths_vary:
+            mark_lengths({**given, "inputs_embeds": outputs[0]})
+        key: tuple[Any, State] = (type(model), self.follow())
+        call = self.compiled(
+            key, lambda: named_function(f"{type(model).__name__}.loss", _call_forward)
+        )
+        with self.calling():
+            return call(model, *args, **given)
+
+    def chunks(self, model: Any, labels: Tensor) -> bool:
+        """Whether `chunk_loss` would take the loss of these labels."""
+        if self.least_logits is None:
+            resolved = _resolved(self.settings, labels.device)
+            on = "chunk_loss" in resolved.passes and resolved.loss != "whole"
+            least = _threshold(resolved, "chunk_loss.min_logits") if on else _NEVER
+            self.least_logits = 0 if on and resolved.loss == "chunked" else least
+        vocabulary: int = model.config.get_text_config().vocab_size
+        return labels.numel() * vocabulary >= self.least_logits
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Set what Dynamo needs to compile a part of the model in one graph."""
+        needed: dict[str, bool] = {}
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            needed["optimize_ddp"] = False
+        if self.is_sharded:
+            needed["capture_dynamic_output_shape_ops"] = True
+        if self.skips_effects:
+            needed["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
+        patched = dynamo_config.patch(needed) if needed else contextlib.nullcontext()
+        with patched, compiling(self.model):
+            yield
+
+    def with_parts(self, layer: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what a layer is given, with its mask as parts where its graph does without it."""
+        mask = given.get("attention_mask")
+        parts = parts_of(mask)
+        if mask is None or parts is None or not takes_parts(layer):
+            return given
+        if self.least_positions is None:
+            resolved = _resolved(self.settings, mask.device)
+            on = "causal_attention" in resolved.passes and resolved.numerics != "strict"
+            least = _threshold(resolved, "causal_attention.min_positions") if on else _NEVER
+            self.least_positions = least
+        # Where lengths vary, the pass has one graph for masks from an eighth of its limit on.
+        least = self.least_positions // (8 if self.lengths_vary else 1)
+        return {**given, "attention_mask": parts} if mask.shape[-1] >= least else given
 
     def compiled(
         self, key: tuple[Any, State], make: Callable[[], Callable[..., Any]], **limits: Any
@@ -166,18 +221,12 @@ class Region:
             kwargs["past_key_values"] = None
         if self.states.lengths_vary:
             mark_lengths(kwargs)
-        if args and self.shares and torch.is_grad_enabled():
-            args = (_like_the_others(args[0], self.module), *args[1:])
+        if args and self.shares:
+            kwargs = self.states.with_parts(self.module, kwargs)
+            if torch.is_grad_enabled():
+                args = (_like_the_others(args[0], self.module), *args[1:])
         call = self.states.function(self.module)
-        needed: dict[str, bool] = {}
-        if DistributedDataParallel._get_active_ddp_module() is not None:
-            needed["optimize_ddp"] = False
-        if self.states.is_sharded:
-            needed["capture_dynamic_output_shape_ops"] = True
-        if self.states.skips_effects:
-            needed["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
-        patched = dynamo_config.patch(needed) if needed else contextlib.nullcontext()
-        with patched, compiling(self.states.model):
+        with self.states.calling():
             return call(*args, **kwargs)
 
     def _leaves_out(self, cache: Any) -> bool:
@@ -272,6 +321,14 @@ def _like_the_others(x: Any, layer: nn.Module) -> Any:
     return x.detach().requires_grad_()
 
 
+def _resolved(settings: Mapping[str, Any], device: torch.device) -> Resolved:
+    return resolve(settings["mode"], settings["options"], device=device)
+
+
+def _threshold(resolved: Resolved, name: str) -> int:
+    return int(resolved.preset.thresholds[name].value)
+
+
 def state_codes(model: nn.Module) -> Iterator[CodeType]:
     """Yield the code by which Dynamo keeps the graphs of each state, in `model` and its parts."""
     from torch._dynamo.eval_frame import innermost_fn
@@ -280,15 +337,18 @@ def state_codes(model: nn.Module) -> Iterator[CodeType]:
         yield from (innermost_fn(call).__code__ for call in states.functions.values())
 
 
-def named_function(name: str) -> Callable[..., Any]:
-    """Make a function that calls a module, with a code object of its own, by which Dynamo keeps its
-    graphs."""
+def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return part._call_impl(*args, **with_mask(args, kwargs))
 
-    def call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return part._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=name)
-    return call
+def _call_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(model).forward(model, *args, **kwargs)
+
+
+def named_function(name: str, call: Any = _call) -> Callable[..., Any]:
+    """Copy a function that calls a module, so that it has a code object of its own, by which Dynamo
+    keeps its graphs."""
+    return FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)
 
 
 @functools.cache

@@ -486,9 +486,36 @@ def test_logits_are_computed_when_they_are_read() -> None:
 def test_what_was_computed_without_logits_cannot_be_asked_of_them() -> None:
     call, _ = compiled(Model())
     _, logits = call(*batch())
-    for ask in (lambda: logits.register_hook(print), logits.retain_grad, lambda: logits.grad):
+    for ask in (logits.retain_grad, lambda: logits.grad):
         with pytest.raises(UnreadableLogits, match=r"'qfuse\.loss': 'whole'"):
             ask()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["hooked first", "read first"])
+def test_hooks_of_logits_are_called_once_these_are_read(first: bool) -> None:
+    """FSDP gives every output one, and nobody reads the logits."""
+    call, _ = compiled(Model())
+    (loss, logits), seen = call(*batch()), []
+    if first:
+        logits.detach()
+        assert logits.sum().requires_grad
+    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    removed = logits.register_hook(lambda gradient: seen.append(None))
+    loss.backward(retain_graph=True)
+    assert not seen and first == bool(logits._read)
+    removed.remove()
+    logits.square().mean().backward()
+    assert seen == [logits.shape]
+
+
+def test_logits_of_weights_that_are_freed_are_refused() -> None:
+    """As FSDP frees those that it has gathered."""
+    model = Model()
+    call, _ = compiled(model)
+    _, logits = call(*batch())
+    model.head.weight.untyped_storage().resize_(0)
+    with pytest.raises(UnreadableLogits, match=r"FSDP has freed.*'qfuse\.loss': 'whole'"):
+        logits.sum()
 
 
 def written(optimizer: str, parameters: list[nn.Parameter]) -> None:

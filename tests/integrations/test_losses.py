@@ -1,0 +1,223 @@
+"""The loss of a model whose layers are compiled one by one is a graph of its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import inductor_q
+from inductor_q import backend, testing
+from inductor_q.integrations import prepare_checkpointing
+from inductor_q.logits import Logits
+from tests.support.compiling import SMALL, gradients, no_codegen
+
+for extra in ("bitsandbytes", "transformers"):
+    pytest.importorskip(extra)
+pytest.importorskip("peft")
+
+CHUNKED: Any = {**SMALL, "qfuse.thresholds": {**SMALL["qfuse.thresholds"]}}
+CHUNKED["qfuse.thresholds"]["chunk_loss.min_logits"] = 1
+CLOSE = 1e-5
+
+
+def qwen3(**settings: Any) -> Any:
+    config = testing.tiny_qwen3_config(num_hidden_layers=2)
+    given = {"compute_dtype": torch.float32, "randomize_adapters": True}
+    return testing.qlora_model(config, **{**given, **settings})
+
+
+def layered(model: nn.Module, options: Any = CHUNKED) -> None:
+    torch.compiler.reset()
+    inductor_q.compile(model, options=options, regions="layers")
+
+
+def call(model: Any, length: int = 12, **more: Any) -> Any:
+    ids = torch.arange(2 * length).reshape(2, length)
+    labels = ids.clone()
+    labels[1, -4:] = -100
+    return model(input_ids=ids, labels=labels, **more)
+
+
+def step(model: Any, length: int = 12, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = call(model, length, **more).loss
+    loss.backward()
+    return loss.detach(), gradients({}, model)
+
+
+def equal(found: tuple[Tensor, dict[str, Tensor]], right: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found[0], right[0])
+    assert found[1].keys() == right[1].keys()
+    for name, gradient in right[1].items():
+        whole: Any = found[1][name]
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        assert testing.relative_error(whole, gradient) < CLOSE, name
+
+
+def chunked() -> list[int]:
+    """Count the losses that each graph has in chunks."""
+    return [each.applied().get("chunk_loss", 0) for each in backend._reports]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_gradients_are_eagers(checkpointed: bool) -> None:
+    model = qwen3()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+        prepare_checkpointing(model)
+    lengths = (12, 16, 24)
+    expected = [step(model, length) for length in lengths]
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = [step(model, length) for length in lengths]
+    assert (trace.graphs, trace.breaks) == (4, []), "one for the first length, one for the others"
+    assert chunked() == [0, 1, 0, 1]
+    for each, right in zip(found, expected, strict=True):
+        equal(each, right)
+
+
+def test_a_trained_head_and_what_trainers_give(told: list[str]) -> None:
+    """Trainer gives the number of labels in all batches of a step, and reads no logits."""
+    model = qwen3()
+    model.get_base_model().lm_head.weight.requires_grad_(True)
+    given: Any = {"num_items_in_batch": torch.tensor(31)}
+    expected, logits = step(model, **given), call(model).logits
+    layered(model)
+    with no_codegen():
+        found, returned = step(model, **given), call(model).logits
+    assert "base_model.model.lm_head.weight" in found[1]
+    equal(found, expected)
+    assert isinstance(returned, Logits) and not told
+    torch.testing.assert_close(returned * 1, logits)
+
+
+def test_router_logits_are_in_the_loss() -> None:
+    sizes = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = testing.tiny_qwen3_moe_config(**sizes, output_router_logits=True)
+    model = testing.qlora_model(config, compute_dtype=torch.float32, randomize_adapters=True)
+    expected = step(model)
+    layered(model)
+    with no_codegen():
+        found = step(model)
+    assert chunked()[-1] == 1
+    equal(found, expected)
+
+
+def test_layers_that_fsdp_shards() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        model = qwen3()
+        expected = step(model)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for part in (*model.get_base_model().model.layers, model):
+            fully_shard(part, mesh=mesh)
+        torch.compiler.reset()
+        inductor_q.compile(model, options=CHUNKED)
+        with no_codegen(), testing.CompileTrace() as trace:
+            for _ in range(2):
+                found = step(model)
+    finally:
+        dist.destroy_process_group()
+    assert (trace.graphs, trace.breaks) == (2, []) and chunked() == [0, 1]
+    equal(found, expected)
+
+
+def test_calls_that_do_not_train_are_left() -> None:
+    """Evaluation keeps its logits, and steps without labels have no loss."""
+    model = qwen3()
+    layered(model)
+    with no_codegen():
+        logits = model(input_ids=torch.arange(8)[None]).logits
+        assert type(logits) is Tensor and logits.requires_grad
+        with torch.no_grad():
+            assert type(call(model).logits) is Tensor
+        model.eval()
+        assert type(call(model).logits) is Tensor
+    assert not any(chunked())
+    assert model.generate(input_ids=torch.arange(8)[None], max_new_tokens=2).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SMALL, {**CHUNKED, "qfuse.loss": "whole"}, {**CHUNKED, "qfuse.passes": "-chunk_loss"}],
+)
+def test_where_the_loss_stays_whole_it_is_not_compiled(options: Any) -> None:
+    model = qwen3()
+    expected = step(model)
+    layered(model, options)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = step(model)
+    assert trace.graphs == 1
+    equal(found, expected)
+
+
+def test_a_decoder_with_hooks_runs_as_it_is() -> None:
+    model, seen = qwen3(), []
+    expected = step(model)
+    decoder = model.get_base_model().model
+    decoder.register_forward_hook(lambda *args: seen.append(type(args[-1]).__name__))
+    layered(model)
+    with no_codegen():
+        equal(step(model), expected)
+    assert seen == ["BaseModelOutputWithPast"] and not any(chunked())
+
+
+def test_a_replaced_forward_stays() -> None:
+    """Such as TRL's, which computes the loss in chunks of its own."""
+    model = qwen3()
+    base, calls = model.get_base_model(), []
+    before = base.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return before(*args, **kwargs)
+
+    base.forward = forward
+    layered(model)
+    with no_codegen():
+        step(model)
+    assert len(calls) == 1 and base.forward is forward and not any(chunked())
+
+
+def test_a_decoder_that_is_called_twice() -> None:
+    model = qwen3()
+    base = model.get_base_model()
+
+    class Again(type(base)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor, **more: Any) -> Any:
+            first = self.model(input_ids=input_ids).last_hidden_state
+            second = self.model(input_ids=input_ids.flip(1)).last_hidden_state
+            logits = self.lm_head(first + 2 * second)
+            loss = self.loss_function(logits, labels, self.config.vocab_size)
+            return type("Output", (), {"loss": loss})()
+
+    base.__class__ = Again
+    expected = step(base)
+    layered(base)
+    with no_codegen():
+        equal(step(base), expected)
+
+
+def test_copies_and_other_regions_have_the_forward_of_their_class() -> None:
+    model = qwen3()
+    expected = step(model)
+    layered(model)
+    with no_codegen():
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            equal(step(copied), expected)
+            assert not any(chunked())
+        equal(step(model), expected)
+        assert chunked()[-1] == 1
+        torch.compiler.reset()
+        inductor_q.compile(model, options=CHUNKED, regions="model")
+        base = model.get_base_model()
+        assert "forward" not in {*vars(base), *vars(base.model)}
+        equal(step(model), expected)
+    assert chunked() == [1]

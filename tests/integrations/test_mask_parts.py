@@ -1,0 +1,253 @@
+"""Layers compiled one by one know what transformers made their mask of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import inductor_q
+from inductor_q import backend, testing
+from inductor_q.integrations import prepare_checkpointing
+from inductor_q.integrations.mask_parts import note_parts, parts_of
+from inductor_q.passes.causal_mask import MADE_OUTSIDE
+from tests.support.compiling import SMALL, gradients, no_codegen
+
+for extra in ("bitsandbytes", "transformers"):
+    pytest.importorskip(extra)
+pytest.importorskip("peft")
+
+from transformers import masking_utils  # noqa: E402
+
+ROWS, LENGTH, WINDOW = 2, 12, 5
+PADDED = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+PADDED[0, :3] = PADDED[1, -4:] = 0
+#: Two documents in one row, and two others in the next.
+POSITIONS = torch.stack([torch.cat([torch.arange(n), torch.arange(LENGTH - n)]) for n in (5, 8)])
+#: The limit from which a CPU takes masks for what they mean, which is else never.
+FROM_ONE = {**SMALL, "qfuse.thresholds": {**SMALL["qfuse.thresholds"]}}
+FROM_ONE["qfuse.thresholds"]["causal_attention.min_positions"] = 1
+CLOSE = 1e-5
+
+
+def config() -> Any:
+    found = testing.tiny_qwen3_config(num_hidden_layers=2)
+    found._attn_implementation = "sdpa"
+    return found
+
+
+@pytest.fixture
+def noting() -> Iterator[None]:
+    note_parts(nn.ModuleList([qwen3()]))
+    yield
+    del masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def given(**more: Any) -> dict[str, Any]:
+    embedded = torch.randn(ROWS, LENGTH, 8)
+    return {
+        "config": config(),
+        "inputs_embeds": embedded,
+        "attention_mask": None,
+        "past_key_values": None,
+        **more,
+    }
+
+
+@pytest.mark.usefixtures("noting")
+@pytest.mark.parametrize("window", [None, WINDOW], ids=["", "window"])
+@pytest.mark.parametrize("of", ["padding", "documents", "left padding"])
+def test_parts_make_the_mask_again(of: str, window: int | None) -> None:
+    parts: dict[str, Any] = {
+        "padding": {"attention_mask": PADDED},
+        "documents": {"position_ids": POSITIONS},
+        "left padding": {"attention_mask": PADDED.flip(1)},
+    }[of]
+    make = masking_utils.create_causal_mask
+    if window:
+        make = masking_utils.create_sliding_window_causal_mask
+    arguments = given(**parts)
+    arguments["config"].sliding_window = window
+    mask: Any = make(**arguments)
+    found = parts_of(mask)
+    assert found is not None and found.window == window
+    apart = found.sequences if found.positions is None else found.positions
+    assert (apart is not None) == (of == "documents")
+    made = found.mask(torch.randn(ROWS, LENGTH, 8))
+    assert torch.equal(made, mask.expand_as(made)) and made.shape == (ROWS, 1, LENGTH, LENGTH)
+
+
+@pytest.mark.usefixtures("noting")
+def test_documents_of_versions_without_positions() -> None:
+    """transformers up to 5.17 has numbers of documents alone."""
+    sequences = (POSITIONS == 0).cumsum(1)
+    function = masking_utils.and_masks(
+        masking_utils.causal_mask_function,
+        masking_utils.packed_sequence_mask_function(sequences),
+    )
+    sizes = {"batch_size": ROWS, "q_length": LENGTH, "kv_length": LENGTH}
+    make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    mask: Any = make(**sizes, mask_function=function, allow_is_causal_skip=False)
+    found = parts_of(mask)
+    assert found is not None and found.sequences is sequences and found.positions is None
+    assert torch.equal(found.mask(torch.randn(ROWS, LENGTH, 8)), mask)
+
+
+def others(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx < 2
+
+
+@pytest.mark.usefixtures("noting")
+def test_other_masks_have_no_parts() -> None:
+    """Those that say more than the parts do, and those of keys that are there already."""
+    causal, valid = masking_utils.create_causal_mask, {"attention_mask": PADDED}
+    cache = cache_of_three()
+    chunked: Any = given(**valid)
+    chunked["config"].attention_chunk_size = 4
+    masks = [
+        causal(**given(**valid, or_mask_function=others)),
+        causal(**given(**valid, and_mask_function=others)),
+        causal(**given(**valid, block_sequence_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64))),
+        causal(**given(past_key_values=cache, attention_mask=torch.ones(ROWS, LENGTH + 3))),
+        masking_utils.create_chunked_causal_mask(**chunked),
+        masking_utils.create_bidirectional_mask(config(), torch.randn(ROWS, LENGTH, 8), PADDED),
+    ]
+    assert all(isinstance(mask, Tensor) for mask in masks)
+    assert [parts_of(mask) for mask in masks] == [None] * len(masks)
+    assert parts_of(None) is None and parts_of(torch.ones(2)) is None
+
+
+def cache_of_three() -> Any:
+    """Hold keys and values of three tokens."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config())
+    cache.update(torch.randn(ROWS, 2, 3, 8), torch.randn(ROWS, 2, 3, 8), 0)
+    return cache
+
+
+def qwen3() -> Any:
+    return testing.qlora_model(config(), compute_dtype=torch.float32, randomize_adapters=True)
+
+
+def layered(model: nn.Module, options: Any, **more: Any) -> None:
+    torch.compiler.reset()
+    inductor_q.compile(model, options=options, regions="layers", **more)
+
+
+def step(model: nn.Module, of: str, length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.arange(ROWS * length).reshape(ROWS, length)
+    valid = torch.ones_like(ids)
+    valid[1, -4:] = 0
+    more = {"attention_mask": valid}
+    if of == "documents":
+        places = torch.cat([torch.arange(5), torch.arange(length - 5)])
+        more = {"position_ids": places[None].expand(ROWS, -1)}
+    labels = ids.masked_fill(valid == 0, -100)
+    model(input_ids=ids, labels=labels, **more).loss.backward()
+    return gradients({}, model)
+
+
+def applied() -> list[int]:
+    return [each.applied().get("causal_attention", 0) for each in backend._reports]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("of", ["padding", "documents"])
+def test_gradients_are_eagers(of: str, checkpointed: bool) -> None:
+    """Layers share a graph, which serves every length, and has no mask."""
+    model = qwen3()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+        prepare_checkpointing(model)
+    lengths = (LENGTH, 16, 24)
+    expected = [step(model, of, length) for length in lengths]
+    layered(model, FROM_ONE)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = [step(model, of, length) for length in lengths]
+    assert (trace.graphs, trace.breaks) == (2, [])
+    assert applied() == [1, 1]
+    for each, right in zip(found, expected, strict=True):
+        assert each.keys() == right.keys()
+        for name, gradient in right.items():
+            assert testing.relative_error(each[name], gradient) < CLOSE, name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SMALL,
+        {**FROM_ONE, "qfuse.numerics": "strict"},
+        {**FROM_ONE, "qfuse.passes": "-causal_attention"},
+    ],
+    ids=["of a CPU", "strict", "without the pass"],
+)
+def test_where_masks_stay_layers_are_given_them(options: Any) -> None:
+    """They would make them once for each layer."""
+    model = qwen3()
+    expected = step(model, "padding")
+    layered(model, options)
+    with no_codegen():
+        found = step(model, "padding")
+    (report,) = backend._reports
+    assert {*report.rejections().get("causal_attention", ())} <= {MADE_OUTSIDE} and applied() == [0]
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
+
+
+def test_a_hook_of_a_layer_reads_its_mask() -> None:
+    model, seen = qwen3(), []
+
+    def look(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["attention_mask"])
+
+    for layer in model.get_base_model().model.layers:
+        layer.register_forward_pre_hook(torch.compiler.disable(look), with_kwargs=True)
+    layered(model, FROM_ONE)
+    with no_codegen():
+        step(model, "padding")
+    assert [type(mask) for mask in seen] == [Tensor, Tensor] and applied() == [0]
+
+
+def test_layers_that_fsdp_shards() -> None:
+    """Its hooks stay outside of a graph, which makes the mask behind them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        model = qwen3()
+        expected = step(model, "padding")
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for part in (*model.get_base_model().model.layers, model):
+            fully_shard(part, mesh=mesh)
+        torch.compiler.reset()
+        inductor_q.compile(model, options=FROM_ONE)
+        with no_codegen(), testing.CompileTrace() as trace:
+            found = step(model, "padding")
+    finally:
+        dist.destroy_process_group()
+    assert (trace.graphs, trace.breaks) == (1, []) and applied() == [1]
+    for name, gradient in expected.items():
+        whole: Any = found[name]
+        assert testing.relative_error(whole.full_tensor(), gradient) < CLOSE, name
+
+
+def test_a_model_whose_masks_are_not_transformers() -> None:
+    assert not note_parts(nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("noting")
+def test_a_whole_model_reads_its_masks_as_before() -> None:
+    model = qwen3()
+    expected = step(model, "padding")
+    torch.compiler.reset()
+    inductor_q.compile(model, options=FROM_ONE, regions="model")
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = step(model, "padding")
+    assert (trace.graphs, trace.breaks) == (1, []) and applied() == [2]
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
