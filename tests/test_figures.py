@@ -66,7 +66,7 @@ IN_CODE = {
     "inductor_q/own_options.py": dict.fromkeys(
         ("22GB", "20.5 GiB", "90%", "20GiB"), "an example of a budget"
     ),
-    "inductor_q/kbit/tensor.py": {"1.1 %": "held by tests/test_benchmarks.py"},
+    "inductor_q/kbit/tensor.py": {"1.1 %": "held by tests/benchmarks/test_formats_and_quality.py"},
     "inductor_q/kernels/dequantize_reference.py": {"32 MiB": "computed from the line itself"},
     "inductor_q/kernels/quantize_kbit_reference.py": {
         "16 MiB": "computed from the line itself",

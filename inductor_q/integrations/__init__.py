@@ -1,8 +1,8 @@
 """What makes other libraries' ways of training fit into one graph: called by name, never unasked.
 
-What is here changes the model or the trainer that it is given and nothing else: no class, no
-configuration. The one exception is the name of a backend, which accelerate is told when the first
-name of `trainer` is asked for.
+What is here changes the model or the trainer that it is given and nothing else: no class, and no
+configuration, but for what the model would write there itself. The one exception is the name of a
+backend, which accelerate is told when the first name of `trainer` is asked for.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from inductor_q.integrations.gathered import note_states
 from inductor_q.integrations.losses import compile_loss, leave_loss
 from inductor_q.integrations.mask_parts import make_mask_inside, note_parts
 from inductor_q.integrations.neftune import prepare_neftune
+from inductor_q.integrations.problem_type import classifier_of
 from inductor_q.integrations.states import (
     Region,
     States,
@@ -58,11 +59,12 @@ def compile(
     A model that is compiled so already stays as it is, under other settings it is compiled anew.
     Gradient checkpointing, DoRA, NEFTune and router logits of experts (where the configuration asks
     for them) are prepared for one graph, and bitsandbytes is kept from repacking 4-bit weights on a
-    CPU. transformers' layers of FP8 checkpoints multiply with their
-    decoded weights from then on (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics"
-    is "strict". `generate` and other calls with a cache of keys and values run in eager mode: they
-    would need a graph for every length, unless `inductor_q.integrations.compile_decoding` has
-    compiled their steps for a static cache.
+    CPU. A classifier's `problem_type`, where it is None, is written before a call and not in it.
+    transformers' layers of FP8 checkpoints multiply with their decoded weights from then on
+    (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics" is "strict". `generate` and
+    other calls with a cache of keys and values run in eager mode: they would need a graph for every
+    length, unless `inductor_q.integrations.compile_decoding` has compiled their steps for a static
+    cache.
 
     Each state that the model is in (training or not, gradients or not, which of PEFT's adapters are
     active, off or merged) is compiled when it is first met, and never again, however many there
@@ -115,6 +117,8 @@ def compile(
             region.states.skips_effects |= states.skips_effects
             states = region.states
     parts = (is_sharded or len(found) > 1) and note_parts(model)
+    if found == [model]:  # with its loss
+        states.classifier = classifier_of(model, base)
     for module in found:
         if is_sharded:
             note_states(module)

@@ -30,6 +30,7 @@ from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
 from inductor_q.integrations.mask_parts import parts_of, takes_parts, with_mask
 from inductor_q.integrations.neftune import prepare_neftune
+from inductor_q.integrations.problem_type import Classifier
 from inductor_q.integrations.router_logits import prepare_router_logits
 from inductor_q.log import warn_once
 from inductor_q.modules import modules_of
@@ -58,6 +59,7 @@ class States:
         self.skips_effects = prepare_router_logits(model) or has_llm_int8(model)
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.keeps_results = False  # of calls without gradients, where a CUDA graph overwrites them
+        self.classifier: Classifier | None = None  # which is compiled with its loss
         self.told_by: Any = None  # the callback that says what came of it
         self.least_positions: int | None = None  # for a layer's mask to become its parts
         self.least_logits: int | None = None  # for the loss to be compiled beside layers
@@ -221,6 +223,8 @@ class Region:
             kwargs["past_key_values"] = None
         if self.states.lengths_vary:
             mark_lengths(kwargs)
+        if self.states.classifier is not None:
+            self.states.classifier.write_problem_type(args, kwargs)
         if args and self.shares:
             kwargs = self.states.with_parts(self.module, kwargs)
             if torch.is_grad_enabled():
