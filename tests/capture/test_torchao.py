@@ -33,8 +33,10 @@ from tests.support.torchao_weights import (
     linear,
     mx,
     nf4,
+    pack_tiles,
     quantization,
     quantize_,
+    quantized_tiles,
     with_parts,
 )
 
@@ -218,12 +220,19 @@ def plain_of_mslk(group: int) -> tuple[Any, Tensor]:
     return weight, exact.double()
 
 
+def tiles_of_torchao(algorithm: str) -> tuple[Any, Tensor]:
+    source = torch.randn(24, K, generator=torch.Generator().manual_seed(4)).to(BF16)
+    return quantized_tiles(source, 64, algorithm)
+
+
 GPU_LAYOUTS = {
     "plain": lambda: int4_plain(N, K, 64),
     "plain, by mslk, 32": lambda: plain_of_mslk(32),
     "plain, by mslk, 64": lambda: plain_of_mslk(64),
     "tiles": lambda: int4_tiles(N, K, 32),
     "tiles, padded": lambda: int4_tiles(5, 1100, 128),
+    "tiles, by torchao": lambda: tiles_of_torchao("tinygemm"),
+    "tiles, by HQQ": lambda: tiles_of_torchao("hqq"),
 }
 
 
@@ -253,6 +262,21 @@ def test_plain_is_near_the_weight_that_mslk_quantized(group: int) -> None:
     assert ((values - parts["weight"].double()).abs() <= bound).all()
 
 
+def test_zero_points_of_hqq() -> None:
+    """HQQ moves the zero points, and its values are nearer to the weight."""
+    source = torch.randn(24, K, generator=torch.Generator().manual_seed(4)).to(BF16)
+    found, errors = {}, {}
+    for algorithm in ("tinygemm", "hqq"):
+        weight, _ = tiles_of_torchao(algorithm)
+        found[algorithm] = weight.scale_and_zero[: K // 64, :, 1]
+        operands, name, shape = read(weight, source.shape)
+        values = ops.dequantize(operands, name, shape, torch.float32)
+        errors[algorithm] = testing.relative_error(values, source)
+    assert (found["hqq"] != found["tinygemm"]).float().mean() > 0.9
+    # A step is a fifteenth of a group's range, and 64 normal numbers span about 4.7 deviations.
+    assert errors["hqq"] < errors["tinygemm"] < 1.1 * 4.7 / 15 / 12**0.5
+
+
 def test_tiles_that_torchao_packed_on_a_gpu() -> None:
     """Their values are those of torch's own kernel, which multiplied them with the identity."""
     said, parts = sample("torchao_tiles")
@@ -266,6 +290,15 @@ def test_tiles_that_torchao_packed_on_a_gpu() -> None:
     operands, name, shape = read(weight, exact.shape)
     assert name == "int4_tiles_g64"
     assert_same_bits(ops.dequantize(operands, name, shape, BF16), exact)
+
+
+def test_codes_are_laid_out_as_the_gpu_has_them() -> None:
+    """The other tests of tiles stand on `pack_tiles`."""
+    _, parts = sample("torchao_tiles")
+    pairs = parts["scale_and_zero"].double().repeat_interleave(64, 0)
+    scale, zero_point = (t.t() for t in pairs.unbind(2))
+    codes = ((parts["values"].double() - zero_point) / scale).round().to(torch.int64) + 8
+    assert torch.equal(pack_tiles(codes), parts["qdata"])
 
 
 @pytest.mark.parametrize("case", ["tiles", "tiles, padded"])
