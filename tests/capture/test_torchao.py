@@ -33,8 +33,10 @@ from tests.support.torchao_weights import (
     linear,
     mx,
     nf4,
+    pack_tiles,
     quantization,
     quantize_,
+    quantized_tiles,
     with_parts,
 )
 
@@ -200,10 +202,37 @@ def test_mx_formats(name: str) -> None:
     assert result.applied["unwrap_weights"] == result.applied["canonicalize"] == 1
 
 
+def sample(name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return what is said of what torchao made elsewhere, and the tensors."""
+    safetensors: Any = pytest.importorskip("safetensors")
+    path = Path(__file__).parent / "samples" / f"{name}.safetensors"
+    with safetensors.safe_open(path, "pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def plain_of_mslk(group: int) -> tuple[Any, Tensor]:
+    """Return an `Int4Tensor` of what mslk's quantizer made, and what torchao decoded of it."""
+    _, parts = sample("torchao_plain")
+    qdata, scale, zero_point, exact = (
+        parts[f"g{group}.{name}"] for name in ("qdata", "scale", "zero_point", "values")
+    )
+    weight = quantization.Int4Tensor(qdata, scale, zero_point, [1, group], exact.shape)
+    return weight, exact.double()
+
+
+def tiles_of_torchao(algorithm: str) -> tuple[Any, Tensor]:
+    source = torch.randn(24, K, generator=torch.Generator().manual_seed(4)).to(BF16)
+    return quantized_tiles(source, 64, algorithm)
+
+
 GPU_LAYOUTS = {
     "plain": lambda: int4_plain(N, K, 64),
+    "plain, by mslk, 32": lambda: plain_of_mslk(32),
+    "plain, by mslk, 64": lambda: plain_of_mslk(64),
     "tiles": lambda: int4_tiles(N, K, 32),
     "tiles, padded": lambda: int4_tiles(5, 1100, 128),
+    "tiles, by torchao": lambda: tiles_of_torchao("tinygemm"),
+    "tiles, by HQQ": lambda: tiles_of_torchao("hqq"),
 }
 
 
@@ -216,13 +245,41 @@ def test_int4_layouts_of_gpus(case: str) -> None:
     assert_same_bits(ops.dequantize(operands, name, shape, BF16), exact.float().to(BF16))
 
 
+@pytest.mark.parametrize("group", [32, 64])
+def test_plain_is_near_the_weight_that_mslk_quantized(group: int) -> None:
+    said, parts = sample("torchao_plain")
+    assert said["library"].startswith("torchao ") and "mslk 1.1.0" in said["packed_by"]
+    assert "'plain'" in said["packed_by"] and "_int4_row_dequantize_zp" in said["decoded_by"]
+    weight, exact = plain_of_mslk(group)
+    assert exact.unique().numel() >= 64
+    scale, zero_point = (
+        t.double().t().repeat_interleave(group, 1) for t in (weight.scale, weight.zero_point)
+    )
+    # Half a step, and what rounding the scale and the zero point to bfloat16 moves.
+    bound = scale / 2 + (8 * scale + zero_point.abs()) * 2**-8
+    operands, name, shape = read(weight, exact.shape)
+    values = ops.dequantize(operands, name, shape, torch.float32)
+    assert ((values - parts["weight"].double()).abs() <= bound).all()
+
+
+def test_zero_points_of_hqq() -> None:
+    """HQQ moves the zero points, and its values are nearer to the weight."""
+    source = torch.randn(24, K, generator=torch.Generator().manual_seed(4)).to(BF16)
+    found, errors = {}, {}
+    for algorithm in ("tinygemm", "hqq"):
+        weight, _ = tiles_of_torchao(algorithm)
+        found[algorithm] = weight.scale_and_zero[: K // 64, :, 1]
+        operands, name, shape = read(weight, source.shape)
+        values = ops.dequantize(operands, name, shape, torch.float32)
+        errors[algorithm] = testing.relative_error(values, source)
+    assert (found["hqq"] != found["tinygemm"]).float().mean() > 0.9
+    # A step is a fifteenth of a group's range, and 64 normal numbers span about 4.7 deviations.
+    assert errors["hqq"] < errors["tinygemm"] < 1.1 * 4.7 / 15 / 12**0.5
+
+
 def test_tiles_that_torchao_packed_on_a_gpu() -> None:
     """Their values are those of torch's own kernel, which multiplied them with the identity."""
-    safetensors: Any = pytest.importorskip("safetensors")
-    path = Path(__file__).parent / "samples" / "torchao_tiles.safetensors"
-    with safetensors.safe_open(path, "pt") as file:
-        said = file.metadata()
-        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    said, parts = sample("torchao_tiles")
     assert said["library"].startswith("torchao ")
     assert "tile_packed_to_4d" in said["packed_by"] and "_weight_int4pack_mm" in said["decoded_by"]
     exact = parts["values"]
@@ -233,6 +290,15 @@ def test_tiles_that_torchao_packed_on_a_gpu() -> None:
     operands, name, shape = read(weight, exact.shape)
     assert name == "int4_tiles_g64"
     assert_same_bits(ops.dequantize(operands, name, shape, BF16), exact)
+
+
+def test_codes_are_laid_out_as_the_gpu_has_them() -> None:
+    """The other tests of tiles stand on `pack_tiles`."""
+    _, parts = sample("torchao_tiles")
+    pairs = parts["scale_and_zero"].double().repeat_interleave(64, 0)
+    scale, zero_point = (t.t() for t in pairs.unbind(2))
+    codes = ((parts["values"].double() - zero_point) / scale).round().to(torch.int64) + 8
+    assert torch.equal(pack_tiles(codes), parts["qdata"])
 
 
 @pytest.mark.parametrize("case", ["tiles", "tiles, padded"])
@@ -247,19 +313,20 @@ def test_tiles_are_read_where_torchao_has_them(case: str) -> None:
     assert dequantize_triton.KERNEL.refuses(Dequantize(operands, FORMATS[name], out)) == ""
 
 
-@pytest.mark.parametrize("case", ["plain", "tiles"])
+@pytest.mark.parametrize("case", [case for case in GPU_LAYOUTS if case != "tiles, padded"])
 def test_int4_of_gpus_with_an_adapter(case: str, int4_product: None) -> None:
     """Their products have no gradient in eager mode; here they have."""
     weight, exact = GPU_LAYOUTS[case]()
-    layer = nn.Linear(K, N, bias=False, dtype=BF16)
+    n, k = exact.shape
+    layer = nn.Linear(k, n, bias=False, dtype=BF16)
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    module, x = Adapted(layer), inputs()
+    module, x = Adapted(layer, n, k), inputs(k=k)
     with no_codegen():
         result = compile_step(module, x, fullgraph=True)
     assert result.applied["extend_k"] == 1
-    dense = nn.Linear(K, N, bias=False).double()
+    dense = nn.Linear(k, n, bias=False).double()
     dense.weight = nn.Parameter(exact, requires_grad=False)
-    output, gradients = step(Adapted(dense).double(), inputs(torch.float64))
+    output, gradients = step(Adapted(dense, n, k).double(), inputs(torch.float64, k))
     assert testing.relative_error(result.output, output) < 2**-7
     assert testing.relative_error(result.gradients["x0"], gradients["x0"]) < 2**-7
 
@@ -279,9 +346,9 @@ def int4_product() -> Iterator[None]:
 # --- in a graph -----------------------------------------------------------------------------------
 
 
-def inputs(dtype: torch.dtype = BF16) -> Tensor:
+def inputs(dtype: torch.dtype = BF16, k: int = K) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(2, 8, K, generator=generator).to(dtype).requires_grad_()
+    return torch.randn(2, 8, k, generator=generator).to(dtype).requires_grad_()
 
 
 def compile_and_step(layer: nn.Module, **options: Any) -> Compiled:

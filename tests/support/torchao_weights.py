@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,14 +130,23 @@ def int4_plain(n: int, k: int, group: int) -> tuple[Any, Tensor]:
 
 
 def int4_tiles(n: int, k: int, group: int) -> tuple[Any, Tensor]:
-    """Make an `Int4TilePackedTo4dTensor`, and its values.
-
-    The codes are laid out as the comments of `matrix_to_m16n8k16_Bint4_layout` say (aten's
-    int4mm.cu), thread by thread.
-    """
+    """Make an `Int4TilePackedTo4dTensor`, and its values."""
     rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
     numbers, scale, zero_point = int4_numbers(rows, columns, group)
-    codes = (numbers + 8).tolist()
+    scale_and_zero = torch.stack([scale.t(), zero_point.t()], 2).contiguous()
+    weight = quantization.Int4TilePackedTo4dTensor(
+        pack_tiles(numbers + 8), scale_and_zero, [1, group], torch.Size((n, k))
+    )
+    return weight, int4_values(numbers, scale, zero_point, group)[:n, :k]
+
+
+def pack_tiles(unpacked: Tensor) -> Tensor:
+    """Lay codes out as the comments of `matrix_to_m16n8k16_Bint4_layout` say, thread by thread.
+
+    That is the kernel of aten's int4mm.cu which packs them on a GPU.
+    """
+    rows, columns = unpacked.shape
+    codes = unpacked.tolist()
     packed = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64)
     for tile in range(rows // 8):
         for outer in range(columns // 128):
@@ -147,12 +157,45 @@ def int4_tiles(n: int, k: int, group: int) -> tuple[Any, Tensor]:
                     v = [codes[tile * 8 + t // 4][k_] for k_ in ks]
                     word = sum(v[e] << 4 * p for p, e in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
                     packed[tile, outer, t, part] = word
-    scale_and_zero = torch.stack([scale.t(), zero_point.t()], 2).contiguous()
-    words = packed.to(torch.uint32).view(torch.int32)
-    weight = quantization.Int4TilePackedTo4dTensor(
-        words, scale_and_zero, [1, group], torch.Size((n, k))
+    return packed.to(torch.uint32).view(torch.int32)
+
+
+def quantized_tiles(source: Tensor, group: int, algorithm: str) -> tuple[Any, Tensor]:
+    """Have torchao make an `Int4TilePackedTo4dTensor` of a weight on a CPU, and its values.
+
+    Everything is torchao's own but the op that lays codes out, which torch has for GPUs alone:
+    `pack_tiles` is in its place. torchao asks what the GPU can do, and is told.
+    """
+    found: list[Tensor] = []
+
+    def convert(pairs: Tensor, inner_k_tiles: int) -> Tensor:
+        assert inner_k_tiles == 8
+        # The first code of a pair is in the high nibble.
+        found.append(torch.stack([pairs >> 4, pairs & 15], 2).flatten(1).to(torch.int32))
+        return pack_tiles(found[0])
+
+    n, k = source.shape
+    layer = nn.Sequential(nn.Linear(k, n, bias=False, dtype=BF16))
+    layer[0].weight = nn.Parameter(source)
+    config = quantization.Int4WeightOnlyConfig(
+        group,
+        int4_packing_format="tile_packed_to_4d",
+        int4_choose_qparams_algorithm=algorithm,
     )
-    return weight, int4_values(numbers, scale, zero_point, group)[:n, :k]
+    with (
+        torch.library._scoped_library("aten", "IMPL") as library,
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+    ):
+        library.impl("_convert_weight_to_int4pack", convert, "CPU")
+        quantize_(layer, config)
+    weight: Any = layer[0].weight
+    (codes,) = found
+    primitives: Any = importlib.import_module("torchao.quantization.quant_primitives")
+    scale, zero_point = weight.scale_and_zero.float().unbind(2)
+    values = primitives._dequantize_affine_tinygemm(
+        codes, (1, group), scale.t(), zero_point.t(), torch.int32, 0, 15
+    )
+    return weight, values[:n, :k].double()
 
 
 def mx(name: str, n: int = 128, k: int = 256) -> Any:
