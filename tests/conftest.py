@@ -53,6 +53,17 @@ def graph_or_code(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def default_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option of ours in the environment, and nothing told yet."""
     from inductor_q.log import warn_once

@@ -12,7 +12,7 @@ import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -190,14 +189,6 @@ def _losses(call: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[f
         dist.all_reduce(total)
         found.append(total.item() / world)
     return found
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _compiled_before(model: Any) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import inductor_q
 from inductor_q import backend, testing
@@ -110,23 +112,33 @@ def test_router_logits_are_in_the_loss() -> None:
     equal(found, expected)
 
 
-def test_layers_that_fsdp_shards() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        model = qwen3()
-        expected = step(model)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        for part in (*model.get_base_model().model.layers, model):
-            fully_shard(part, mesh=mesh)
-        torch.compiler.reset()
-        inductor_q.compile(model, options=CHUNKED)
-        with no_codegen(), testing.CompileTrace() as trace:
-            for _ in range(2):
-                found = step(model)
-    finally:
-        dist.destroy_process_group()
+def fsdp1(model: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({type(model.get_base_model().model.layers[0])})
+    device = torch.device("cpu")
+    return FSDP(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+
+
+def fsdp2(model: Any) -> nn.Module:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for part in (*model.get_base_model().model.layers, model):
+        fully_shard(part, mesh=mesh)
+    sharded: nn.Module = model
+    return sharded
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("shard", [fsdp1, fsdp2])
+def test_layers_that_fsdp_shards(shard: Callable[[Any], nn.Module]) -> None:
+    model = qwen3(quant_storage=torch.float32)
+    expected = step(model)
+    torch.compiler.reset()
+    sharded = inductor_q.compile(shard(model), options=CHUNKED)
+    with no_codegen(), testing.CompileTrace() as trace:
+        for _ in range(2):
+            loss, found = step(sharded)
     assert (trace.graphs, trace.breaks) == (2, []) and chunked() == [0, 1]
-    equal(found, expected)
+    names = {name: name.replace("_fsdp_wrapped_module.", "") for name in found}
+    equal((loss, {names[name]: gradient for name, gradient in found.items()}), expected)
 
 
 def test_calls_that_do_not_train_are_left() -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import inductor_q
 from inductor_q import backend, testing
@@ -215,21 +214,18 @@ def test_a_hook_of_a_layer_reads_its_mask() -> None:
     assert [type(mask) for mask in seen] == [Tensor, Tensor] and applied() == [0]
 
 
+@pytest.mark.usefixtures("group")
 def test_layers_that_fsdp_shards() -> None:
     """Its hooks stay outside of a graph, which makes the mask behind them."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        model = qwen3()
-        expected = step(model, "padding")
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        for part in (*model.get_base_model().model.layers, model):
-            fully_shard(part, mesh=mesh)
-        torch.compiler.reset()
-        inductor_q.compile(model, options=FROM_ONE)
-        with no_codegen(), testing.CompileTrace() as trace:
-            found = step(model, "padding")
-    finally:
-        dist.destroy_process_group()
+    model = qwen3()
+    expected = step(model, "padding")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for part in (*model.get_base_model().model.layers, model):
+        fully_shard(part, mesh=mesh)
+    torch.compiler.reset()
+    inductor_q.compile(model, options=FROM_ONE)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = step(model, "padding")
     assert (trace.graphs, trace.breaks) == (1, []) and applied() == [1]
     for name, gradient in expected.items():
         whole: Any = found[name]
