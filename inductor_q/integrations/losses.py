@@ -8,17 +8,12 @@ as it is, layer by layer, and then forward is compiled with the decoder's output
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from inductor_q.integrations.states import States
-
-#: The models whose loss is compiled, with what holds the functions.
-_compiled: WeakKeyDictionary[nn.Module, States] = WeakKeyDictionary()
+from inductor_q.integrations.states import states_of
 
 #: What a decoder holds while its model's forward runs: that this ends behind the decoder; and then
 #: a list with what the decoder returned, which is empty once that is used.
@@ -33,7 +28,7 @@ class _Reached(BaseException):
         self.outputs = outputs
 
 
-def compile_loss(model: nn.Module, states: States) -> None:
+def compile_loss(model: nn.Module) -> None:
     """Have the loss of a causal language model compiled where it pays, from the next call on.
 
     A model whose forward, or whose decoder's, somebody has replaced stays as it is. What an earlier
@@ -45,23 +40,21 @@ def compile_loss(model: nn.Module, states: States) -> None:
         return
     if "forward" in vars(model) or "forward" in vars(decoder):
         return
-    # Copies of a model have these, too, and are in no table: they do what they did.
+    # Copies of a model have these, too, but no compiled layers: there they do what they replace.
     model.forward = MethodType(_forward, model)
     decoder.forward = MethodType(_decode, decoder)
-    _compiled[model] = states
 
 
 def leave_loss(model: nn.Module) -> None:
     """Take back what `compile_loss` did."""
-    _compiled.pop(model, None)
     for part in model.modules():
         if getattr(vars(part).get("forward"), "__func__", None) in (_forward, _decode):
             del part.forward
 
 
 def _forward(model: Any, *args: Any, **given: Any) -> Any:
-    states = None if torch.compiler.is_compiling() else _compiled.get(model)
-    if states is None or not _trains(model, given) or not states.chunks(model, given["labels"]):
+    states = next(states_of(model), None) if _trains(model, given) else None
+    if states is None or not states.chunks(model, given["labels"]):
         return type(model).forward(model, *args, **given)
     decoder = vars(model.base_model)
     decoder[_ENDS] = True
@@ -96,7 +89,9 @@ _forward.__name__ = _decode.__name__ = "forward"
 
 def _trains(model: Any, given: dict[str, Any]) -> bool:
     """Whether this is a step of training, with a decoder that has no hooks around its forward."""
-    if not (model.training and torch.is_grad_enabled() and isinstance(given.get("labels"), Tensor)):
+    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        return False
+    if not isinstance(given.get("labels"), Tensor):
         return False
     hooks = model.base_model._forward_pre_hooks or model.base_model._forward_hooks
     return not hooks and given.get("past_key_values") is None

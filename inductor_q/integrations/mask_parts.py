@@ -97,15 +97,18 @@ class _Noting:
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         mask = self.make(*args, **given)
-        if isinstance(mask, Tensor) and not args and not torch.compiler.is_compiling():
-            setattr(mask, _PARTS, _parts(given))
+        notes = isinstance(mask, Tensor) and not args and not torch.compiler.is_compiling()
+        if notes and not mask.is_inference():
+            setattr(mask, _PARTS, (mask._version, _parts(given)))
         return mask
 
 
 def parts_of(mask: object) -> MaskParts | None:
-    """Return what a mask is made of; None where that is not known, or it is no mask."""
-    parts: MaskParts | None = getattr(mask, _PARTS, None)
-    return parts
+    """Return what a mask is made of; None where that is not known, or the mask was written to."""
+    noted: tuple[int, MaskParts | None] | None = getattr(mask, _PARTS, None)
+    if noted is None or not isinstance(mask, Tensor) or mask._version != noted[0]:
+        return None
+    return noted[1]
 
 
 def with_mask(args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:

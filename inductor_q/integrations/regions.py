@@ -127,7 +127,7 @@ def compile(
         if region_of(module) is None:
             set_region(module, Region(module, states, shares=len(found) > 1))
     if parts:
-        compile_loss(base, states)
+        compile_loss(base)
     return model
 
 

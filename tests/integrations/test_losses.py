@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -233,3 +235,15 @@ def test_copies_and_other_regions_have_the_forward_of_their_class() -> None:
         assert "forward" not in {*vars(base), *vars(base.model)}
         equal(step(model), expected)
     assert chunked() == [1]
+
+
+def test_a_model_is_freed() -> None:
+    model = qwen3()
+    layered(model)
+    with no_codegen():
+        step(model)
+    held = weakref.ref(model.get_base_model())
+    del model
+    torch.compiler.reset()
+    gc.collect()
+    assert held() is None

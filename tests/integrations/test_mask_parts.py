@@ -98,6 +98,14 @@ def test_documents_of_versions_without_positions() -> None:
     assert torch.equal(found.mask(torch.randn(ROWS, LENGTH, 8)), mask)
 
 
+@pytest.mark.usefixtures("noting")
+def test_a_mask_that_was_written_to_has_no_parts() -> None:
+    mask: Any = masking_utils.create_causal_mask(**given(attention_mask=PADDED))
+    assert parts_of(mask) is not None
+    mask[0, 0, 0, 0] = False
+    assert parts_of(mask) is None and parts_of(mask.clone()) is None
+
+
 def others(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
     return kv_idx < 2
 
