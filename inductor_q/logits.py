@@ -134,6 +134,8 @@ class Logits(Tensor):
 
     def _add_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Have a hook, as FSDP gives each output, called with the gradient of what is read."""
+        if not self._trains:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         if True in self._read:

@@ -1,8 +1,9 @@
 """What makes other libraries' ways of training fit into one graph: called by name, never unasked.
 
 What is here changes the model or the trainer that it is given and nothing else: no class, and no
-configuration, but for what the model would write there itself. The one exception is the name of a
-backend, which accelerate is told when the first name of `trainer` is asked for.
+configuration, but for what the model would write there itself. There are two exceptions: the name
+of a backend, which accelerate is told when the first name of `trainer` is asked for, and that masks
+of transformers note what they are made of once a model is compiled by layers.
 """
 
 from __future__ import annotations

@@ -1,97 +1,117 @@
 """Compile the head and the loss of a model whose layers are compiled one by one.
 
 Only the graph of a whole model has its loss beside its head, which is what `chunk_loss` needs so
-that logits are never all in memory. Here they are a graph of their own: what comes before it runs
-as it is, layer by layer, and then forward is compiled with the decoder's outputs as inputs.
+that logits are never all in memory. Here they are a graph of their own. Forward runs as it is until
+its decoder has returned, layer by layer, and ends there. Then it is compiled from its beginning,
+with a decoder that returns the same, so what comes before the decoder runs twice.
 """
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inductor_q.integrations.states import states_of
+from inductor_q.integrations.states import States, called_by, set_region
 
-#: What a decoder holds while its model's forward runs: that this ends behind the decoder; and then
-#: a list with what the decoder returned, which is empty once that is used.
-_ENDS, _OUTPUTS = "_qfuse_ends", "_qfuse_outputs"
+#: Where a decoder has what it returned while forward is compiled: a list, which is empty once that
+#: is used.
+_OUTPUTS = "_qfuse_outputs"
 
 
 class _Reached(BaseException):
     """End a forward behind its decoder. No handler of exceptions is meant to catch it."""
 
-    def __init__(self, outputs: Any) -> None:
+    def __init__(self, call: object, outputs: Any) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.call, self.outputs = call, outputs
 
 
-def compile_loss(model: nn.Module) -> None:
-    """Have the loss of a causal language model compiled where it pays, from the next call on.
+@dataclass(frozen=True, eq=False)
+class LossRegion:
+    """Call a causal language model with its loss compiled, where that pays."""
 
-    A model whose forward, or whose decoder's, somebody has replaced stays as it is. What an earlier
-    call did here, `leave_loss` has to take back before.
+    model: Any
+    states: States
+    decoder: Any
+    given: MethodType = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "given", MethodType(_given, self.decoder))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._trains(kwargs) or not self.states.chunks(self.model, kwargs["labels"]):
+            return self.model._call_impl(*args, **kwargs)
+        decoder, thread, call = self.decoder, threading.get_ident(), object()
+
+        def end(*args: Any, **kwargs: Any) -> Any:
+            outputs = decoder._call_impl(*args, **kwargs)
+            if threading.get_ident() == thread:
+                raise _Reached(call, outputs)
+            return outputs
+
+        decoder._compiled_call_impl = end
+        try:
+            returned = self.model._call_impl(*args, **kwargs)
+        except _Reached as reached:
+            if reached.call is not call:
+                raise
+            outputs = reached.outputs
+        else:  # it does not call the decoder
+            return returned
+        finally:
+            decoder._compiled_call_impl = None
+        vars(decoder).update({_OUTPUTS: [outputs], "forward": self.given})
+        try:
+            return self.states.loss(self.model, args, kwargs, outputs)
+        finally:
+            del vars(decoder)[_OUTPUTS], vars(decoder)["forward"]
+
+    def _trains(self, kwargs: dict[str, Any]) -> bool:
+        """Whether this is a step of training with labels, and nobody else has a part in it."""
+        if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
+            return False
+        if (
+            not isinstance(kwargs.get("labels"), Tensor)
+            or kwargs.get("past_key_values") is not None
+        ):
+            return False
+        taken = self.decoder._compiled_call_impl is not None or "forward" in vars(self.decoder)
+        return not taken and not any(map(_is_hooked, (self.model, self.decoder)))
+
+
+def compile_loss(model: nn.Module, states: States) -> None:
+    """Have the loss of a causal language model compiled from the next call on.
+
+    Nothing changes for other models: those without a decoder and a head that transformers knows,
+    with an encoder, or with a loss that transformers chooses with a warning, which breaks a graph.
     """
     decoder = getattr(model, "base_model", None)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(decoder, nn.Module) or decoder is model or head is None:
         return
-    if "forward" in vars(model) or "forward" in vars(decoder):
-        return
-    # Copies of a model have these, too, but no compiled layers: there they do what they replace.
-    model.forward = MethodType(_forward, model)
-    decoder.forward = MethodType(_decode, decoder)
+    knows_loss = getattr(model, "loss_type", None) or hasattr(model, "_loss_function")
+    if knows_loss and not getattr(model.config, "is_encoder_decoder", False):
+        set_region(model, LossRegion(model, states, decoder))
 
 
 def leave_loss(model: nn.Module) -> None:
     """Take back what `compile_loss` did."""
-    for part in model.modules():
-        if getattr(vars(part).get("forward"), "__func__", None) in (_forward, _decode):
-            del part.forward
+    if isinstance(called_by(model), LossRegion):
+        set_region(model, None)
 
 
-def _forward(model: Any, *args: Any, **given: Any) -> Any:
-    states = next(states_of(model), None) if _trains(model, given) else None
-    if states is None or not states.chunks(model, given["labels"]):
-        return type(model).forward(model, *args, **given)
-    decoder = vars(model.base_model)
-    decoder[_ENDS] = True
-    try:
-        returned = type(model).forward(model, *args, **given)
-    except _Reached as reached:
-        outputs = reached.outputs
-    else:  # it had no use for the decoder
-        return returned
-    finally:
-        del decoder[_ENDS]
-    decoder[_OUTPUTS] = [outputs]
-    try:
-        return states.loss(model, args, given, outputs)
-    finally:
-        del decoder[_OUTPUTS]
+def _is_hooked(module: nn.Module) -> bool:
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
 
 
-def _decode(decoder: nn.Module, *args: Any, **given: Any) -> Any:
-    held = decoder.__dict__
-    if made := held.get(_OUTPUTS):
-        return made.pop()  # a second call is another one
-    outputs = type(decoder).forward(decoder, *args, **given)
-    if _ENDS in held:
-        raise _Reached(outputs)
-    return outputs
-
-
-# Pickle looks a method up by its function's name: a model that is loaded has its class's.
-_forward.__name__ = _decode.__name__ = "forward"
-
-
-def _trains(model: Any, given: dict[str, Any]) -> bool:
-    """Whether this is a step of training, with a decoder that has no hooks around its forward."""
-    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
-        return False
-    if not isinstance(given.get("labels"), Tensor):
-        return False
-    hooks = model.base_model._forward_pre_hooks or model.base_model._forward_hooks
-    return not hooks and given.get("past_key_values") is None
+def _given(decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return in a graph what the decoder returned before; a second call is another one."""
+    if torch.compiler.is_compiling() and (made := decoder.__dict__.get(_OUTPUTS)):
+        return made.pop()
+    return type(decoder).forward(decoder, *args, **kwargs)

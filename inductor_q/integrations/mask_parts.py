@@ -9,10 +9,12 @@ transformers is imported only where layers of its models are compiled.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from torch import Tensor, nn
 
 #: What a mask of transformers notes its parts as.
 _PARTS = "_qfuse_parts"
+
+#: What transformers gives its maker of masks.
+_SIZES = {"q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "use_vmap"}
 
 
 @dataclass(frozen=True)
@@ -72,23 +77,20 @@ class MaskParts:
 
 def note_parts(model: nn.Module) -> bool:
     """Let masks for scaled_dot_product_attention note what they are made of, and say whether they
-    do: those of transformers' models, from the version on that has a registry of masks (4.53).
+    do: those of transformers' models, where nobody has registered a maker of masks of his own.
 
-    The masks are what they were, in every model of the process.
+    From then on transformers' own maker notes it in every model of the process. Versions without a
+    registry, and those whose maker is given other sizes (4.57), are left as they are.
     """
+    ours = any(type(module).__module__.startswith("transformers.") for module in model.modules())
     masks: Any = sys.modules.get("transformers.masking_utils")
-    if masks is None or not any(
-        type(m).__module__.startswith("transformers.") for m in model.modules()
-    ):
+    makers: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    if not ours or makers is None:
         return False
-    makers = masks.ALL_MASK_ATTENTION_FUNCTIONS
-    if not isinstance(makers["sdpa"], _Noting):
-        makers["sdpa"] = _Noting(makers["sdpa"])
-    return True
-
-
-def _is_theirs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("transformers.")
+    make = makers["sdpa"]
+    if make is masks.sdpa_mask and inspect.signature(make).parameters.keys() >= _SIZES:
+        type(makers).register("sdpa", _Noting(make))
+    return isinstance(makers["sdpa"], _Noting)
 
 
 class _Noting:
@@ -103,12 +105,15 @@ class _Noting:
         return mask
 
 
-def parts_of(mask: object) -> MaskParts | None:
-    """Return what a mask is made of; None where that is not known, or the mask was written to."""
+def parts_of(mask: object, x: object) -> MaskParts | None:
+    """Return what the mask of a layer's input `x` [B, S, features] is made of; None where that is
+    not known, the mask was written to, or is elsewhere or of other sizes than the input."""
     noted: tuple[int, MaskParts | None] | None = getattr(mask, _PARTS, None)
     if noted is None or not isinstance(mask, Tensor) or mask._version != noted[0]:
         return None
-    return noted[1]
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.device != mask.device:
+        return None
+    return noted[1] if mask.shape == (x.shape[0], 1, x.shape[1], x.shape[1]) else None
 
 
 def with_mask(args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
@@ -121,22 +126,43 @@ def with_mask(args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
 
 def make_mask_inside(layer: nn.Module) -> None:
     """Let a layer make its mask in `forward`: its hooks, as of FSDP, stay outside of its graph."""
+    kind: Any = type(layer)
     if "forward" not in vars(layer):
-        layer.forward = MethodType(_forward, layer)
+        layer.forward = MethodType(_making(kind), layer)
+
+
+def make_mask_outside(layer: nn.Module) -> None:
+    """Take back what `make_mask_inside` did."""
+    if _makes_mask(layer):
+        del layer.forward
 
 
 def takes_parts(layer: nn.Module) -> bool:
-    """Whether no hook that may read the mask comes before the graph that makes it."""
-    if layer._forward_pre_hooks or layer._forward_hooks:
-        return getattr(vars(layer).get("forward"), "__func__", None) is _forward
-    return True
+    """Whether a layer makes its mask, and no hook but FSDP's is given what it is made of."""
+    if not layer._forward_pre_hooks and not layer._forward_hooks:
+        return True
+    hooks = [layer._forward_pre_hooks[i] for i in layer._forward_pre_hooks_with_kwargs]
+    hooks += [layer._forward_hooks[i] for i in layer._forward_hooks_with_kwargs]
+    known = (getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks)
+    return _makes_mask(layer) and all(known)
 
 
-def _forward(layer: nn.Module, *args: Any, **given: Any) -> Any:
-    return type(layer).forward(layer, *args, **with_mask(args, given))
+def _makes_mask(layer: nn.Module) -> bool:
+    return hasattr(getattr(vars(layer).get("forward"), "__func__", None), _PARTS)
 
 
-_forward.__name__ = "forward"  # by which pickle finds the class's
+@functools.cache
+def _making(kind: Any) -> Any:
+    """Return the forward of a class of layers, with the signature that it has, and a code object of
+    its own, by which Dynamo keeps its graphs."""
+
+    def forward(layer: nn.Module, *args: Any, **given: Any) -> Any:
+        return kind.forward(layer, *args, **with_mask(args, given))
+
+    forward.__code__ = forward.__code__.replace(co_name=kind.__name__)
+    made = functools.wraps(kind.forward)(forward)
+    setattr(made, _PARTS, True)
+    return made
 
 
 def _parts(given: dict[str, Any]) -> MaskParts | None:
@@ -161,10 +187,11 @@ def _conditions(function: Any) -> Iterator[tuple[str, Any]]:
     if function is masking_utils.causal_mask_function:
         yield "causal", None
         return
-    name = getattr(function, "__qualname__", "").partition(".<locals>")[0]
-    is_theirs = getattr(function, "__module__", "") == masking_utils.__name__
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = {cell: content.cell_contents for cell, content in cells} if is_theirs else {}
+    name, held = "", dict[str, Any]()
+    if isinstance(function, FunctionType) and function.__module__ == masking_utils.__name__:
+        name = function.__qualname__.partition(".<locals>")[0]
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        held = {cell: content.cell_contents for cell, content in cells}
     match name, held:
         case "and_masks", {"mask_functions": functions}:
             for each in functions:

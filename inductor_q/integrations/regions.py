@@ -27,7 +27,11 @@ from inductor_q.integrations.first_call import prepare_first_call
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.gathered import note_states
 from inductor_q.integrations.losses import compile_loss, leave_loss
-from inductor_q.integrations.mask_parts import make_mask_inside, note_parts
+from inductor_q.integrations.mask_parts import (
+    make_mask_inside,
+    make_mask_outside,
+    note_parts,
+)
 from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.problem_type import classifier_of
 from inductor_q.integrations.states import (
@@ -90,8 +94,6 @@ def compile(
     check_options(options, mode)
     if dynamic not in (True, False, None):
         raise InvalidOptionValue(name="dynamic", value=dynamic, expected="True, False or None")
-    base = base_model(model)
-    leave_loss(base)
     found, is_sharded = compiled_regions(model, regions), _is_sharded(model)
     for path, error in capture.damaged(model):
         raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")
@@ -108,26 +110,29 @@ def compile(
     if is_sharded or len(found) > 1:
         settings = _of_layers(settings, is_sharded)
         _tell_of_parametrized(found, is_sharded)
-    states = States(model, settings)
+    states, base = States(model, settings), base_model(model)
+    leave_loss(base)
     for module in model.modules():
         region = region_of(module)
+        if module not in found:
+            make_mask_outside(module)
         if region and (module not in found or region.states.settings != settings):
             set_region(module, None)
         elif region:
             region.states.skips_effects |= states.skips_effects
             states = region.states
-    parts = (is_sharded or len(found) > 1) and note_parts(model)
+    knows_masks = len(found) > 1 and note_parts(model)
     if found == [model]:  # with its loss
         states.classifier = classifier_of(model, base)
     for module in found:
         if is_sharded:
             note_states(module)
-            if parts:
-                make_mask_inside(module)
+        if is_sharded and knows_masks:
+            make_mask_inside(module)
         if region_of(module) is None:
             set_region(module, Region(module, states, shares=len(found) > 1))
-    if parts:
-        compile_loss(base)
+    if len(found) > 1 and not _is_replaced(base):
+        compile_loss(base, states)
     return model
 
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn.parallel import DistributedDataParallel
 
-from inductor_q.backend import begins, qfuse_backend
+from inductor_q.backend import begins, qfuse_backend, reports
 from inductor_q.compiled_for import compiling
 from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS, wants_graphs
 from inductor_q.integrations.checkpointing import has_llm_int8
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
-from inductor_q.integrations.mask_parts import parts_of, takes_parts, with_mask
+from inductor_q.integrations.mask_parts import MaskParts, parts_of, takes_parts, with_mask
 from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.problem_type import Classifier
 from inductor_q.integrations.router_logits import prepare_router_logits
@@ -63,6 +63,7 @@ class States:
         self.told_by: Any = None  # the callback that says what came of it
         self.least_positions: int | None = None  # for a layer's mask to become its parts
         self.least_logits: int | None = None  # for the loss to be compiled beside layers
+        self.judged = set[str]()  # the passes of which it is known whether they apply
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
     def function(self, part: nn.Module) -> Callable[..., Any]:
@@ -83,11 +84,23 @@ class States:
         if self.lengths_vary:
             mark_lengths({**given, "inputs_embeds": outputs[0]})
         key: tuple[Any, State] = (type(model), self.follow())
-        call = self.compiled(
-            key, lambda: named_function(f"{type(model).__name__}.loss", _call_forward)
-        )
+        name = f"{type(model).__name__}.loss"
+        call = self.compiled(key, lambda: named_function(name))
+        before = len(reports())
         with self.calling():
-            return call(model, *args, **given)
+            returned = call(model, *args, **given)
+        if self.pays("chunk_loss", before) is False:
+            self.least_logits = _NEVER
+        return returned
+
+    def pays(self, name: str, before: int) -> bool | None:
+        """Say whether a pass was applied in the graphs since there were `before` of them; None
+        where there are none, or that was asked already."""
+        new = reports()[before:]
+        if not new or name in self.judged:
+            return None
+        self.judged.add(name)
+        return any(report.applied().get(name) for report in new)
 
     def chunks(self, model: Any, labels: Tensor) -> bool:
         """Whether `chunk_loss` would take the loss of these labels."""
@@ -96,7 +109,7 @@ class States:
             on = "chunk_loss" in resolved.passes and resolved.loss != "whole"
             least = _threshold(resolved, "chunk_loss.min_logits") if on else _NEVER
             self.least_logits = 0 if on and resolved.loss == "chunked" else least
-        vocabulary: int = model.config.get_text_config().vocab_size
+        vocabulary: int = getattr(model.config.get_text_config(), "vocab_size", 0)
         return labels.numel() * vocabulary >= self.least_logits
 
     @contextlib.contextmanager
@@ -113,10 +126,11 @@ class States:
         with patched, compiling(self.model):
             yield
 
-    def with_parts(self, layer: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what a layer is given, with its mask as parts where its graph does without it."""
+    def with_parts(self, layer: nn.Module, x: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what a layer is given beside `x`, with its mask as parts where its graph is to do
+        without the mask."""
         mask = given.get("attention_mask")
-        parts = parts_of(mask)
+        parts = parts_of(mask, x)
         if mask is None or parts is None or not takes_parts(layer):
             return given
         if self.least_positions is None:
@@ -226,12 +240,17 @@ class Region:
         if self.states.classifier is not None:
             self.states.classifier.write_problem_type(args, kwargs)
         if args and self.shares:
-            kwargs = self.states.with_parts(self.module, kwargs)
+            kwargs = self.states.with_parts(self.module, args[0], kwargs)
             if torch.is_grad_enabled():
                 args = (_like_the_others(args[0], self.module), *args[1:])
         call = self.states.function(self.module)
+        before = len(reports())
         with self.states.calling():
-            return call(*args, **kwargs)
+            returned = call(*args, **kwargs)
+        in_parts = isinstance(kwargs.get("attention_mask"), MaskParts)
+        if in_parts and self.states.pays("causal_attention", before) is False:
+            self.states.least_positions = _NEVER  # else each layer makes a mask of its own
+        return returned
 
     def _leaves_out(self, cache: Any) -> bool:
         """Whether this is a layer that trains, and does without a cache; say once what follows."""
@@ -295,12 +314,17 @@ def states_of(model: nn.Module) -> Iterator[States]:
 
 def region_of(module: nn.Module) -> Region | None:
     """Return what calls a module compiled, also where its decoding is compiled apart."""
-    call = module._compiled_call_impl
-    call = getattr(call, "before", call)
+    call = called_by(module)
     return call if isinstance(call, Region) else None
 
 
-def set_region(module: nn.Module, region: Region | None) -> None:
+def called_by(module: nn.Module) -> Any:
+    """Return what takes the calls of a module in its place, decoding aside; None if nothing."""
+    call = module._compiled_call_impl
+    return getattr(call, "before", call)
+
+
+def set_region(module: nn.Module, region: Callable[..., Any] | None) -> None:
     call: Any = module._compiled_call_impl
     if hasattr(call, "before"):
         call.before = region
@@ -345,14 +369,10 @@ def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return part._call_impl(*args, **with_mask(args, kwargs))
 
 
-def _call_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(model).forward(model, *args, **kwargs)
-
-
-def named_function(name: str, call: Any = _call) -> Callable[..., Any]:
+def named_function(name: str) -> Callable[..., Any]:
     """Copy a function that calls a module, so that it has a code object of its own, by which Dynamo
     keeps its graphs."""
-    return FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)
+    return FunctionType(_call.__code__.replace(co_name=name), _call.__globals__, name)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -232,9 +233,54 @@ def test_copies_and_other_regions_have_the_forward_of_their_class() -> None:
         torch.compiler.reset()
         inductor_q.compile(model, options=CHUNKED, regions="model")
         base = model.get_base_model()
-        assert "forward" not in {*vars(base), *vars(base.model)}
+        assert base._compiled_call_impl is None
         equal(step(model), expected)
     assert chunked() == [1]
+
+
+def test_signatures_and_what_generate_infers_stay() -> None:
+    """`generate` asks the signature whether it is to make a mask of the padding token."""
+    model = qwen3()
+    base = model.get_base_model()
+    base.generation_config.pad_token_id, base.generation_config.eos_token_id = 0, None
+    ids = torch.randint(3, 200, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids[1, :3] = 0
+    signatures = [inspect.signature(part.forward) for part in (base, base.model)]
+    asked: Any = {"input_ids": ids, "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(**asked)
+    layered(model)
+    with no_codegen():
+        step(model)
+    assert [inspect.signature(part.forward) for part in (base, base.model)] == signatures
+    model.eval()
+    assert torch.equal(model.generate(**asked), expected)
+
+
+def test_a_loss_that_transformers_does_not_know_is_left() -> None:
+    """It warns of its choice there, which breaks a graph."""
+    model = qwen3()
+    model.get_base_model().loss_type = None
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        step(model)
+    assert (trace.graphs, trace.breaks) == (1, [])
+
+
+def test_a_loss_that_is_not_in_chunks_is_compiled_once() -> None:
+    """By a function that the pass does not read: the next step runs it as it is."""
+
+    def squares(logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Tensor:
+        return logits.float().square().mean()
+
+    model = qwen3()
+    model.get_base_model().loss_function = squares
+    expected = step(model)
+    layered(model)
+    with no_codegen():
+        equal(step(model), expected)
+        assert len(backend._reports) == 2
+        equal(step(model, 16), step(model, 16))
+    assert len(backend._reports) == 3, "that of layers for the other length"
 
 
 def test_a_model_is_freed() -> None:

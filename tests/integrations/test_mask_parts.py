@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,7 @@ pytest.importorskip("peft")
 from transformers import masking_utils  # noqa: E402
 
 ROWS, LENGTH, WINDOW = 2, 12, 5
+X = torch.randn(ROWS, LENGTH, 8)
 PADDED = torch.ones(ROWS, LENGTH, dtype=torch.int64)
 PADDED[0, :3] = PADDED[1, -4:] = 0
 #: Two documents in one row, and two others in the next.
@@ -45,14 +48,13 @@ def config() -> Any:
 def noting() -> Iterator[None]:
     note_parts(nn.ModuleList([qwen3()]))
     yield
-    del masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    masking_utils.AttentionMaskInterface.register("sdpa", masking_utils.sdpa_mask)
 
 
 def given(**more: Any) -> dict[str, Any]:
-    embedded = torch.randn(ROWS, LENGTH, 8)
     return {
         "config": config(),
-        "inputs_embeds": embedded,
+        "inputs_embeds": X,
         "attention_mask": None,
         "past_key_values": None,
         **more,
@@ -74,11 +76,11 @@ def test_parts_make_the_mask_again(of: str, window: int | None) -> None:
     arguments = given(**parts)
     arguments["config"].sliding_window = window
     mask: Any = make(**arguments)
-    found = parts_of(mask)
+    found = parts_of(mask, X)
     assert found is not None and found.window == window
     apart = found.sequences if found.positions is None else found.positions
     assert (apart is not None) == (of == "documents")
-    made = found.mask(torch.randn(ROWS, LENGTH, 8))
+    made = found.mask(X)
     assert torch.equal(made, mask.expand_as(made)) and made.shape == (ROWS, 1, LENGTH, LENGTH)
 
 
@@ -93,17 +95,84 @@ def test_documents_of_versions_without_positions() -> None:
     sizes = {"batch_size": ROWS, "q_length": LENGTH, "kv_length": LENGTH}
     make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     mask: Any = make(**sizes, mask_function=function, allow_is_causal_skip=False)
-    found = parts_of(mask)
+    found = parts_of(mask, X)
     assert found is not None and found.sequences is sequences and found.positions is None
-    assert torch.equal(found.mask(torch.randn(ROWS, LENGTH, 8)), mask)
+    assert torch.equal(found.mask(X), mask)
 
 
 @pytest.mark.usefixtures("noting")
 def test_a_mask_that_was_written_to_has_no_parts() -> None:
     mask: Any = masking_utils.create_causal_mask(**given(attention_mask=PADDED))
-    assert parts_of(mask) is not None
+    assert parts_of(mask, X) is not None
     mask[0, 0, 0, 0] = False
-    assert parts_of(mask) is None and parts_of(mask.clone()) is None
+    assert parts_of(mask, X) is None and parts_of(mask.clone(), X) is None
+
+
+@pytest.mark.usefixtures("noting")
+def test_inputs_that_the_mask_is_not_of_have_no_parts() -> None:
+    """As Gemma3n's layers get [4, B, S, features], and layers on another device."""
+    mask: Any = masking_utils.create_causal_mask(**given(attention_mask=PADDED))
+    assert parts_of(mask, X) is not None
+    for x in (X[None].expand(4, -1, -1, -1), X[:, 1:], X[:1], X.to("meta"), None):
+        assert parts_of(mask, x) is None
+
+
+def prefixed(*args: Any, **kwargs: Any) -> Any:
+    made: Any = masking_utils.sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    return made | (torch.arange(made.shape[-1]) < 3)
+
+
+@pytest.fixture
+def own_maker() -> Iterator[None]:
+    """A user's masks, with three keys that every query sees."""
+    masking_utils.AttentionMaskInterface.register("sdpa", prefixed)
+    yield
+    masking_utils.AttentionMaskInterface.register("sdpa", masking_utils.sdpa_mask)
+
+
+@pytest.mark.usefixtures("own_maker")
+def test_masks_of_another_maker_are_kept() -> None:
+    model = qwen3()
+    expected = step(model, "padding")
+    layered(model, FROM_ONE)
+    with no_codegen():
+        found = step(model, "padding")
+    assert applied() == [0]
+    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is prefixed
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
+
+
+@pytest.mark.usefixtures("noting")
+def test_a_maker_that_is_registered_later_takes_the_place() -> None:
+    masking_utils.AttentionMaskInterface.register("sdpa", prefixed)
+    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is prefixed
+
+
+def test_a_maker_that_is_given_other_sizes_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of transformers 4.57, which gets a `cache_position`."""
+
+    def older(batch_size: int, cache_position: Tensor, kv_length: int, **more: Any) -> Any:
+        raise NotImplementedError
+
+    makers = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(masking_utils, "sdpa_mask", older)
+    monkeypatch.setitem(type(makers)._global_mapping, "sdpa", older)
+    assert not note_parts(nn.ModuleList([qwen3()])) and makers["sdpa"] is older
+
+
+@pytest.mark.usefixtures("noting")
+def test_a_mask_of_any_callable_is_made() -> None:
+    class Everything:
+        def __call__(self, *at: Any) -> Tensor:
+            seen: Tensor = at[2] + at[3] >= 0
+            return seen
+
+    make: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    sizes = {"batch_size": ROWS, "q_length": LENGTH, "kv_length": LENGTH}
+    for function in (Everything(), functools.partial(Everything())):
+        mask = make(**sizes, mask_function=function, allow_is_causal_skip=False)
+        assert mask.all() and parts_of(mask, X) is None
 
 
 def others(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -123,11 +192,11 @@ def test_other_masks_have_no_parts() -> None:
         causal(**given(**valid, block_sequence_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64))),
         causal(**given(past_key_values=cache, attention_mask=torch.ones(ROWS, LENGTH + 3))),
         masking_utils.create_chunked_causal_mask(**chunked),
-        masking_utils.create_bidirectional_mask(config(), torch.randn(ROWS, LENGTH, 8), PADDED),
+        masking_utils.create_bidirectional_mask(config(), X, PADDED),
     ]
     assert all(isinstance(mask, Tensor) for mask in masks)
-    assert [parts_of(mask) for mask in masks] == [None] * len(masks)
-    assert parts_of(None) is None and parts_of(torch.ones(2)) is None
+    assert [parts_of(mask, X) for mask in masks] == [None] * len(masks)
+    assert parts_of(None, X) is None and parts_of(torch.ones(2), X) is None
 
 
 def cache_of_three() -> Any:
@@ -238,6 +307,45 @@ def test_layers_that_fsdp_shards() -> None:
     for name, gradient in expected.items():
         whole: Any = found[name]
         assert testing.relative_error(whole.full_tensor(), gradient) < CLOSE, name
+
+
+@pytest.mark.usefixtures("group")
+def test_a_hook_of_a_layer_that_fsdp_shards_reads_its_mask() -> None:
+    model, seen = qwen3(), []
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    layers = model.get_base_model().model.layers
+    signature = inspect.signature(layers[0].forward)
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh)
+    torch.compiler.reset()
+    inductor_q.compile(model, options=FROM_ONE)
+    assert inspect.signature(layers[0].forward) == signature
+
+    def look(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(type(kwargs["attention_mask"]))
+
+    hook = layers[0].register_forward_pre_hook(torch.compiler.disable(look), with_kwargs=True)
+    with no_codegen():
+        step(model, "padding")
+    assert seen == [Tensor]
+    hook.remove()
+    inductor_q.compile(model, options=FROM_ONE, regions="model")
+    assert not any("forward" in vars(layer) for layer in layers)
+
+
+def test_layers_whose_graphs_keep_their_mask_are_given_it() -> None:
+    """Here none is quantized, so no pass runs; each layer would make a mask of its own."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config(), attn_implementation="sdpa").train()
+    expected = step(model, "padding")
+    layered(model, FROM_ONE)
+    with no_codegen():
+        for _ in range(2):
+            found = step(model, "padding")
+    assert applied() == [0, 0], "one graph of the first layer, and one of the others"
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
 
 
 def test_a_model_whose_masks_are_not_transformers() -> None:

@@ -508,6 +508,13 @@ def test_hooks_of_logits_are_called_once_these_are_read(first: bool) -> None:
     assert seen == [logits.shape]
 
 
+def test_logits_without_gradients_take_no_hook() -> None:
+    call, _ = compiled(Model())
+    _, logits = call(*batch())
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        logits.detach().register_hook(print)
+
+
 def test_logits_of_weights_that_are_freed_are_refused() -> None:
     """As FSDP frees those that it has gathered."""
     model = Model()
