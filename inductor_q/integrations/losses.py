@@ -9,6 +9,7 @@ with a decoder that returns the same, so what comes before the decoder runs twic
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -81,7 +82,15 @@ class LossRegion:
         ):
             return False
         taken = self.decoder._compiled_call_impl is not None or "forward" in vars(self.decoder)
-        return not taken and not any(map(_is_hooked, (self.model, self.decoder)))
+        return not taken and not any(map(_is_hooked, (self.decoder, *self._outside())))
+
+    def _outside(self) -> Iterator[nn.Module]:
+        """Yield what is in the graph of the loss: the model and its head, which FSDP may have
+        sharded by itself."""
+        yield self.model
+        for child in self.model.children():
+            if child is not self.decoder:
+                yield from child.modules()
 
 
 def compile_loss(model: nn.Module, states: States) -> None:

@@ -144,6 +144,20 @@ def test_layers_that_fsdp_shards(shard: Callable[[Any], nn.Module]) -> None:
     equal((loss, {names[name]: gradient for name, gradient in found.items()}), expected)
 
 
+@pytest.mark.usefixtures("group")
+def test_a_head_that_fsdp_shards_by_itself_is_left() -> None:
+    """Its hooks would break the graph of the loss."""
+    model = qwen3()
+    expected = step(model)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    fully_shard(model.get_base_model().lm_head, mesh=mesh)
+    torch.compiler.reset()
+    sharded = inductor_q.compile(fsdp2(model), options=CHUNKED)
+    with no_codegen(), testing.CompileTrace() as trace:
+        equal(step(sharded), expected)
+    assert (trace.graphs, trace.breaks) == (1, []) and not any(chunked())
+
+
 def test_calls_that_do_not_train_are_left() -> None:
     """Evaluation keeps its logits, and steps without labels have no loss."""
     model = qwen3()
