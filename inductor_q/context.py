@@ -75,8 +75,8 @@ class Context:
         return self.resolved.numerics
 
     def threshold(self, name: str) -> int:
-        """Return the threshold in force: the user's, or else the preset's, which has them all."""
-        return int(self.resolved.preset.thresholds[name].value)
+        """Return the threshold in force."""
+        return self.resolved.threshold(name)
 
     def kernel(self, op: str) -> str:
         """Return the provider that the user, or else the preset, chose for `op`, or else "auto"."""

@@ -61,13 +61,14 @@ class _State:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.version = weight, _version(weight)
-        plain = weight.requires_grad and type(weight) in (Tensor, torch.nn.Parameter)
-        self.numbers = _some(weight).clone() if plain else None
+        self.is_plain = type(weight) in (Tensor, torch.nn.Parameter)
+        kept = self.is_plain and weight.requires_grad
+        self.numbers = _some(weight).clone() if kept else None
 
     def is_gone(self) -> bool:
         """Whether the weight has no memory any more, as one that FSDP has gathered for a while."""
-        plain = type(self.weight) in (Tensor, torch.nn.Parameter)
-        return plain and self.weight.numel() > 0 and not self.weight.untyped_storage().size()
+        weight = self.weight
+        return self.is_plain and weight.numel() > 0 and not weight.untyped_storage().size()
 
     def has_changed(self) -> bool:
         if _version(self.weight) != self.version:
@@ -99,7 +100,7 @@ class Logits(Tensor):
         found: Any = Tensor._make_wrapper_subclass(Logits, shape, dtype=dtype, device=like.device)
         trains = like._trains if isinstance(like, Logits) else like.requires_grad
         found._product, found._trains, found._read = product, trains, {}
-        found._hooks = OrderedDict()
+        found._hooks = OrderedDict()  # a handle of torch's keeps a weak reference to it
         return found
 
     @classmethod

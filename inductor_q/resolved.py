@@ -90,6 +90,10 @@ class Resolved:
         digest = hashlib.sha256(_stable(content).encode()).hexdigest()
         object.__setattr__(self, "_fingerprint", digest)
 
+    def threshold(self, name: str) -> int:
+        """Return the threshold in force: the user's, or else the preset's, which has them all."""
+        return int(self.preset.thresholds[name].value)
+
     def fingerprint(self) -> str:
         """Return a text for cache keys: equal options give the same text in every process.
 

@@ -76,10 +76,8 @@ class LossRegion:
         """Whether this is a step of training with labels, and nobody else has a part in it."""
         if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
             return False
-        if (
-            not isinstance(kwargs.get("labels"), Tensor)
-            or kwargs.get("past_key_values") is not None
-        ):
+        labels, cache = kwargs.get("labels"), kwargs.get("past_key_values")
+        if cache is not None or not isinstance(labels, Tensor):
             return False
         taken = self.decoder._compiled_call_impl is not None or "forward" in vars(self.decoder)
         return not taken and not any(map(_is_hooked, (self.decoder, *self._outside())))

@@ -62,7 +62,7 @@ class MaskParts:
             apart = masking_utils.packed_sequence_mask_function(self.sequences)
             function = masking_utils.and_masks(function, apart)
         rows, length = x.shape[:2]
-        made: Tensor | None = masking_utils.sdpa_mask(
+        made: Any = masking_utils.sdpa_mask(
             batch_size=rows,
             q_length=length,
             kv_length=length,
@@ -71,7 +71,7 @@ class MaskParts:
             allow_is_causal_skip=False,
             device=x.device,
         )
-        assert made is not None, "only those that may be skipped are"
+        assert isinstance(made, Tensor), "only those that may be skipped are None"
         return made
 
 
@@ -82,10 +82,10 @@ def note_parts(model: nn.Module) -> bool:
     From then on transformers' own maker notes it in every model of the process. Versions without a
     registry, and those whose maker is given other sizes (4.57), are left as they are.
     """
-    ours = any(type(module).__module__.startswith("transformers.") for module in model.modules())
+    theirs = any(type(module).__module__.startswith("transformers.") for module in model.modules())
     masks: Any = sys.modules.get("transformers.masking_utils")
     makers: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
-    if not ours or makers is None:
+    if not theirs or makers is None:
         return False
     make = makers["sdpa"]
     if make is masks.sdpa_mask and inspect.signature(make).parameters.keys() >= _SIZES:
@@ -94,6 +94,8 @@ def note_parts(model: nn.Module) -> bool:
 
 
 class _Noting:
+    """Make masks by `make`, and note on each what it is made of."""
+
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
 
@@ -119,9 +121,9 @@ def parts_of(mask: object, x: object) -> MaskParts | None:
 def with_mask(args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
     """Return what a layer is called with, the mask made of its parts."""
     parts = given.get("attention_mask")
-    return (
-        {**given, "attention_mask": parts.mask(args[0])} if isinstance(parts, MaskParts) else given
-    )
+    if not isinstance(parts, MaskParts):
+        return given
+    return {**given, "attention_mask": parts.mask(args[0])}
 
 
 def make_mask_inside(layer: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.parallel import DistributedDataParallel
 
 from inductor_q.backend import begins, qfuse_backend, reports
+from inductor_q.capture.example import SPREAD
 from inductor_q.compiled_for import compiling
 from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS, wants_graphs
@@ -63,7 +64,7 @@ class States:
         self.told_by: Any = None  # the callback that says what came of it
         self.least_positions: int | None = None  # for a layer's mask to become its parts
         self.least_logits: int | None = None  # for the loss to be compiled beside layers
-        self.judged = set[str]()  # the passes of which it is known whether they apply
+        self.applies: dict[str, bool] = {}  # whether passes do that layers or the loss are made for
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
     def function(self, part: nn.Module) -> Callable[..., Any]:
@@ -86,31 +87,34 @@ class States:
         key: tuple[Any, State] = (type(model), self.follow())
         name = f"{type(model).__name__}.loss"
         call = self.compiled(key, lambda: named_function(name))
-        before = len(reports())
-        with self.calling():
-            returned = call(model, *args, **given)
-        if self.pays("chunk_loss", before) is False:
-            self.least_logits = _NEVER
-        return returned
+        with self.calling(), self.watching("chunk_loss"):
+            return call(model, *args, **given)
 
-    def pays(self, name: str, before: int) -> bool | None:
-        """Say whether a pass was applied in the graphs since there were `before` of them; None
-        where there are none, or that was asked already."""
-        new = reports()[before:]
-        if not new or name in self.judged:
-            return None
-        self.judged.add(name)
-        return any(report.applied().get(name) for report in new)
+    @contextlib.contextmanager
+    def watching(self, name: str) -> Iterator[None]:
+        """Note whether a pass is applied in the first graphs that are compiled for its sake."""
+        if name in self.applies:
+            yield
+            return
+        before = len(reports())
+        yield
+        if new := reports()[before:]:
+            self.applies[name] = any(report.applied().get(name) for report in new)
 
     def chunks(self, model: Any, labels: Tensor) -> bool:
         """Whether `chunk_loss` would take the loss of these labels."""
+        if not self.applies.get("chunk_loss", True):
+            return False
         if self.least_logits is None:
-            resolved = _resolved(self.settings, labels.device)
+            resolved = self.resolved(labels.device)
             on = "chunk_loss" in resolved.passes and resolved.loss != "whole"
-            least = _threshold(resolved, "chunk_loss.min_logits") if on else _NEVER
-            self.least_logits = 0 if on and resolved.loss == "chunked" else least
+            least = 0 if resolved.loss == "chunked" else resolved.threshold("chunk_loss.min_logits")
+            self.least_logits = least if on else _NEVER
         vocabulary: int = getattr(model.config.get_text_config(), "vocab_size", 0)
         return labels.numel() * vocabulary >= self.least_logits
+
+    def resolved(self, device: torch.device) -> Resolved:
+        return resolve(self.settings["mode"], self.settings["options"], device=device)
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -133,13 +137,15 @@ class States:
         parts = parts_of(mask, x)
         if mask is None or parts is None or not takes_parts(layer):
             return given
+        if not self.applies.get("causal_attention", True):
+            return given  # else each layer would make a mask of its own
         if self.least_positions is None:
-            resolved = _resolved(self.settings, mask.device)
+            resolved = self.resolved(mask.device)
             on = "causal_attention" in resolved.passes and resolved.numerics != "strict"
-            least = _threshold(resolved, "causal_attention.min_positions") if on else _NEVER
-            self.least_positions = least
-        # Where lengths vary, the pass has one graph for masks from an eighth of its limit on.
-        least = self.least_positions // (8 if self.lengths_vary else 1)
+            least = resolved.threshold("causal_attention.min_positions")
+            self.least_positions = least if on else _NEVER
+        # As the pass has it: where lengths vary, other batches are longer.
+        least = self.least_positions // (SPREAD if self.lengths_vary else 1)
         return {**given, "attention_mask": parts} if mask.shape[-1] >= least else given
 
     def compiled(
@@ -244,13 +250,11 @@ class Region:
             if torch.is_grad_enabled():
                 args = (_like_the_others(args[0], self.module), *args[1:])
         call = self.states.function(self.module)
-        before = len(reports())
-        with self.states.calling():
-            returned = call(*args, **kwargs)
-        in_parts = isinstance(kwargs.get("attention_mask"), MaskParts)
-        if in_parts and self.states.pays("causal_attention", before) is False:
-            self.states.least_positions = _NEVER  # else each layer makes a mask of its own
-        return returned
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.states.calling())
+            if isinstance(kwargs.get("attention_mask"), MaskParts):
+                stack.enter_context(self.states.watching("causal_attention"))
+            return call(*args, **kwargs)
 
     def _leaves_out(self, cache: Any) -> bool:
         """Whether this is a layer that trains, and does without a cache; say once what follows."""
@@ -347,14 +351,6 @@ def _like_the_others(x: Any, layer: nn.Module) -> Any:
     if not any(parameter.requires_grad for parameter in layer.parameters()):
         return x
     return x.detach().requires_grad_()
-
-
-def _resolved(settings: Mapping[str, Any], device: torch.device) -> Resolved:
-    return resolve(settings["mode"], settings["options"], device=device)
-
-
-def _threshold(resolved: Resolved, name: str) -> int:
-    return int(resolved.preset.thresholds[name].value)
 
 
 def state_codes(model: nn.Module) -> Iterator[CodeType]:

@@ -15,6 +15,7 @@ from inductor_q.integrations import prepare_checkpointing
 from inductor_q.integrations.states import region_of
 from inductor_q.options import check_options
 from tests.support.compiling import SMALL, gradients, no_codegen
+from tests.support.layers import layered, qwen3
 
 for extra in ("bitsandbytes", "transformers"):
     pytest.importorskip(extra)
@@ -24,19 +25,7 @@ IDS = torch.arange(32).reshape(2, 16)
 MASK = torch.ones_like(IDS)
 MASK[1, -4:] = 0
 
-#: Nothing is rounded to 16 bits, so that the products' order is all that differs from eager.
 CLOSE = 1e-5
-
-
-def qwen3(layers: int, **settings: Any) -> Any:
-    config = testing.tiny_qwen3_config(num_hidden_layers=layers)
-    given = {"compute_dtype": torch.float32, "randomize_adapters": True}
-    return testing.qlora_model(config, **{**given, **settings})
-
-
-def layered(model: nn.Module) -> None:
-    torch.compiler.reset()
-    inductor_q.compile(model, options=SMALL, regions="layers")
 
 
 def step(model: nn.Module) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from inductor_q import backend, testing
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.logits import Logits
 from tests.support.compiling import SMALL, gradients, no_codegen
+from tests.support.layers import layered, qwen3
 
 for extra in ("bitsandbytes", "transformers"):
     pytest.importorskip(extra)
@@ -31,17 +32,6 @@ pytest.importorskip("peft")
 CHUNKED: Any = {**SMALL, "qfuse.thresholds": {**SMALL["qfuse.thresholds"]}}
 CHUNKED["qfuse.thresholds"]["chunk_loss.min_logits"] = 1
 CLOSE = 1e-5
-
-
-def qwen3(**settings: Any) -> Any:
-    config = testing.tiny_qwen3_config(num_hidden_layers=2)
-    given = {"compute_dtype": torch.float32, "randomize_adapters": True}
-    return testing.qlora_model(config, **{**given, **settings})
-
-
-def layered(model: nn.Module, options: Any = CHUNKED) -> None:
-    torch.compiler.reset()
-    inductor_q.compile(model, options=options, regions="layers")
 
 
 def call(model: Any, length: int = 12, **more: Any) -> Any:
@@ -79,7 +69,7 @@ def test_gradients_are_eagers(checkpointed: bool) -> None:
         prepare_checkpointing(model)
     lengths = (12, 16, 24)
     expected = [step(model, length) for length in lengths]
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen(), testing.CompileTrace() as trace:
         found = [step(model, length) for length in lengths]
     assert (trace.graphs, trace.breaks) == (4, []), "one for the first length, one for the others"
@@ -94,7 +84,7 @@ def test_a_trained_head_and_what_trainers_give(told: list[str]) -> None:
     model.get_base_model().lm_head.weight.requires_grad_(True)
     given: Any = {"num_items_in_batch": torch.tensor(31)}
     expected, logits = step(model, **given), call(model).logits
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         found, returned = step(model, **given), call(model).logits
     assert "base_model.model.lm_head.weight" in found[1]
@@ -108,7 +98,7 @@ def test_router_logits_are_in_the_loss() -> None:
     config = testing.tiny_qwen3_moe_config(**sizes, output_router_logits=True)
     model = testing.qlora_model(config, compute_dtype=torch.float32, randomize_adapters=True)
     expected = step(model)
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         found = step(model)
     assert chunked()[-1] == 1
@@ -161,7 +151,7 @@ def test_a_head_that_fsdp_shards_by_itself_is_left() -> None:
 def test_calls_that_do_not_train_are_left() -> None:
     """Evaluation keeps its logits, and steps without labels have no loss."""
     model = qwen3()
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         logits = model(input_ids=torch.arange(8)[None]).logits
         assert type(logits) is Tensor and logits.requires_grad
@@ -192,7 +182,7 @@ def test_a_decoder_with_hooks_runs_as_it_is() -> None:
     expected = step(model)
     decoder = model.get_base_model().model
     decoder.register_forward_hook(lambda *args: seen.append(type(args[-1]).__name__))
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         equal(step(model), expected)
     assert seen == ["BaseModelOutputWithPast"] and not any(chunked())
@@ -209,7 +199,7 @@ def test_a_replaced_forward_stays() -> None:
         return before(*args, **kwargs)
 
     base.forward = forward
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         step(model)
     assert len(calls) == 1 and base.forward is forward and not any(chunked())
@@ -229,7 +219,7 @@ def test_a_decoder_that_is_called_twice() -> None:
 
     base.__class__ = Again
     expected = step(base)
-    layered(base)
+    layered(base, CHUNKED)
     with no_codegen():
         equal(step(base), expected)
 
@@ -237,7 +227,7 @@ def test_a_decoder_that_is_called_twice() -> None:
 def test_copies_and_other_regions_have_the_forward_of_their_class() -> None:
     model = qwen3()
     expected = step(model)
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             equal(step(copied), expected)
@@ -262,7 +252,7 @@ def test_signatures_and_what_generate_infers_stay() -> None:
     signatures = [inspect.signature(part.forward) for part in (base, base.model)]
     asked: Any = {"input_ids": ids, "max_new_tokens": 3, "do_sample": False}
     expected = model.generate(**asked)
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         step(model)
     assert [inspect.signature(part.forward) for part in (base, base.model)] == signatures
@@ -274,7 +264,7 @@ def test_a_loss_that_transformers_does_not_know_is_left() -> None:
     """It warns of its choice there, which breaks a graph."""
     model = qwen3()
     model.get_base_model().loss_type = None
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen(), testing.CompileTrace() as trace:
         step(model)
     assert (trace.graphs, trace.breaks) == (1, [])
@@ -289,7 +279,7 @@ def test_a_loss_that_is_not_in_chunks_is_compiled_once() -> None:
     model = qwen3()
     model.get_base_model().loss_function = squares
     expected = step(model)
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         equal(step(model), expected)
         assert len(backend._reports) == 2
@@ -299,7 +289,7 @@ def test_a_loss_that_is_not_in_chunks_is_compiled_once() -> None:
 
 def test_a_model_is_freed() -> None:
     model = qwen3()
-    layered(model)
+    layered(model, CHUNKED)
     with no_codegen():
         step(model)
     held = weakref.ref(model.get_base_model())

@@ -19,6 +19,7 @@ from inductor_q.integrations import prepare_checkpointing
 from inductor_q.integrations.mask_parts import note_parts, parts_of
 from inductor_q.passes.causal_mask import MADE_OUTSIDE
 from tests.support.compiling import SMALL, gradients, no_codegen
+from tests.support.layers import layered, qwen3
 
 for extra in ("bitsandbytes", "transformers"):
     pytest.importorskip(extra)
@@ -206,15 +207,6 @@ def cache_of_three() -> Any:
     cache = DynamicCache(config=config())
     cache.update(torch.randn(ROWS, 2, 3, 8), torch.randn(ROWS, 2, 3, 8), 0)
     return cache
-
-
-def qwen3() -> Any:
-    return testing.qlora_model(config(), compute_dtype=torch.float32, randomize_adapters=True)
-
-
-def layered(model: nn.Module, options: Any, **more: Any) -> None:
-    torch.compiler.reset()
-    inductor_q.compile(model, options=options, regions="layers", **more)
 
 
 def step(model: nn.Module, of: str, length: int = LENGTH) -> dict[str, Tensor]:
