@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +23,13 @@ from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter
 from inductor_q.kernels.scatter2scatter_dequantize import preferred
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.presets import NEVER
+from inductor_q.resolved import Resolved
 from tests.support.moe import Layer, Sizes, layer
+from tests.support.resolving import on_cpu
 from tests.support.tile_cases import BF16, FIT, FP16, device
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("default_options")
 
 
 def served(
@@ -76,15 +78,13 @@ def served(
     return launched[0], told
 
 
-def resolved(provider: str, least: int, memory: int | None) -> Any:
+def resolved(provider: str, least: int, memory: int | None) -> Resolved:
     """What options say of it."""
-    thresholds = {LARGE: SimpleNamespace(value=least)}
-    return SimpleNamespace(
-        kernels={"scatter2scatter": provider},
-        memory=memory,
-        inductor={},
-        preset=SimpleNamespace(thresholds=thresholds),
-    )
+    given: dict[str, Any] = {
+        "qfuse.kernels": {"scatter2scatter": provider},
+        "qfuse.thresholds": {LARGE: least},
+    }
+    return on_cpu({**given, "qfuse.memory": memory} if memory else given)
 
 
 def reported_provider(call: Scatter2Scatter, context: Context) -> str:
