@@ -32,6 +32,7 @@ class MaskParts:
     """Hold what a causal mask of B sequences of length S is made of.
 
     Args:
+        masks: `transformers.masking_utils`, which torch 2.11 cannot import in a graph.
         padding: which keys are valid, bool [B, S]; None where all are.
         sequences: of which document each position is, int64 [B, S]; None where there is only one.
         positions: of each position, its place in its document, int64 [B, S]; None where
@@ -39,6 +40,7 @@ class MaskParts:
         window: how many keys before it a query sees, itself included; None where it sees all.
     """
 
+    masks: Any
     padding: Tensor | None = None
     sequences: Tensor | None = None
     positions: Tensor | None = None
@@ -46,23 +48,21 @@ class MaskParts:
 
     def mask(self, x: Tensor) -> Tensor:
         """Make the mask, bool [B, 1, S, S], for a layer's input `x` [B, S, features]."""
-        from transformers import masking_utils
-
-        function: Any = masking_utils.causal_mask_function
+        function: Any = self.masks.causal_mask_function
         if self.window is not None:
-            function = masking_utils.sliding_window_causal_mask_function(self.window)
+            function = self.masks.sliding_window_causal_mask_function(self.window)
         if self.positions is not None:
             # In a graph these are numbers that only grow, which is what makes the rest provable.
-            sequences = masking_utils.find_packed_sequence_indices(self.positions)
+            sequences = self.masks.find_packed_sequence_indices(self.positions)
             assert sequences is not None, "positions are noted where there are several documents"
-            function = masking_utils.packed_sequence_compatibility_function(
+            function = self.masks.packed_sequence_compatibility_function(
                 function, self.positions, sequences
             )
         elif self.sequences is not None:
-            apart = masking_utils.packed_sequence_mask_function(self.sequences)
-            function = masking_utils.and_masks(function, apart)
+            apart = self.masks.packed_sequence_mask_function(self.sequences)
+            function = self.masks.and_masks(function, apart)
         rows, length = x.shape[:2]
-        made: Any = masking_utils.sdpa_mask(
+        made: Any = self.masks.sdpa_mask(
             batch_size=rows,
             q_length=length,
             kv_length=length,
@@ -168,10 +168,12 @@ def _making(kind: Any) -> Any:
 
 
 def _parts(given: dict[str, Any]) -> MaskParts | None:
+    from transformers import masking_utils
+
     same = given["q_length"] == given["kv_length"]
     if not same or given.get("q_offset") or given.get("kv_offset") or given.get("use_vmap"):
         return None
-    found: dict[str, Any] = {"padding": given.get("attention_mask")}
+    found: dict[str, Any] = {"masks": masking_utils, "padding": given.get("attention_mask")}
     is_causal = False
     for name, value in _conditions(given["mask_function"]):
         is_causal |= name == "causal"
