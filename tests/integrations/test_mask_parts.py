@@ -286,7 +286,7 @@ def test_a_hook_of_a_layer_reads_its_mask() -> None:
 @pytest.mark.usefixtures("group")
 def test_layers_that_fsdp_shards() -> None:
     """Its hooks stay outside of a graph, which makes the mask behind them."""
-    model = qwen3()
+    model = qwen3(quant_storage=torch.float32)
     expected = step(model, "padding")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     for part in (*model.get_base_model().model.layers, model):
@@ -303,7 +303,7 @@ def test_layers_that_fsdp_shards() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_hook_of_a_layer_that_fsdp_shards_reads_its_mask() -> None:
-    model, seen = qwen3(), []
+    model, seen = qwen3(quant_storage=torch.float32), []
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     layers = model.get_base_model().model.layers
     signature = inspect.signature(layers[0].forward)
