@@ -20,7 +20,7 @@ BUDGET = {
     "csrc": 4515,
     "docs": 2225,
     "examples": 1190,
-    "inductor_q": 6900,
+    "inductor_q": 6930,
     "inductor_q/capture": 2645,
     "inductor_q/commands": 1105,
     "inductor_q/decode": 720,

@@ -50,6 +50,7 @@ from inductor_q.exclusions import without_effect
 from inductor_q.files import write_whole
 from inductor_q.graph_report import REPORT_VERSION, PassRecord, Report
 from inductor_q.hooks import JointPasses, Partitioner, behind, passes_off, run_stage
+from inductor_q.kept import keep_triton_kernels
 from inductor_q.kernels.dequantize import POINTWISE
 from inductor_q.log import log, warn_once
 from inductor_q.logits import with_logits
@@ -238,6 +239,7 @@ def qfuse(
             return lookup_backend("aot_eager")(gm, list(example_inputs))
         return gm.forward
     report.weights, report.off = list(weights), passes_off(resolved)
+    keep_triton_kernels(device)
     run_stage(CAPTURED, gm.graph, context)
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):

@@ -67,7 +67,11 @@ def _packages_in(root: str) -> dict[str, str]:
     """Return which distribution brought each package and module of a folder."""
     owners: dict[str, str] = {}
     for distribution in importlib.metadata.distributions(path=[root]):
-        declared = (distribution.read_text("top_level.txt") or "").split()
-        for name in declared or {file.parts[0] for file in distribution.files or ()}:
+        names = (distribution.read_text("top_level.txt") or "").split()
+        if not names:
+            # Not `distribution.files`, which looks for each file: that is seconds of a first step.
+            lines = (distribution.read_text("RECORD") or "").splitlines()
+            names = sorted({line.partition(",")[0].partition("/")[0] for line in lines})
+        for name in names:
             owners.setdefault(name.removesuffix(".py"), str(distribution.metadata["Name"]))
     return owners

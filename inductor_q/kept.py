@@ -8,10 +8,15 @@ is logged once, and is no error.
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inductor_q.files import write_whole
 from inductor_q.log import warn_once
+
+if TYPE_CHECKING:
+    import torch
 
 
 def folder() -> Path:
@@ -52,6 +57,19 @@ def keep(name: str, data: bytes) -> Path | None:
         warn_once(f"nothing is kept for the next process: {error.strerror or error}")
         return None
     return path
+
+
+def keep_triton_kernels(device: torch.device) -> None:
+    """Have Triton keep what it compiles on a GPU in Inductor's folder, unless one is set.
+
+    Inductor sets the same variable once it makes a kernel. A process that finds all of its graphs
+    in the cache makes none, and our kernels would be compiled again, in Triton's own folder.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    if device.type == "cuda" and "TRITON_CACHE_DIR" not in os.environ:
+        index = 0 if device.index is None else device.index
+        os.environ["TRITON_CACHE_DIR"] = triton_cache_dir(index)
 
 
 def _seal(data: bytes) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from inductor_q import kept
 from inductor_q.log import warn_once
@@ -71,3 +72,17 @@ def test_processes_of_two_machines_with_one_id(
     for paths in waiting:
         replace(*paths)
         assert kept.read("file") in (b"the first", b"the second")
+
+
+def test_triton_keeps_its_kernels_where_inductor_does(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = "TRITON_CACHE_DIR"
+    monkeypatch.setenv(variable, "")  # so that it is put back
+    monkeypatch.delenv(variable)
+    kept.keep_triton_kernels(torch.device("cpu"))
+    assert variable not in os.environ
+    kept.keep_triton_kernels(torch.device("cuda:3"))
+    assert os.environ[variable] == str(cache.parent / "triton" / "3")
+    kept.keep_triton_kernels(torch.device("cuda:1"))
+    assert os.environ[variable].endswith("3"), "what is set stays"
