@@ -55,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     return suite
 
 
-def _compare(
-    suite: harness.Suite, arguments: argparse.Namespace, config: Any, recipe: str
-) -> None:
+def _compare(suite: harness.Suite, arguments: argparse.Namespace, config: Any, recipe: str) -> None:
     device = suite.device
     rows, length = (2, 2048) if device.type == "cuda" else (2, 32)
     if recipe == "packed":
