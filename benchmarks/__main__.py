@@ -35,6 +35,7 @@ NAMES = (
     "bench_parts",
     "bench_recipe",
     "bench_rows",
+    "bench_layers",
     "bench_start",
     "bench_step",
     "bench_thresholds",

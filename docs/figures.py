@@ -104,17 +104,18 @@ def sharded() -> str:
     peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
     wraps = {"ddp": "DDP", "fsdp2": "FSDP2", "fsdp2-packed-kept": "FSDP2, packed, kept"}
     h100 = (f"ranks_{of}-h100" for of in ("2", "4", "trl_2", "trl_4"))
-    names = ["ranks-h100", *h100, "ranks_3-h200"]
+    names = ["ranks-h100", *h100, "ranks_3-h200", "ranks_trl_fsdp2-h200"]
     body = []
     for name, case in ((each, case) for each in names for case in cases(each)):
         settings, wrap = result(name)["settings"], case["wrap"]
-        times = [seconds(name, peer, **case) for peer in peers]
+        timed = {p: seconds(name, p, **case) for p in peers if rows(name, p, **case)}
         parts = [ms(extra(name, "qfuse", key, **case)) for key in ("host_s", "exposed_s")]
-        peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
+        peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in ("inductor", "qfuse")]
         step = f"{'TRL' if settings.get('recipe') == 'trl' else 'bare'}, {case['layers']} layers"
         gpus = f"{settings['ranks']} {result(name)['machine']['name'].split()[1]}"
-        shown = (step, gpus, wraps[wrap], *map(ms, times))
-        body.append((*shown, f"{times[2] / times[1]:.2f}", *parts, *peaks[1:]))
+        times = (ms(timed[peer]) if peer in timed else "" for peer in peers)
+        ratio = f"{timed['qfuse'] / timed['inductor']:.2f}"
+        body.append((step, gpus, wraps[wrap], *times, ratio, *parts, *peaks))
     header = ("step", "GPUs", "", *peers.values(), "qfuse / stock Inductor")
     more = ("qfuse: until the host has issued it", "qfuse: NCCL alone")
     peak = (f"peak of a rank, {peers[peer]}" for peer in ("inductor", "qfuse"))
@@ -143,6 +144,10 @@ def ways() -> str:
             "that without `extend_k`, on another machine of H200s"
         ),
         ("ranks_third-h200", "fsdp2-packed-kept-parts"): "with `extend_k`, a third pair of H200s",
+        (
+            "ranks_host-h200",
+            "fsdp2-packed-kept-parts",
+        ): "with it, a fourth pair, whose host is slow",
         ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
     }
     body = []
@@ -318,21 +323,44 @@ def _start(name: str) -> str:
     return f"{table(header, body)}\n\n{source(name)}"
 
 
-def start_over_depth(regions: str, few: int, many: int) -> str:
+def start_over_depth(regions: str, few: int, many: int, name: str = "start-cpu") -> str:
     """Divide the processor time of the first step of a deep model by that of a shallow one."""
-    times = [
-        extra("start-cpu", "qfuse", "cpu_s", regions=regions, layers=depth) for depth in (few, many)
-    ]
+    times = [extra(name, "qfuse", "cpu_s", regions=regions, layers=depth) for depth in (few, many)]
     return f"{times[1] / times[0]:.2f} times"
+
+
+def layered() -> str:
+    """Show steps of models whose layers are compiled one by one, beside the whole model's."""
+    name = "layers-h200"
+    peers = {
+        "inductor": "stock Inductor, by layers",
+        "layers": "qfuse, by layers",
+        "model": "qfuse, the whole model",
+    }
+    recipes = {"trainer": "a trainer's defaults"}
+    body = []
+    for case in cases(name):
+        for peer, label in peers.items():
+            found = row(name, peer, **case)
+            told = found["extra"]
+            shown = (ms(found["timing"]["median"]), ms(found["timing"]["best"]))
+            shown = (*shown, gb(told["peak_bytes"]), f"{told['compile_s']:.0f} s")
+            body.append((f"{recipes[case['recipe']]}, {case['tokens']}", label, *shown))
+    header = ("", "", "a step", "the shortest", "peak of a step", "first step")
+    return f"{table(header, body)}\n\n{source(name)}"
 
 
 def start_by_layers() -> str:
     """Divide a step compiled by layers by the same compiled whole."""
-    whole, by_layers = (
-        row("start-h200", "qfuse", regions=regions, layers=4)["extra"]["warm"]["step_s"]
-        for regions in ("model", "layers")
-    )
-    return f"{by_layers / whole:.2f} times the time"
+    times = [seconds("layers-h200", peer, recipe="trainer") for peer in ("layers", "model")]
+    return f"{times[0] / times[1]:.2f} times the time"
+
+
+def start_ratio(name: str, key: str, **case: object) -> str:
+    """Divide a warm first step by the cold one, by the clock or in processor time."""
+    found = row(name, "qfuse", **case)
+    cold = {**found["extra"], "first_s": found["timing"]["median"]}
+    return percent(cold["warm"][key] / cold[key])
 
 
 # --- k-bit quality ------------------------------------------------------------------------
@@ -410,6 +438,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "scripts-casts": lambda: step_figures.scripts(
         "trainers_casts-h200", "trainers_casts_trainer-h200", "trainers_dpo-h200"
     ),
+    "scripts-cudnn": lambda: step_figures.scripts(
+        "trainers_packing-h200", "trainers_dpo_stock-h200"
+    ),
     "scripts-elsewhere": lambda: step_figures.scripts("trainers_together-h200"),
     "losses": lambda: losses("loss-h200", "loss_float32-h200"),
     "scripts-padded": lambda: step_figures.scripts("trainers_padded-h200"),
@@ -459,6 +490,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "walks": step_figures.walks,
     "explain": explain,
     "start": start,
+    "layers": layered,
     "tune-cpu": lambda: tune_figures.tune("tune-cpu"),
     "tune-h100": lambda: tune_figures.tune("tune-h100"),
     "tune-0.8b": lambda: tune_figures.tune("tune_0_8b-h100"),
@@ -547,6 +579,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "casts.together": lambda: ms(seconds("step_trainer_fp8_peak-h200", "qfuse")),
     "casts.apart": lambda: ms(seconds("step_trainer_fp8_peak-h200", step_figures.CASTS_APART)),
     "start.by_layers": start_by_layers,
+    "start.gpu_layers": lambda: start_over_depth("layers", 4, 36, "start_layers-h200"),
+    "start.cold": lambda: f"{seconds('start_model-h200', 'qfuse'):.0f} s",
+    "start.warm": lambda: f"{extra('start_model-h200', 'qfuse', 'warm')['first_s']:.0f} s",
+    "start.warm_layers": lambda: start_ratio("start_layers-h200", "first_s", layers=4),
     "start.layers": lambda: start_over_depth("layers", 4, 36),
     "start.model": lambda: start_over_depth("model", 4, 12),
     "memory.over": step_figures.memory_over_plan,

@@ -18,6 +18,7 @@ for extra in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(extra)
 
 from benchmarks import (  # noqa: E402
+    bench_layers,
     bench_memory,
     bench_parts,
     bench_ranks,
@@ -52,6 +53,20 @@ def test_bench_trainers(tmp_path: Path) -> None:
     assert same["extra"]["loss_deviation"] == 0  # a CPU has no cuDNN
     assert ours["extra"]["loss_deviation"] < 0.01 and ours["extra"]["compile_s"] > 0
     assert "14 of 14 quantized layers fused" in ours["extra"]["line"]
+
+
+@pytest.mark.slow
+def test_bench_layers(tmp_path: Path) -> None:
+    out = tmp_path / "layers.json"
+    command = ["--device", "cpu", "--quick", "--recipes", "trl", "--out", str(out)]
+    bench_layers.main([*command, "--layers", "3"])
+    stock, whole, layers = json.loads(out.read_text())["rows"]
+    assert [row["peer"] for row in (stock, whole, layers)] == ["inductor", "model", "layers"]
+    assert [row["extra"]["graphs"] for row in (stock, whole, layers)] == [2, 1, 1]
+    assert whole["extra"]["loss"] == pytest.approx(layers["extra"]["loss"], rel=0.1)
+    assert layers["extra"]["breaks"] == 0 and layers["case"]["recipe"] == "trl"
+    with pytest.raises(ValueError, match="no peer 'blocks'; known: eager, inductor, model, layers"):
+        bench_layers.main([*command, "--backends", "blocks"])
 
 
 def test_a_deviation_is_not_relative_to_a_loss_of_nothing() -> None:
