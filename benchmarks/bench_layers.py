@@ -97,8 +97,10 @@ def _step(config: Any, recipe: Any, peer: str, ids: Tensor, seed: int) -> Callab
         seed=seed,
     )
     bench_step.checkpoint(model, recipe)
-    if peer in ("model", "layers"):
-        inductor_q.compile(model, regions=peer)
+    if peer == "model":
+        inductor_q.compile(model, regions="model")
+    elif peer == "layers":
+        inductor_q.compile(model, regions="layers")
     elif peer == "inductor":
         for layer in model.get_base_model().model.layers:
             layer._compiled_call_impl = harness.compile_as(peer, layer._call_impl)

@@ -343,8 +343,8 @@ def layered() -> str:
         for peer, label in peers.items():
             found = row(name, peer, **case)
             told = found["extra"]
-            shown = (ms(found["timing"]["median"]), ms(found["timing"]["best"]))
-            shown = (*shown, gb(told["peak_bytes"]), f"{told['compile_s']:.0f} s")
+            times = (ms(found["timing"][what]) for what in ("median", "best"))
+            shown = (*times, gb(told["peak_bytes"]), f"{told['compile_s']:.0f} s")
             body.append((f"{recipes[case['recipe']]}, {case['tokens']}", label, *shown))
     header = ("", "", "a step", "the shortest", "peak of a step", "first step")
     return f"{table(header, body)}\n\n{source(name)}"
@@ -581,7 +581,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "start.by_layers": start_by_layers,
     "start.gpu_layers": lambda: start_over_depth("layers", 4, 36, "start_layers-h200"),
     "start.cold": lambda: f"{seconds('start_model-h200', 'qfuse'):.0f} s",
-    "start.warm": lambda: f"{extra('start_model-h200', 'qfuse', 'warm')['first_s']:.0f} s",
+    "start.warm": lambda: f"{row('start_model-h200', 'qfuse')['extra']['warm']['first_s']:.0f} s",
     "start.warm_layers": lambda: start_ratio("start_layers-h200", "first_s", layers=4),
     "start.layers": lambda: start_over_depth("layers", 4, 36),
     "start.model": lambda: start_over_depth("model", 4, 12),
