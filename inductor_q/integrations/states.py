@@ -43,6 +43,7 @@ from inductor_q.resolved import Resolved
 State = tuple[tuple[str, ...], Hashable, Hashable, Hashable, Hashable, bool, bool]
 
 _NEVER = 1 << 62
+_CACHES = ("past_key_values", "layer_past")  # what transformers' layers call a cache
 _ACTIVE = "_active_adapter"  # what PEFT's layers keep the list of active adapters in
 
 
@@ -236,11 +237,11 @@ class Region:
     shares: bool = False  # with others like it, one after the other: the layers of a model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        if torch.compiler.is_compiling() or (cache is not None and not self._leaves_out(cache)):
+        cached = [name for name in _CACHES if kwargs.get(name) is not None]
+        if torch.compiler.is_compiling() or not all(self._leaves_out(kwargs[n]) for n in cached):
             return self.module._call_impl(*args, **kwargs)
-        if cache is not None:
-            kwargs["past_key_values"] = None
+        for name in cached:
+            kwargs[name] = None
         if self.states.lengths_vary:
             mark_lengths(kwargs)
         if self.states.classifier is not None:

@@ -149,6 +149,28 @@ def test_layers_train_without_the_cache_that_a_configuration_asks_for(told: list
     assert cache.get_seq_length() == IDS.shape[1], "without gradients the cache is kept"
 
 
+def test_a_cache_of_another_name() -> None:
+    """Layers of GPT-NeoX, Falcon and others are given it as `layer_past`."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    torch.manual_seed(0)
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, attention_dropout=0.0)
+    ).train()
+    expected = step(model)
+    model.zero_grad()
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = step(model)
+        with torch.no_grad():
+            model.eval()
+            model.generate(IDS[:, :4], max_new_tokens=3, min_new_tokens=3)
+    assert (trace.graphs, trace.breaks, trace.recompiles) == (1, [], [])
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
+
+
 def test_layers_that_read_a_cache_say_that_they_are_not_compiled(told: list[str]) -> None:
     model = qwen3(2)
 
