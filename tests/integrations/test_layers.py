@@ -153,11 +153,10 @@ def test_a_cache_of_another_name() -> None:
     """Layers of GPT-NeoX, Falcon and others are given it as `layer_past`."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=3, num_attention_heads=2)
     torch.manual_seed(0)
-    model = GPTNeoXForCausalLM(
-        GPTNeoXConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, attention_dropout=0.0)
-    ).train()
+    model = GPTNeoXForCausalLM(config).train()
     expected = step(model)
     model.zero_grad()
     layered(model)
