@@ -18,11 +18,11 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 8760,
     "csrc": 4515,
-    "docs": 2275,
+    "docs": 2300,
     "examples": 1190,
     "inductor_q": 6930,
     "inductor_q/capture": 2645,
-    "inductor_q/commands": 1105,
+    "inductor_q/commands": 1130,
     "inductor_q/decode": 720,
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1370,
@@ -36,7 +36,7 @@ BUDGET = {
     "inductor_q/tuning": 1150,
     "lowerings": 1090,
     "passes": 7960,
-    "tests": 52900,
+    "tests": 53100,
 }
 
 

@@ -1,6 +1,6 @@
 """Time a training step whose decoder layers are compiled one by one, beside the whole model's.
 
-That is how models are compiled under FSDP, and where the first step is to come sooner
+Layers are compiled so under FSDP, and for a shorter first step
 (``inductor_q.compile(model, regions="layers")``). Each peer has a QLoRA model of Qwen3's
 architecture of its own, with equal weights. ``model`` is qfuse over the whole model, ``layers``
 qfuse by layers, ``inductor`` stock Inductor over each layer, the rest in eager mode, and ``eager``
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     suite = harness.start("bench_layers", arguments)
     on_gpu = suite.device.type == "cuda"
     layers = arguments.layers or (8 if on_gpu else 2)
-    suite.settings |= {"layers": layers}
+    suite.settings |= {"layers": layers, "recipes": list(arguments.recipes)}
     if on_gpu:
         suite.settings |= {"vocab_size": arguments.vocab_size}
         config = testing.qwen3_8b_config(layers, vocab_size=arguments.vocab_size)

@@ -147,7 +147,7 @@ def ways() -> str:
         (
             "ranks_host-h200",
             "fsdp2-packed-kept-parts",
-        ): "with it, a fourth pair, whose host is slow",
+        ): "with `extend_k`, a fourth pair, transformers 5.23",
         ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
     }
     body = []
@@ -323,9 +323,11 @@ def _start(name: str) -> str:
     return f"{table(header, body)}\n\n{source(name)}"
 
 
-def start_over_depth(regions: str, few: int, many: int, name: str = "start-cpu") -> str:
+def start_over_depth(regions: str, few: int, many: int) -> str:
     """Divide the processor time of the first step of a deep model by that of a shallow one."""
-    times = [extra(name, "qfuse", "cpu_s", regions=regions, layers=depth) for depth in (few, many)]
+    times = [
+        extra("start-cpu", "qfuse", "cpu_s", regions=regions, layers=depth) for depth in (few, many)
+    ]
     return f"{times[1] / times[0]:.2f} times"
 
 
@@ -337,30 +339,38 @@ def layered() -> str:
         "layers": "qfuse, by layers",
         "model": "qfuse, the whole model",
     }
-    recipes = {"trainer": "a trainer's defaults"}
     body = []
     for case in cases(name):
         for peer, label in peers.items():
             found = row(name, peer, **case)
-            told = found["extra"]
             times = (ms(found["timing"][what]) for what in ("median", "best"))
-            shown = (*times, gb(told["peak_bytes"]), f"{told['compile_s']:.0f} s")
-            body.append((f"{recipes[case['recipe']]}, {case['tokens']}", label, *shown))
-    header = ("", "", "a step", "the shortest", "peak of a step", "first step")
+            what = f"recipe `{case['recipe']}`, {case['tokens']} tokens"
+            body.append((what, label, *times, gb(found["extra"]["peak_bytes"])))
+    header = ("", "", "a step", "the shortest", "peak of a step")
     return f"{table(header, body)}\n\n{source(name)}"
 
 
-def start_by_layers() -> str:
+def layers_over_whole() -> str:
     """Divide a step compiled by layers by the same compiled whole."""
     times = [seconds("layers-h200", peer, recipe="trainer") for peer in ("layers", "model")]
     return f"{times[0] / times[1]:.2f} times the time"
 
 
-def start_ratio(name: str, key: str, **case: object) -> str:
-    """Divide a warm first step by the cold one, by the clock or in processor time."""
-    found = row(name, "qfuse", **case)
-    cold = {**found["extra"], "first_s": found["timing"]["median"]}
-    return percent(cold["warm"][key] / cold[key])
+def started(*names: str) -> str:
+    """Show first steps under qfuse: by the clock and in processor time, cold and warm."""
+    body = []
+    for name, case in ((each, case) for each in names for case in cases(each)):
+        found = row(name, "qfuse", **case)
+        cold = {**found["extra"], "first_s": found["timing"]["median"]}
+        shown: list[str] = []
+        for key in ("first_s", "cpu_s"):
+            warm = cold["warm"][key]
+            shown += [number(cold[key]), number(warm), percent(warm / cold[key])]
+        body.append((case["regions"], str(case["layers"]), *shown))
+    header = ["regions", "layers"]
+    for what in ("s", "processor s"):
+        header += [f"cold, {what}", f"warm, {what}", "warm / cold"]
+    return f"{table(header, body)}\n\n{source(*names)}"
 
 
 # --- k-bit quality ------------------------------------------------------------------------
@@ -490,6 +500,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "walks": step_figures.walks,
     "explain": explain,
     "start": start,
+    "start-newer": lambda: started("start_layers-h200", "start_model-h200"),
     "layers": layered,
     "tune-cpu": lambda: tune_figures.tune("tune-cpu"),
     "tune-h100": lambda: tune_figures.tune("tune-h100"),
@@ -540,6 +551,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "ranks.extended": lambda: ms(seconds("ranks_extend_k-h100", "qfuse")),
     "ranks.lean": lambda: ms(seconds("ranks_extend_k-h100", "qfuse[qfuse.passes=-extend_k]")),
     "ranks.stock": lambda: ms(seconds("ranks_extend_k-h100", "inductor")),
+    "scripts.dpo": lambda: number(extra("trainers_dpo_stock-h200", "qfuse", "loss_deviation")),
+    "scripts.dpo_stock": lambda: number(
+        extra("trainers_dpo_stock-h200", "inductor", "loss_deviation")
+    ),
     "scripts.graphs": lambda: ms(seconds("trainers_padded-h200", "qfuse[CUDA graphs]")),
     "scripts.stock_graphs": lambda: ms(seconds("trainers_padded-h200", "inductor[CUDA graphs]")),
     "scripts.plans": lambda: ms(seconds("trainers_options-h200", "eager", script="SFT")),
@@ -578,11 +593,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
     "casts.together": lambda: ms(seconds("step_trainer_fp8_peak-h200", "qfuse")),
     "casts.apart": lambda: ms(seconds("step_trainer_fp8_peak-h200", step_figures.CASTS_APART)),
-    "start.by_layers": start_by_layers,
-    "start.gpu_layers": lambda: start_over_depth("layers", 4, 36, "start_layers-h200"),
-    "start.cold": lambda: f"{seconds('start_model-h200', 'qfuse'):.0f} s",
-    "start.warm": lambda: f"{row('start_model-h200', 'qfuse')['extra']['warm']['first_s']:.0f} s",
-    "start.warm_layers": lambda: start_ratio("start_layers-h200", "first_s", layers=4),
+    "layers.over_whole": layers_over_whole,
     "start.layers": lambda: start_over_depth("layers", 4, 36),
     "start.model": lambda: start_over_depth("model", 4, 12),
     "memory.over": step_figures.memory_over_plan,

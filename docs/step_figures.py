@@ -451,8 +451,8 @@ def scripts(*names: str) -> str:
                 found = row(name, peer, **case)
                 told = found["extra"]
                 off = told.get("loss_deviation")
-                if name == "trainers_more-h200" and case["script"] == "DPO":
-                    off = None  # relative to a loss that is nothing
+                if case["script"] == "DPO":  # relative to a loss that falls to nothing
+                    off = None
                 start = "" if told.get("cold", True) else ", caches"
                 tensors = told.get("allocated_bytes")
                 body.append(

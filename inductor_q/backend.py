@@ -2,7 +2,8 @@
 
 Resolves the options, installs our passes and one partitioner for this compile, and calls Inductor.
 Everything is handed over as `config_patches`, which Inductor applies to the forward and to the
-lazily compiled backward and takes back afterwards; no global configuration is written.
+lazily compiled backward and takes back afterwards; no global configuration is written. What is
+set for the process is where Triton keeps its kernels, which Inductor sets too (`kept`).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _packages_in(root: str) -> dict[str, str]:
     for distribution in importlib.metadata.distributions(path=[root]):
         names = (distribution.read_text("top_level.txt") or "").split()
         if not names:
-            # Not `distribution.files`, which looks for each file: that is seconds of a first step.
+            # Not `distribution.files`: Python 3.12 looks for each, which takes seconds.
             lines = (distribution.read_text("RECORD") or "").splitlines()
             names = sorted({line.partition(",")[0].partition("/")[0] for line in lines})
         for name in names:

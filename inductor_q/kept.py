@@ -1,5 +1,7 @@
 """Keep files for the next process, beside Inductor's cache: compiled kernels and reports.
 
+Here is also said where Triton keeps its own.
+
 A file ends in the digest of what precedes it and appears by an atomic rename, so processes may race
 or die, and a damaged file counts as none. Where the folder cannot be written, nothing is kept: that
 is logged once, and is no error.
@@ -17,6 +19,9 @@ from inductor_q.log import warn_once
 
 if TYPE_CHECKING:
     import torch
+
+#: The variable that says where Triton keeps kernels.
+TRITON = "TRITON_CACHE_DIR"
 
 
 def folder() -> Path:
@@ -54,22 +59,29 @@ def keep(name: str, data: bytes) -> Path | None:
         path = folder() / name
         write_whole(path, data + b"\n" + _seal(data))
     except OSError as error:
-        warn_once(f"nothing is kept for the next process: {error.strerror or error}")
+        _tell(error)
         return None
     return path
 
 
 def keep_triton_kernels(device: torch.device) -> None:
-    """Have Triton keep what it compiles on a GPU in Inductor's folder, unless one is set.
+    """Have Triton keep what it compiles on a GPU in Inductor's folder, unless a folder is set.
 
-    Inductor sets the same variable once it makes a kernel. A process that finds all of its graphs
-    in the cache makes none, and our kernels would be compiled again, in Triton's own folder.
+    Inductor sets the same variable, for the GPU of the first kernel that it makes. A process that
+    finds all of its graphs in the cache makes none, and would compile our kernels again.
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
-    if device.type == "cuda" and "TRITON_CACHE_DIR" not in os.environ:
-        index = 0 if device.index is None else device.index
-        os.environ["TRITON_CACHE_DIR"] = triton_cache_dir(index)
+    if device.type != "cuda":
+        return
+    try:
+        os.environ.setdefault(TRITON, triton_cache_dir(device.index or 0))
+    except OSError as error:
+        _tell(error)
+
+
+def _tell(error: OSError) -> None:
+    warn_once(f"nothing is kept for the next process: {error.strerror or error}")
 
 
 def _seal(data: bytes) -> bytes:

@@ -69,6 +69,17 @@ def report() -> Report:
 # --- calling it ---------------------------------------------------------------------------------
 
 
+def test_triton_is_told_of_its_folder_where_something_is_quantized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr("inductor_q.backend.keep_triton_kernels", devices.append)
+    for layer in (nn.Linear(K, N), testing.lora_linear(N, K)):
+        with torch.no_grad():
+            torch.compile(layer, backend=qfuse, options=SMALL)(torch.randn(4, K))
+    assert devices == [torch.device("cpu")]
+
+
 def test_by_name() -> None:
     if "qfuse" not in torch._dynamo.list_backends():
         pytest.skip("the package is not installed: a bare checkout has no entry points")

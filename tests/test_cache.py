@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import inductor_q
-from inductor_q import cli, testing
+from inductor_q import cli, kept, testing
 from inductor_q.backend import qfuse
 from inductor_q.cache import cacheable_functions, report_key
 from inductor_q.context import Context, new_report
@@ -256,6 +256,29 @@ def test_caches_that_have_travelled_compile_nothing_anew(
     if not train:  # a test loses the reports of training
         assert found["sites"] == first["sites"]
     assert {path.relative_to(folder) for path in folder.rglob("*.so")} == libraries
+
+
+def test_tritons_kernels_are_found_where_they_were_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its list of a kernel's files has whole paths, of a folder that is gone."""
+    manager: Any = pytest.importorskip("triton.runtime.cache").FileCacheManager
+    file, cache, other = (tmp_path / name for name in ("caches.tar.gz", "cache", "other"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setenv(kept.TRITON, str(cache / "triton" / "0"))
+    kernel = manager("key")
+    kernel.put_group("k.json", {"k.cubin": kernel.put(b"code", "k.cubin")})
+    assert cli.main(["cache", "pack", str(file)]) == 0
+    assert "left out" not in capsys.readouterr().out
+    shutil.rmtree(cache)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(other))
+    monkeypatch.setenv(kept.TRITON, str(other / "triton" / "0"))
+    assert cli.main(["cache", "unpack", str(file)]) == 0
+    path = Path(manager("key").get_group("k.json")["k.cubin"])
+    assert path.is_relative_to(other) and path.read_bytes() == b"code"
+    monkeypatch.setenv(kept.TRITON, str(tmp_path / "elsewhere"))
+    assert cli.main(["cache", "pack", str(file)]) == 0
+    assert f"Triton's kernels, which are in {tmp_path / 'elsewhere'}" in capsys.readouterr().out
 
 
 def test_caches_of_another_machine_are_refused(

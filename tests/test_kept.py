@@ -77,7 +77,7 @@ def test_processes_of_two_machines_with_one_id(
 def test_triton_keeps_its_kernels_where_inductor_does(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variable = "TRITON_CACHE_DIR"
+    variable = kept.TRITON
     monkeypatch.setenv(variable, "")  # so that it is put back
     monkeypatch.delenv(variable)
     kept.keep_triton_kernels(torch.device("cpu"))
@@ -86,3 +86,15 @@ def test_triton_keeps_its_kernels_where_inductor_does(
     assert os.environ[variable] == str(cache.parent / "triton" / "3")
     kept.keep_triton_kernels(torch.device("cuda:1"))
     assert os.environ[variable].endswith("3"), "what is set stays"
+
+
+def test_triton_has_no_folder_where_none_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    monkeypatch.setenv(kept.TRITON, "")
+    monkeypatch.delenv(kept.TRITON)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    kept.keep_triton_kernels(torch.device("cuda:0"))
+    assert kept.TRITON not in os.environ
+    assert told == ["nothing is kept for the next process: Not a directory"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import tarfile
 import zlib
@@ -21,6 +22,9 @@ DIFFERS = 1
 LIBRARIES = ("torch", "triton", "bitsandbytes", "peft", "transformers", "torchao")
 #: What a process makes for itself: headers are only read by the compiler.
 _LEFT_OUT = frozenset({"precompiled_headers", "locks"})
+#: Begins the name of Triton's list of a kernel's files, which lie beside it. It has whole paths.
+_GROUP = "__grp__"
+_CHILDREN = "child_paths"
 
 EPILOG = """\
 The file has what Inductor, AOTAutograd, Triton and qfuse keep for the next
@@ -63,6 +67,7 @@ def pack(path: Path) -> int:
 
     from inductor_q.exc import UnusableCaches
     from inductor_q.files import replacing
+    from inductor_q.kept import TRITON
 
     root = _folder()
     files = [file for file in sorted(root.rglob("*")) if _travels(file, root)]
@@ -75,6 +80,9 @@ def pack(path: Path) -> int:
         archive.addfile(head, io.BytesIO(told))
         for file in files:
             archive.add(file, f"cache/{file.relative_to(root)}", recursive=False)
+    elsewhere = os.environ.get(TRITON)
+    if elsewhere and not Path(elsewhere).resolve().is_relative_to(root.resolve()):
+        print(f"left out: Triton's kernels, which are in {elsewhere} by ${TRITON}")
     print(f"packed {len(files)} files of {root}: {path.stat().st_size / 1e6:.1f} MB")
     return 0
 
@@ -101,7 +109,8 @@ def unpack(path: Path) -> int:
             if not member.isfile() or not target.is_relative_to(root.resolve()):
                 raise UnusableCaches(path=str(path), problem=f"it has {member.name!r}")
             if not target.exists():  # a process may run what is there
-                write_whole(target, _read(archive, member))
+                data = _read(archive, member)
+                write_whole(target, _moved(data, target.parent) if _is_group(target) else data)
                 written += 1
     print(f"unpacked {written} files into {root}")
     return 0
@@ -152,6 +161,17 @@ def _travels(file: Path, root: Path) -> bool:
         and not file.name.startswith(".")  # what a process is writing
         and _LEFT_OUT.isdisjoint(inside.parts)
     )
+
+
+def _is_group(file: Path) -> bool:
+    return file.name.startswith(_GROUP)
+
+
+def _moved(group: bytes, folder: Path) -> bytes:
+    """Let Triton's list of a kernel's files name those in `folder`."""
+    told = json.loads(group)
+    children = {name: str(folder / Path(path).name) for name, path in told[_CHILDREN].items()}
+    return json.dumps({**told, _CHILDREN: children}).encode()
 
 
 def _folder() -> Path:

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 #: What a mask of transformers notes its parts as.
 _PARTS = "_qfuse_parts"
 
+#: transformers.masking_utils, once `note_parts` has met it: a graph of torch 2.11 cannot import it.
+masking_utils: Any = None
+
 #: What transformers gives its maker of masks.
 _SIZES = {"q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "use_vmap"}
 
@@ -32,7 +35,6 @@ class MaskParts:
     """Hold what a causal mask of B sequences of length S is made of.
 
     Args:
-        masks: `transformers.masking_utils`, which torch 2.11 cannot import in a graph.
         padding: which keys are valid, bool [B, S]; None where all are.
         sequences: of which document each position is, int64 [B, S]; None where there is only one.
         positions: of each position, its place in its document, int64 [B, S]; None where
@@ -40,7 +42,6 @@ class MaskParts:
         window: how many keys before it a query sees, itself included; None where it sees all.
     """
 
-    masks: Any
     padding: Tensor | None = None
     sequences: Tensor | None = None
     positions: Tensor | None = None
@@ -48,21 +49,21 @@ class MaskParts:
 
     def mask(self, x: Tensor) -> Tensor:
         """Make the mask, bool [B, 1, S, S], for a layer's input `x` [B, S, features]."""
-        function: Any = self.masks.causal_mask_function
+        function: Any = masking_utils.causal_mask_function
         if self.window is not None:
-            function = self.masks.sliding_window_causal_mask_function(self.window)
+            function = masking_utils.sliding_window_causal_mask_function(self.window)
         if self.positions is not None:
             # In a graph these are numbers that only grow, which is what makes the rest provable.
-            sequences = self.masks.find_packed_sequence_indices(self.positions)
+            sequences = masking_utils.find_packed_sequence_indices(self.positions)
             assert sequences is not None, "positions are noted where there are several documents"
-            function = self.masks.packed_sequence_compatibility_function(
+            function = masking_utils.packed_sequence_compatibility_function(
                 function, self.positions, sequences
             )
         elif self.sequences is not None:
-            apart = self.masks.packed_sequence_mask_function(self.sequences)
-            function = self.masks.and_masks(function, apart)
+            apart = masking_utils.packed_sequence_mask_function(self.sequences)
+            function = masking_utils.and_masks(function, apart)
         rows, length = x.shape[:2]
-        made: Any = self.masks.sdpa_mask(
+        made: Any = masking_utils.sdpa_mask(
             batch_size=rows,
             q_length=length,
             kv_length=length,
@@ -82,12 +83,14 @@ def note_parts(model: nn.Module) -> bool:
     From then on transformers' own maker notes it in every model of the process. Versions without a
     registry, and those whose maker is given other sizes (4.57), are left as they are.
     """
+    global masking_utils
     theirs = any(type(module).__module__.startswith("transformers.") for module in model.modules())
     masks: Any = sys.modules.get("transformers.masking_utils")
     makers: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     if not theirs or makers is None:
         return False
     make = makers["sdpa"]
+    masking_utils = masks
     if make is masks.sdpa_mask and inspect.signature(make).parameters.keys() >= _SIZES:
         type(makers).register("sdpa", _Noting(make))
     return isinstance(makers["sdpa"], _Noting)
@@ -168,12 +171,10 @@ def _making(kind: Any) -> Any:
 
 
 def _parts(given: dict[str, Any]) -> MaskParts | None:
-    from transformers import masking_utils
-
     same = given["q_length"] == given["kv_length"]
     if not same or given.get("q_offset") or given.get("kv_offset") or given.get("use_vmap"):
         return None
-    found: dict[str, Any] = {"masks": masking_utils, "padding": given.get("attention_mask")}
+    found: dict[str, Any] = {"padding": given.get("attention_mask")}
     is_causal = False
     for name, value in _conditions(given["mask_function"]):
         is_causal |= name == "causal"
@@ -186,8 +187,6 @@ def _parts(given: dict[str, Any]) -> MaskParts | None:
 
 def _conditions(function: Any) -> Iterator[tuple[str, Any]]:
     """Take a function of transformers' masks apart into conditions that all hold."""
-    from transformers import masking_utils
-
     if function is masking_utils.causal_mask_function:
         yield "causal", None
         return

@@ -23,12 +23,16 @@ def installed(tmp_path: Path) -> Path:
         info = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\n")
-        (info / "RECORD").write_text("listed/__init__.py,,\nmodule.py,,\n")
+        lines = (
+            "listed/__init__.py,,",
+            "module.py,,",
+            "../bin/tool,,",
+            '"a, b.py",,',
+            "",
+        )
+        (info / "RECORD").write_text("\n".join(lines))
         if top_level:
             (info / "top_level.txt").write_text(top_level)
-    (site / "listed").mkdir()
-    for name in ("listed/__init__.py", "module.py"):  # Python 3.12 lists what exists only
-        (site / name).touch()
     return tmp_path
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import io
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +110,17 @@ def test_a_mask_that_was_written_to_has_no_parts() -> None:
     assert parts_of(mask, X) is not None
     mask[0, 0, 0, 0] = False
     assert parts_of(mask, X) is None and parts_of(mask.clone(), X) is None
+
+
+@pytest.mark.usefixtures("noting")
+def test_a_mask_can_be_copied_and_saved() -> None:
+    """As code does that keeps what a layer was called with."""
+    mask: Any = masking_utils.create_causal_mask(**given(attention_mask=PADDED))
+    again = pickle.loads(pickle.dumps(mask))
+    assert torch.equal(copy.deepcopy(mask), mask) and torch.equal(again, mask)
+    buffer = io.BytesIO()
+    torch.save(mask, buffer)
+    assert buffer.tell()
 
 
 @pytest.mark.usefixtures("noting")
