@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -118,8 +119,9 @@ def _cold_and_warm(spec: Seen, steps: int) -> tuple[Seen, Seen]:
     with tempfile.TemporaryDirectory(prefix="bench_start") as folder:
         packed, full, other = (Path(folder, name) for name in ("caches.tar.gz", "full", "other"))
         cold = _run(full, "benchmarks.bench_start", "--child", json.dumps({**spec, "steps": 0}))
-        for cache, verb in ((full, "pack"), (other, "unpack")):
-            _run(cache, "inductor_q", "cache", verb, str(packed))
+        _run(full, "inductor_q", "cache", "pack", str(packed))
+        shutil.rmtree(full)  # a file with a path into it would be found there
+        _run(other, "inductor_q", "cache", "unpack", str(packed))
         warm = _run(
             other, "benchmarks.bench_start", "--child", json.dumps({**spec, "steps": steps})
         )
