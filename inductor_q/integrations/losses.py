@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inductor_q.integrations.mask_parts import without_a_look
 from inductor_q.integrations.states import States, called_by, set_region
 
 #: Where a decoder has what it returned while forward is compiled: a list, which is empty once that
@@ -45,8 +46,14 @@ class LossRegion:
         object.__setattr__(self, "given", MethodType(_given, self.decoder))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._trains(kwargs) or not self.states.chunks(self.model, kwargs["labels"]):
+        if not self._trains(kwargs):
             return self.model._call_impl(*args, **kwargs)
+        with without_a_look(self.states.parts_from()):
+            if self._is_left(kwargs):
+                return self.model._call_impl(*args, **kwargs)
+            return self._compiled(args, kwargs)
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         decoder, thread, call = self.decoder, threading.get_ident(), object()
 
         def end(*args: Any, **kwargs: Any) -> Any:
@@ -73,14 +80,17 @@ class LossRegion:
             del vars(decoder)[_OUTPUTS], vars(decoder)["forward"]
 
     def _trains(self, kwargs: dict[str, Any]) -> bool:
-        """Whether this is a step of training with labels, and nobody else has a part in it."""
+        """Whether this is a step of training with labels."""
         if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
             return False
-        labels, cache = kwargs.get("labels"), kwargs.get("past_key_values")
-        if cache is not None or not isinstance(labels, Tensor):
-            return False
+        return kwargs.get("past_key_values") is None and isinstance(kwargs.get("labels"), Tensor)
+
+    def _is_left(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the loss is not to be compiled, or somebody else has a part in it."""
         taken = self.decoder._compiled_call_impl is not None or "forward" in vars(self.decoder)
-        return not taken and not any(map(_is_hooked, (self.decoder, *self._outside())))
+        if taken or any(map(_is_hooked, (self.decoder, *self._outside()))):
+            return True
+        return not self.states.chunks(self.model, kwargs["labels"])
 
     def _outside(self) -> Iterator[nn.Module]:
         """Yield what is in the graph of the loss: the model and its head, which FSDP may have

@@ -9,10 +9,12 @@ transformers is imported only where layers of its models are compiled.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,6 +27,9 @@ _PARTS = "_qfuse_parts"
 
 #: transformers.masking_utils, once `note_parts` has met it: a graph of torch 2.11 cannot import it.
 masking_utils: Any = None
+
+#: From which length on a mask of padding is made without a look at it; None: no mask is.
+_unseen: ContextVar[int | None] = ContextVar("_unseen", default=None)
 
 #: What transformers gives its maker of masks.
 _SIZES = {"q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "use_vmap"}
@@ -103,11 +108,31 @@ class _Noting:
         self.make = make
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        mask = self.make(*args, **given)
-        notes = isinstance(mask, Tensor) and not args and not torch.compiler.is_compiling()
-        if notes and not mask.is_inference():
+        if args or torch.compiler.is_compiling():
+            return self.make(*args, **given)
+        least = _unseen.get()
+        if least is not None and given["q_length"] >= least:
+            # Where there is no mask of padding nothing is looked at.
+            given["allow_is_causal_skip"] &= given["attention_mask"] is None
+        mask = self.make(**given)
+        if isinstance(mask, Tensor) and not mask.is_inference():
             setattr(mask, _PARTS, (mask._version, _parts(given)))
         return mask
+
+
+@contextlib.contextmanager
+def without_a_look(least: int | None) -> Iterator[None]:
+    """Have masks of padding made for batches of `least` positions or more also where nothing is
+    padded; None: as transformers does.
+
+    It looks for padding, for which the host waits until the device has done what came before. And
+    batches without any would have no mask, which is a second graph of a layer.
+    """
+    token = _unseen.set(least)
+    try:
+        yield
+    finally:
+        _unseen.reset(token)
 
 
 def parts_of(mask: object, x: object) -> MaskParts | None:

@@ -145,9 +145,18 @@ class States:
             on = "causal_attention" in resolved.passes and resolved.numerics != "strict"
             least = resolved.threshold("causal_attention.min_positions")
             self.least_positions = least if on else _NEVER
-        # As the pass has it: where lengths vary, other batches are longer.
-        least = self.least_positions // (SPREAD if self.lengths_vary else 1)
+        least = self._least(self.least_positions)
         return {**given, "attention_mask": parts} if mask.shape[-1] >= least else given
+
+    def parts_from(self) -> int | None:
+        """Return from which length on graphs of layers are known to do without a mask."""
+        if self.least_positions is None or not self.applies.get("causal_attention"):
+            return None
+        return self._least(self.least_positions)
+
+    def _least(self, positions: int) -> int:
+        # As the pass has it: where lengths vary, other batches are longer.
+        return positions // (SPREAD if self.lengths_vary else 1)
 
     def compiled(
         self, key: tuple[Any, State], make: Callable[[], Callable[..., Any]], **limits: Any

@@ -226,8 +226,9 @@ def cache_of_three() -> Any:
 def step(model: nn.Module, of: str, length: int = LENGTH) -> dict[str, Tensor]:
     ids = torch.arange(ROWS * length).reshape(ROWS, length)
     valid = torch.ones_like(ids)
-    valid[1, -4:] = 0
-    more = {"attention_mask": valid}
+    if of not in ("nothing padded", "no mask"):
+        valid[1, -4:] = 0
+    more = {} if of == "no mask" else {"attention_mask": valid}
     if of == "documents":
         places = torch.cat([torch.arange(5), torch.arange(length - 5)])
         more = {"position_ids": places[None].expand(ROWS, -1)}
@@ -259,6 +260,40 @@ def test_gradients_are_eagers(of: str, checkpointed: bool) -> None:
         assert each.keys() == right.keys()
         for name, gradient in right.items():
             assert testing.relative_error(each[name], gradient) < CLOSE, name
+
+
+@pytest.mark.parametrize("chunks", [False, True], ids=["", "loss in chunks"])
+def test_batches_without_padding_have_the_graph_of_others(
+    chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would look for padding, for which a GPU's host waits, and make no mask."""
+    model = qwen3()
+    kinds = ("padding", "nothing padded", "no mask")
+    expected = [step(model, of, length) for of in kinds for length in (LENGTH, 16)]
+    options = {**FROM_ONE, "qfuse.thresholds": {**FROM_ONE["qfuse.thresholds"]}}
+    options["qfuse.thresholds"]["chunk_loss.min_logits"] = 1 if chunks else 1 << 40
+    layered(model, options)
+    looked: list[int] = []
+    look = masking_utils._ignore_causal_mask_sdpa
+
+    def counted(padding: Any, length: int, *rest: Any) -> bool:
+        if not torch.compiler.is_compiling() and padding is not None:
+            looked.append(length)
+        return look(padding, length, *rest)
+
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", counted)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = [step(model, of, length) for of in kinds[:2] for length in (LENGTH, 16)]
+    assert (trace.graphs, trace.breaks) == (4 if chunks else 2, []), "two for two lengths"
+    with no_codegen():
+        found += [step(model, "no mask", length) for length in (LENGTH, 16)]
+    assert looked == [LENGTH], "before it was known what becomes of a mask"
+    for each, right in zip(found, expected, strict=True):
+        for name, gradient in right.items():
+            assert testing.relative_error(each[name], gradient) < CLOSE, name
+    with torch.no_grad():
+        model.eval()(input_ids=torch.arange(8)[None], attention_mask=torch.ones(1, 8))
+    assert looked[1:] == [8], "only steps of training go without"
 
 
 @pytest.mark.parametrize(
