@@ -111,9 +111,9 @@ class _Noting:
         if args or torch.compiler.is_compiling():
             return self.make(*args, **given)
         least = _unseen.get()
-        if least is not None and given["q_length"] >= least:
-            # Where there is no mask of padding nothing is looked at.
-            given["allow_is_causal_skip"] &= given["attention_mask"] is None
+        is_long = least is not None and given.get("q_length", 0) >= least
+        if is_long and given.get("attention_mask") is not None:  # else nothing is looked at
+            given["allow_is_causal_skip"] = False
         mask = self.make(**given)
         if isinstance(mask, Tensor) and not mask.is_inference():
             setattr(mask, _PARTS, (mask._version, _parts(given)))
