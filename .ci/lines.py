@@ -22,7 +22,7 @@ BUDGET = {
     "examples": 1190,
     "inductor_q": 6930,
     "inductor_q/capture": 2645,
-    "inductor_q/commands": 1130,
+    "inductor_q/commands": 1145,
     "inductor_q/decode": 720,
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1370,

@@ -551,8 +551,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "ranks.extended": lambda: ms(seconds("ranks_extend_k-h100", "qfuse")),
     "ranks.lean": lambda: ms(seconds("ranks_extend_k-h100", "qfuse[qfuse.passes=-extend_k]")),
     "ranks.stock": lambda: ms(seconds("ranks_extend_k-h100", "inductor")),
-    "scripts.dpo": lambda: number(extra("trainers_dpo_stock-h200", "qfuse", "loss_deviation")),
-    "scripts.dpo_stock": lambda: number(
+    "scripts.dpo": lambda: percent(extra("trainers_dpo_stock-h200", "qfuse", "loss_deviation")),
+    "scripts.dpo_stock": lambda: percent(
         extra("trainers_dpo_stock-h200", "inductor", "loss_deviation")
     ),
     "scripts.graphs": lambda: ms(seconds("trainers_padded-h200", "qfuse[CUDA graphs]")),

@@ -1,10 +1,8 @@
 """Keep files for the next process, beside Inductor's cache: compiled kernels and reports.
 
-Here is also said where Triton keeps its own.
-
 A file ends in the digest of what precedes it and appears by an atomic rename, so processes may race
 or die, and a damaged file counts as none. Where the folder cannot be written, nothing is kept: that
-is logged once, and is no error.
+is logged once, and is no error. What Triton compiles it keeps itself, and is told where.
 """
 
 from __future__ import annotations

@@ -268,6 +268,9 @@ def test_tritons_kernels_are_found_where_they_were_unpacked(
     monkeypatch.setenv(kept.TRITON, str(cache / "triton" / "0"))
     kernel = manager("key")
     kernel.put_group("k.json", {"k.cubin": kernel.put(b"code", "k.cubin")})
+    damaged = {f"__grp__{i}.json": text for i, text in enumerate(("", "{}", "[]", '{"child'))}
+    for name, text in damaged.items():
+        kernel.put(text, name)
     assert cli.main(["cache", "pack", str(file)]) == 0
     assert "left out" not in capsys.readouterr().out
     shutil.rmtree(cache)
@@ -276,9 +279,12 @@ def test_tritons_kernels_are_found_where_they_were_unpacked(
     assert cli.main(["cache", "unpack", str(file)]) == 0
     path = Path(manager("key").get_group("k.json")["k.cubin"])
     assert path.is_relative_to(other) and path.read_bytes() == b"code"
+    assert {name: (path.parent / name).read_text() for name in damaged} == damaged
     monkeypatch.setenv(kept.TRITON, str(tmp_path / "elsewhere"))
     assert cli.main(["cache", "pack", str(file)]) == 0
     assert f"Triton's kernels, which are in {tmp_path / 'elsewhere'}" in capsys.readouterr().out
+    assert cli.main(["cache", "unpack", str(file)]) == 0
+    assert f"Triton looks for them in {tmp_path / 'elsewhere'}" in capsys.readouterr().out
 
 
 def test_caches_of_another_machine_are_refused(

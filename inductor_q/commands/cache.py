@@ -67,7 +67,6 @@ def pack(path: Path) -> int:
 
     from inductor_q.exc import UnusableCaches
     from inductor_q.files import replacing
-    from inductor_q.kept import TRITON
 
     root = _folder()
     files = [file for file in sorted(root.rglob("*")) if _travels(file, root)]
@@ -80,9 +79,8 @@ def pack(path: Path) -> int:
         archive.addfile(head, io.BytesIO(told))
         for file in files:
             archive.add(file, f"cache/{file.relative_to(root)}", recursive=False)
-    elsewhere = os.environ.get(TRITON)
-    if elsewhere and not Path(elsewhere).resolve().is_relative_to(root.resolve()):
-        print(f"left out: Triton's kernels, which are in {elsewhere} by ${TRITON}")
+    if elsewhere := _elsewhere(root):
+        print(f"left out: Triton's kernels, which are in {elsewhere}")
     print(f"packed {len(files)} files of {root}: {path.stat().st_size / 1e6:.1f} MB")
     return 0
 
@@ -112,6 +110,8 @@ def unpack(path: Path) -> int:
                 data = _read(archive, member)
                 write_whole(target, _moved(data, target.parent) if _is_group(target) else data)
                 written += 1
+    if elsewhere := _elsewhere(root):
+        print(f"Triton's kernels in it are not found: Triton looks for them in {elsewhere}")
     print(f"unpacked {written} files into {root}")
     return 0
 
@@ -168,10 +168,23 @@ def _is_group(file: Path) -> bool:
 
 
 def _moved(group: bytes, folder: Path) -> bytes:
-    """Let Triton's list of a kernel's files name those in `folder`."""
-    told = json.loads(group)
-    children = {name: str(folder / Path(path).name) for name, path in told[_CHILDREN].items()}
+    """Let Triton's list of a kernel's files name those in `folder`; to Triton a damaged one is
+    none."""
+    try:
+        told = json.loads(group)
+        children = {name: str(folder / Path(path).name) for name, path in told[_CHILDREN].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return group
     return json.dumps({**told, _CHILDREN: children}).encode()
+
+
+def _elsewhere(root: Path) -> str:
+    """Return where Triton keeps kernels by its variable; "" where that is in Inductor's folder."""
+    from inductor_q.kept import TRITON
+
+    given = os.environ.get(TRITON)
+    inside = not given or Path(given).resolve().is_relative_to(root.resolve())
+    return "" if inside else f"{given} (${TRITON})"
 
 
 def _folder() -> Path:

@@ -35,7 +35,8 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True, eq=False)
 class LossRegion:
-    """Call a causal language model with its loss compiled, where that pays."""
+    """Call a causal language model with its loss compiled, where that pays, and without a look at
+    masks that no layer reads."""
 
     model: Any
     states: States
@@ -46,10 +47,10 @@ class LossRegion:
         object.__setattr__(self, "given", MethodType(_given, self.decoder))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._trains(kwargs):
-            return self.model._call_impl(*args, **kwargs)
-        with without_a_look(self.states.parts_from()):
-            if self._is_left(kwargs):
+        trains = self._trains(kwargs)
+        least = self.states.unread_from(kwargs["labels"].device) if trains else None
+        with without_a_look(least):
+            if not trains or self._is_left(kwargs):
                 return self.model._call_impl(*args, **kwargs)
             return self._compiled(args, kwargs)
 

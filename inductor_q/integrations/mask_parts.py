@@ -21,9 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-#: What a mask of transformers notes its parts as.
-_PARTS = "_qfuse_parts"
+#: By mask: its version when it was made, and what it was made of.
+_noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+#: What marks a forward that makes its mask.
+_MAKES = "_qfuse_makes_mask"
+
+#: The bytes up to which a mask is made that a look would have spared.
+_MOST = 1 << 28
 
 #: transformers.masking_utils, once `note_parts` has met it: a graph of torch 2.11 cannot import it.
 masking_utils: Any = None
@@ -110,20 +117,25 @@ class _Noting:
     def __call__(self, *args: Any, **given: Any) -> Any:
         if args or torch.compiler.is_compiling():
             return self.make(*args, **given)
-        least = _unseen.get()
-        is_long = least is not None and given.get("q_length", 0) >= least
-        if is_long and given.get("attention_mask") is not None:  # else nothing is looked at
+        parts = _parts(given)
+        if parts is not None and parts.padding is not None and _is_made_unseen(given):
             given["allow_is_causal_skip"] = False
         mask = self.make(**given)
         if isinstance(mask, Tensor) and not mask.is_inference():
-            setattr(mask, _PARTS, (mask._version, _parts(given)))
+            _noted[mask] = mask._version, parts
         return mask
+
+
+def _is_made_unseen(given: dict[str, Any]) -> bool:
+    least, length = _unseen.get(), given["q_length"]
+    size = given["batch_size"] * length * given["kv_length"]
+    return least is not None and torch.is_grad_enabled() and length >= least and size <= _MOST
 
 
 @contextlib.contextmanager
 def without_a_look(least: int | None) -> Iterator[None]:
     """Have masks of padding made for batches of `least` positions or more also where nothing is
-    padded; None: as transformers does.
+    padded, up to 256 MiB; None: as transformers does.
 
     It looks for padding, for which the host waits until the device has done what came before. And
     batches without any would have no mask, which is a second graph of a layer.
@@ -138,12 +150,14 @@ def without_a_look(least: int | None) -> Iterator[None]:
 def parts_of(mask: object, x: object) -> MaskParts | None:
     """Return what the mask of a layer's input `x` [B, S, features] is made of; None where that is
     not known, the mask was written to, or is elsewhere or of other sizes than the input."""
-    noted: tuple[int, MaskParts | None] | None = getattr(mask, _PARTS, None)
-    if noted is None or not isinstance(mask, Tensor) or mask._version != noted[0]:
+    if not isinstance(mask, Tensor) or mask.is_inference():
+        return None
+    version, parts = _noted.get(mask, (None, None))
+    if mask._version != version:
         return None
     if not isinstance(x, Tensor) or x.dim() != 3 or x.device != mask.device:
         return None
-    return noted[1] if mask.shape == (x.shape[0], 1, x.shape[1], x.shape[1]) else None
+    return parts if mask.shape == (x.shape[0], 1, x.shape[1], x.shape[1]) else None
 
 
 def with_mask(args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +192,7 @@ def takes_parts(layer: nn.Module) -> bool:
 
 
 def _makes_mask(layer: nn.Module) -> bool:
-    return hasattr(getattr(vars(layer).get("forward"), "__func__", None), _PARTS)
+    return hasattr(getattr(vars(layer).get("forward"), "__func__", None), _MAKES)
 
 
 @functools.cache
@@ -191,7 +205,7 @@ def _making(kind: Any) -> Any:
 
     forward.__code__ = forward.__code__.replace(co_name=kind.__name__)
     made = functools.wraps(kind.forward)(forward)
-    setattr(made, _PARTS, True)
+    setattr(made, _MAKES, True)
     return made
 
 
@@ -201,7 +215,7 @@ def _parts(given: dict[str, Any]) -> MaskParts | None:
         return None
     found: dict[str, Any] = {"padding": given.get("attention_mask")}
     is_causal = False
-    for name, value in _conditions(given["mask_function"]):
+    for name, value in _conditions(given.get("mask_function", masking_utils.causal_mask_function)):
         is_causal |= name == "causal"
         if name == "unknown" or name in found:
             return None

@@ -64,6 +64,7 @@ class States:
         self.classifier: Classifier | None = None  # which is compiled with its loss
         self.told_by: Any = None  # the callback that says what came of it
         self.least_positions: int | None = None  # for a layer's mask to become its parts
+        self.reads_masks = False  # whether a layer has been given one that did not
         self.least_logits: int | None = None  # for the loss to be compiled beside layers
         self.applies: dict[str, bool] = {}  # whether passes do that layers or the loss are made for
         self.layer: Any = None  # one of PEFT's layers, which has what is active
@@ -137,26 +138,29 @@ class States:
         mask = given.get("attention_mask")
         parts = parts_of(mask, x)
         if mask is None or parts is None or not takes_parts(layer):
+            self.reads_masks |= mask is not None
             return given
         if not self.applies.get("causal_attention", True):
             return given  # else each layer would make a mask of its own
+        least = self._least(mask.device)
+        return {**given, "attention_mask": parts} if mask.shape[-1] >= least else given
+
+    def unread_from(self, device: torch.device) -> int | None:
+        """Return from which length on no layer reads its mask, as far as is known; None: one does,
+        at any length."""
+        if self.reads_masks or not self.applies.get("causal_attention", True):
+            return None
+        return self._least(device)
+
+    def _least(self, device: torch.device) -> int:
+        """Return from which length on `causal_attention` takes masks."""
         if self.least_positions is None:
-            resolved = self.resolved(mask.device)
+            resolved = self.resolved(device)
             on = "causal_attention" in resolved.passes and resolved.numerics != "strict"
             least = resolved.threshold("causal_attention.min_positions")
             self.least_positions = least if on else _NEVER
-        least = self._least(self.least_positions)
-        return {**given, "attention_mask": parts} if mask.shape[-1] >= least else given
-
-    def parts_from(self) -> int | None:
-        """Return from which length on graphs of layers are known to do without a mask."""
-        if self.least_positions is None or not self.applies.get("causal_attention"):
-            return None
-        return self._least(self.least_positions)
-
-    def _least(self, positions: int) -> int:
         # As the pass has it: where lengths vary, other batches are longer.
-        return positions // (SPREAD if self.lengths_vary else 1)
+        return self.least_positions // (SPREAD if self.lengths_vary else 1)
 
     def compiled(
         self, key: tuple[Any, State], make: Callable[[], Callable[..., Any]], **limits: Any

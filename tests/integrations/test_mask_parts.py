@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import inductor_q
 from inductor_q import backend, testing
-from inductor_q.integrations import prepare_checkpointing
+from inductor_q.integrations import mask_parts, prepare_checkpointing
 from inductor_q.integrations.mask_parts import note_parts, parts_of
 from inductor_q.passes.causal_mask import MADE_OUTSIDE
 from tests.support.compiling import SMALL, gradients, no_codegen
@@ -120,7 +120,8 @@ def test_a_mask_can_be_copied_and_saved() -> None:
     assert torch.equal(copy.deepcopy(mask), mask) and torch.equal(again, mask)
     buffer = io.BytesIO()
     torch.save(mask, buffer)
-    assert buffer.tell()
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer), mask) and not vars(mask)
 
 
 @pytest.mark.usefixtures("noting")
@@ -287,13 +288,44 @@ def test_batches_without_padding_have_the_graph_of_others(
     assert (trace.graphs, trace.breaks) == (4 if chunks else 2, []), "two for two lengths"
     with no_codegen():
         found += [step(model, "no mask", length) for length in (LENGTH, 16)]
-    assert looked == [LENGTH], "before it was known what becomes of a mask"
+    assert not looked and mask_parts._unseen.get() is None
     for each, right in zip(found, expected, strict=True):
         for name, gradient in right.items():
             assert testing.relative_error(each[name], gradient) < CLOSE, name
     with torch.no_grad():
-        model.eval()(input_ids=torch.arange(8)[None], attention_mask=torch.ones(1, 8))
-    assert looked[1:] == [8], "only steps of training go without"
+        step_of_none(model)
+    assert looked == [8], "only steps with gradients go without"
+    layer = model.get_base_model().model.layers[0]
+    layer.register_forward_pre_hook(torch.compiler.disable(lambda *_: None), with_kwargs=True)
+    with no_codegen():
+        for _ in range(3):
+            step(model, "nothing padded")
+    assert looked[1:] == [LENGTH, LENGTH], "a layer was found to read its mask"
+
+
+def step_of_none(model: Any) -> None:
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, attention_mask=torch.ones(1, 8, dtype=torch.int64), labels=ids)
+
+
+def test_short_batches_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As are those whose layers keep their mask, once that is known, and very large masks."""
+    seen: list[tuple[int, bool]] = []
+
+    def make(**given: Any) -> None:
+        seen.append((given["q_length"], given["allow_is_causal_skip"]))
+
+    noting: Any = mask_parts._Noting(make)
+    mask_parts.note_parts(nn.ModuleList([qwen3()]))
+    sizes = {"batch_size": 1, "attention_mask": PADDED[:1], "allow_is_causal_skip": True}
+    for length, least in ((15, 16), (16, 16), (16, None), (1 << 15, 16)):
+        with mask_parts.without_a_look(least):
+            noting(**sizes, q_length=length, kv_length=length)
+    with mask_parts.without_a_look(1):
+        noting(**{**sizes, "attention_mask": None}, q_length=16, kv_length=16)
+        noting(**sizes, q_length=16, kv_length=16, mask_function=others)
+    kept = [True, False, True, True, True, True]
+    assert seen == [*zip([15, 16, 16, 1 << 15, 16, 16], kept, strict=True)]
 
 
 @pytest.mark.parametrize(
