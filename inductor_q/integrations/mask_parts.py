@@ -135,7 +135,7 @@ def _is_made_unseen(given: dict[str, Any]) -> bool:
 @contextlib.contextmanager
 def without_a_look(least: int | None) -> Iterator[None]:
     """Have masks of padding made for batches of `least` positions or more also where nothing is
-    padded, up to 256 MiB; None: as transformers does.
+    padded, up to `_MOST` bytes; None: as transformers does.
 
     It looks for padding, for which the host waits until the device has done what came before. And
     batches without any would have no mask, which is a second graph of a layer.
