@@ -10,7 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from docs import format_figures, moe_figures, row_figures, step_figures, tune_figures
+from docs import (
+    format_figures,
+    moe_figures,
+    rank_figures,
+    row_figures,
+    start_figures,
+    step_figures,
+    tune_figures,
+)
 from docs.read_results import (
     cases,
     exists,
@@ -99,118 +107,6 @@ def losses(*names: str) -> str:
     return f"{table(header, body)}\n\n{source(*names)}"
 
 
-def sharded() -> str:
-    """Show steps on two to four GPUs, of which each peer ran by itself."""
-    peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
-    wraps = {"ddp": "DDP", "fsdp2": "FSDP2", "fsdp2-packed-kept": "FSDP2, packed, kept"}
-    h100 = (f"ranks_{of}-h100" for of in ("2", "4", "trl_2", "trl_4"))
-    names = ["ranks-h100", *h100, "ranks_3-h200", "ranks_trl_fsdp2-h200"]
-    body = []
-    for name, case in ((each, case) for each in names for case in cases(each)):
-        settings, wrap = result(name)["settings"], case["wrap"]
-        timed = {p: seconds(name, p, **case) for p in peers if rows(name, p, **case)}
-        parts = [ms(extra(name, "qfuse", key, **case)) for key in ("host_s", "exposed_s")]
-        peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in ("inductor", "qfuse")]
-        step = f"{'TRL' if settings.get('recipe') == 'trl' else 'bare'}, {case['layers']} layers"
-        gpus = f"{settings['ranks']} {result(name)['machine']['name'].split()[1]}"
-        times = (ms(timed[peer]) if peer in timed else "" for peer in peers)
-        ratio = f"{timed['qfuse'] / timed['inductor']:.2f}"
-        body.append((step, gpus, wraps[wrap], *times, ratio, *parts, *peaks))
-    header = ("step", "GPUs", "", *peers.values(), "qfuse / stock Inductor")
-    more = ("qfuse: until the host has issued it", "qfuse: NCCL alone")
-    peak = (f"peak of a rank, {peers[peer]}" for peer in ("inductor", "qfuse"))
-    return f"{table((*header, *more, *peak), body)}\n\n{source(*names)}"
-
-
-def ways() -> str:
-    """Show ways to shard a model of four layers on two GPUs, and experts over ranks."""
-    graphs = "qfuse[qfuse.mode=reduce-overhead]"
-    by_cpp = "qfuse[cpp_wrapper=True]"
-    peers = {"inductor": "stock Inductor", "qfuse": "qfuse", by_cpp: "qfuse, C++ wrapper"}
-    peers[graphs] = "qfuse, CUDA graphs"
-    lean = "qfuse[qfuse.passes=-extend_k]"
-    lean_by_cpp = "qfuse[cpp_wrapper=True;qfuse.passes=-extend_k;size_asserts=False]"
-    kinds = {
-        ("ranks_ways-h100", "fsdp2"): "FSDP2",
-        ("ranks_ways_more-h100", "fsdp2-kept"): "weights gathered once a step",
-        ("ranks_ways_more-h100", "fsdp2-packed"): "packed weights alone are sharded",
-        ("ranks_ways-h100", "fsdp2-packed-kept"): "packed weights alone, gathered once",
-        ("ranks_cpp-h100", "fsdp2"): "FSDP2, on another machine",
-        ("ranks_cpp-h100", "fsdp2-packed-kept"): "packed weights alone, gathered once, there",
-        ("ranks_parts-h200", "fsdp2-packed-kept-parts"): (
-            "the same on H200s, and embeddings and head sharded by themselves"
-        ),
-        ("ranks_lean-h200", "fsdp2-packed-kept-parts"): (
-            "that without `extend_k`, on another machine of H200s"
-        ),
-        ("ranks_third-h200", "fsdp2-packed-kept-parts"): "with `extend_k`, a third pair of H200s",
-        (
-            "ranks_host-h200",
-            "fsdp2-packed-kept-parts",
-        ): "with `extend_k`, a fourth pair, transformers 5.23",
-        ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
-    }
-    body = []
-    for (name, wrap), label in kinds.items():
-        stands_for = {"qfuse": lean, by_cpp: lean_by_cpp} if "lean" in name else {}
-        there = {p: q for p in peers if rows(name, q := stands_for.get(p, p), wrap=wrap)}
-        times = {p: ms(seconds(name, q, wrap=wrap)) for p, q in there.items()}
-        ours = there["qfuse"]
-        told = [extra(name, ours, key, wrap=wrap) for key in ("host_s", "exposed_s")]
-        peak = gb(extra(name, ours, "peak_bytes", wrap=wrap))
-        late = str(extra(name, graphs, "late", wrap=wrap)) if graphs in there else ""
-        body.append((label, *(times.get(p, "") for p in peers), *map(ms, told), peak, late))
-    header = (
-        "",
-        *peers.values(),
-        "qfuse: until the host has issued it",
-        "NCCL alone",
-        "peak of a rank",
-    )
-    files = dict.fromkeys(name for name, _ in kinds)
-    return f"{table((*header, 'graphs recorded in 12 steps'), body)}\n\n{source(*files)}"
-
-
-def experts_over_ranks() -> str:
-    """Show all layers of Qwen3-30B-A3B on two GPUs, a process for each peer."""
-    names = {
-        "eager": "ranks_30b_eager-h100",
-        "inductor": "ranks_30b_inductor-h200",
-        "qfuse": "ranks_30b_qfuse-h100",
-    }
-    labels = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
-    body = [
-        (
-            labels[peer],
-            result(name)["machine"]["name"].split()[1],
-            ms(seconds(name, peer)),
-            *(ms(extra(name, peer, key)) for key in ("host_s", "exposed_s")),
-            f"{extra(name, peer, 'first_s'):.1f} s",
-            str(extra(name, peer, "graphs")),
-            gb(extra(name, peer, "peak_bytes")),
-        )
-        for peer, name in names.items()
-    ]
-    header = ("", "GPUs", "a step", "until the host has issued it", "NCCL alone", "first step")
-    return f"{table((*header, 'graphs', 'peak of a rank'), body)}\n\n{source(*names.values())}"
-
-
-def large() -> str:
-    """Show a model of 70B parameters on two GPUs."""
-    name = "ranks_large-h100"
-    built, first = (f"{extra(name, 'qfuse', key):.1f} s" for key in ("build_s", "first_s"))
-    what = {"built_bytes": "a rank, built", "peak_bytes": "peak of a rank"}
-    body = [
-        ("building the model", built),
-        ("first step", first),
-        ("step", f"{seconds(name, 'qfuse'):.2f} s"),
-        ("NCCL alone, a step", ms(extra(name, "qfuse", "exposed_s"))),
-        *((label, gb(extra(name, "qfuse", key))) for key, label in what.items()),
-        ("layers fused", str(extra(name, "qfuse", "fused"))),
-    ]
-    return f"{table(('', 'qfuse'), body)}\n\n{source(name)}"
-
-
 def adapter(op: str, name: str = "adapter-h100") -> str:
     """Show the kernel of an adapter's product beside torch's, by ranks side by side. Where it
     refuses a call, its columns are empty, and the reason stands below."""
@@ -295,82 +191,6 @@ def explain() -> str:
         )
     header = ("", "", "as it is", "under `qfuse explain`", "ratio")
     return f"{table(header, body)}\n\n{source(name)}"
-
-
-def start() -> str:
-    """Show first steps, and the time of processors beside the clock's, on each measured device."""
-    found = [name for name in ("start-h200", "start-cpu") if exists(name)]
-    return "\n\n".join(_start(name) for name in found)
-
-
-def _start(name: str) -> str:
-    body = []
-    for case in cases(name):
-        stock, ours = (row(name, peer, **case)["extra"] for peer in ("inductor", "qfuse"))
-        warm = [each["warm"] for each in (stock, ours)]
-        clock = [seconds(name, peer, **case) for peer in ("inductor", "qfuse")]
-        times = (*clock, stock["cpu_s"], ours["cpu_s"], warm[0]["cpu_s"], warm[1]["cpu_s"])
-        ratio = percent(warm[1]["cpu_s"] / ours["cpu_s"])
-        graphs = f"{stock['graphs']}, {ours['graphs']}"
-        steps = [ms(each["step_s"]) for each in warm]
-        shown = (case["regions"], str(case["layers"]), *map(number, times), ratio, graphs, *steps)
-        body.append(shown)
-    both = ("stock", "qfuse")
-    header = ["regions", "layers"]
-    for what in ("cold, s", "cold, processor s", "warm, processor s"):
-        header += [f"{what}, {peer}" for peer in both]
-    header += ["warm / cold, qfuse", "graphs, stock and qfuse", *(f"a step, {p}" for p in both)]
-    return f"{table(header, body)}\n\n{source(name)}"
-
-
-def start_over_depth(regions: str, few: int, many: int) -> str:
-    """Divide the processor time of the first step of a deep model by that of a shallow one."""
-    times = [
-        extra("start-cpu", "qfuse", "cpu_s", regions=regions, layers=depth) for depth in (few, many)
-    ]
-    return f"{times[1] / times[0]:.2f} times"
-
-
-def layered() -> str:
-    """Show steps of models whose layers are compiled one by one, beside the whole model's."""
-    name = "layers-h200"
-    peers = {
-        "inductor": "stock Inductor, by layers",
-        "layers": "qfuse, by layers",
-        "model": "qfuse, the whole model",
-    }
-    body = []
-    for case in cases(name):
-        for peer, label in peers.items():
-            found = row(name, peer, **case)
-            times = (ms(found["timing"][what]) for what in ("median", "best"))
-            what = f"recipe `{case['recipe']}`, {case['tokens']} tokens"
-            body.append((what, label, *times, gb(found["extra"]["peak_bytes"])))
-    header = ("", "", "a step", "the shortest", "peak of a step")
-    return f"{table(header, body)}\n\n{source(name)}"
-
-
-def layers_over_whole() -> str:
-    """Divide a step compiled by layers by the same compiled whole."""
-    times = [seconds("layers-h200", peer, recipe="trainer") for peer in ("layers", "model")]
-    return f"{times[0] / times[1]:.2f} times the time"
-
-
-def started(*names: str) -> str:
-    """Show first steps under qfuse: by the clock and in processor time, cold and warm."""
-    body = []
-    for name, case in ((each, case) for each in names for case in cases(each)):
-        found = row(name, "qfuse", **case)
-        cold = {**found["extra"], "first_s": found["timing"]["median"]}
-        shown: list[str] = []
-        for key in ("first_s", "cpu_s"):
-            warm = cold["warm"][key]
-            shown += [number(cold[key]), number(warm), percent(warm / cold[key])]
-        body.append((case["regions"], str(case["layers"]), *shown))
-    header = ["regions", "layers"]
-    for what in ("s", "processor s"):
-        header += [f"cold, {what}", f"warm, {what}", "warm / cold"]
-    return f"{table(header, body)}\n\n{source(*names)}"
 
 
 # --- k-bit quality ------------------------------------------------------------------------
@@ -486,10 +306,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "few-rows-avx512": functools.partial(row_figures.few_rows_cpu, "rows_avx512-cpu"),
     "decode": row_figures.decode,
     "decode-whole": row_figures.decode_whole,
-    "sharded": sharded,
-    "sharded-ways": ways,
-    "sharded-experts": experts_over_ranks,
-    "large": large,
+    "sharded": rank_figures.sharded,
+    "sharded-ways": rank_figures.ways,
+    "sharded-experts": rank_figures.experts_over_ranks,
+    "large": rank_figures.large,
     "kbit": kbit,
     "step-wide": step_figures.wide,
     "wide-products": step_figures.wide_products,
@@ -499,9 +319,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "launch": launch,
     "walks": step_figures.walks,
     "explain": explain,
-    "start": start,
-    "start-newer": lambda: started("start_layers-h200", "start_model-h200"),
-    "layers": layered,
+    "start": start_figures.start,
+    "start-newer": lambda: start_figures.started("start_layers-h200", "start_model-h200"),
+    "layers": start_figures.layered,
     "tune-cpu": lambda: tune_figures.tune("tune-cpu"),
     "tune-h100": lambda: tune_figures.tune("tune-h100"),
     "tune-0.8b": lambda: tune_figures.tune("tune_0_8b-h100"),
@@ -593,9 +413,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
     "casts.together": lambda: ms(seconds("step_trainer_fp8_peak-h200", "qfuse")),
     "casts.apart": lambda: ms(seconds("step_trainer_fp8_peak-h200", step_figures.CASTS_APART)),
-    "layers.over_whole": layers_over_whole,
-    "start.layers": lambda: start_over_depth("layers", 4, 36),
-    "start.model": lambda: start_over_depth("model", 4, 12),
+    "layers.over_whole": start_figures.layers_over_whole,
+    "start.layers": lambda: start_figures.start_over_depth("layers", 4, 36),
+    "start.model": lambda: start_figures.start_over_depth("model", 4, 12),
     "memory.over": step_figures.memory_over_plan,
     "moe.merged": moe_figures.merged_is_slowest,
     "accumulate.without": lambda: ms(seconds("step-repeat-cpu", "qfuse[qfuse.passes=-accumulate]")),
