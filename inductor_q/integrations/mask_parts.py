@@ -35,7 +35,7 @@ _MOST = 1 << 28
 #: transformers.masking_utils, once `note_parts` has met it: a graph of torch 2.11 cannot import it.
 masking_utils: Any = None
 
-#: From which length on a mask of padding is made without a look at it; None: no mask is.
+#: The `least` of `without_a_look`.
 _unseen: ContextVar[int | None] = ContextVar("_unseen", default=None)
 
 #: What transformers gives its maker of masks.
@@ -97,13 +97,12 @@ def note_parts(model: nn.Module) -> bool:
     """
     global masking_utils
     theirs = any(type(module).__module__.startswith("transformers.") for module in model.modules())
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    makers: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    masking_utils = sys.modules.get("transformers.masking_utils")
+    makers: Any = getattr(masking_utils, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     if not theirs or makers is None:
         return False
     make = makers["sdpa"]
-    masking_utils = masks
-    if make is masks.sdpa_mask and inspect.signature(make).parameters.keys() >= _SIZES:
+    if make is masking_utils.sdpa_mask and inspect.signature(make).parameters.keys() >= _SIZES:
         type(makers).register("sdpa", _Noting(make))
     return isinstance(makers["sdpa"], _Noting)
 
@@ -134,11 +133,14 @@ def _is_made_unseen(given: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def without_a_look(least: int | None) -> Iterator[None]:
-    """Have masks of padding made for batches of `least` positions or more also where nothing is
-    padded, up to `_MOST` bytes; None: as transformers does.
+    """Have masks of padding made also for batches in which nothing is padded.
 
-    It looks for padding, for which the host waits until the device has done what came before. And
-    batches without any would have no mask, which is a second graph of a layer.
+    transformers looks whether something is: the host waits for the device then, and a layer has a
+    second graph, without a mask.
+
+    Args:
+        least: the number of positions from which on; None: leave it to transformers. Masks of more
+            than `_MOST` bytes are left to it, too.
     """
     token = _unseen.set(least)
     try:

@@ -64,7 +64,7 @@ class States:
         self.classifier: Classifier | None = None  # which is compiled with its loss
         self.told_by: Any = None  # the callback that says what came of it
         self.least_positions: int | None = None  # for a layer's mask to become its parts
-        self.reads_masks = False  # whether a layer has been given one that did not
+        self.reads_masks = False  # whether a layer was given a mask that it cannot take as parts
         self.least_logits: int | None = None  # for the loss to be compiled beside layers
         self.applies: dict[str, bool] = {}  # whether passes do that layers or the loss are made for
         self.layer: Any = None  # one of PEFT's layers, which has what is active
@@ -116,6 +116,7 @@ class States:
         return labels.numel() * vocabulary >= self.least_logits
 
     def resolved(self, device: torch.device) -> Resolved:
+        """Return the values that these settings have on a device."""
         return resolve(self.settings["mode"], self.settings["options"], device=device)
 
     @contextlib.contextmanager
@@ -146,14 +147,14 @@ class States:
         return {**given, "attention_mask": parts} if mask.shape[-1] >= least else given
 
     def unread_from(self, device: torch.device) -> int | None:
-        """Return from which length on no layer reads its mask, as far as is known; None: one does,
-        at any length."""
+        """Return the number of positions from which on, as far as is known, no layer reads its
+        mask; None where a layer does at any."""
         if self.reads_masks or not self.applies.get("causal_attention", True):
             return None
         return self._least(device)
 
     def _least(self, device: torch.device) -> int:
-        """Return from which length on `causal_attention` takes masks."""
+        """Return the number of positions from which on `causal_attention` replaces masks."""
         if self.least_positions is None:
             resolved = self.resolved(device)
             on = "causal_attention" in resolved.passes and resolved.numerics != "strict"

@@ -292,8 +292,9 @@ def test_batches_without_padding_have_the_graph_of_others(
     for each, right in zip(found, expected, strict=True):
         for name, gradient in right.items():
             assert testing.relative_error(each[name], gradient) < CLOSE, name
+    ids = torch.arange(8)[None]
     with torch.no_grad():
-        step_of_none(model)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
     assert looked == [8], "only steps with gradients go without"
     layer = model.get_base_model().model.layers[0]
     layer.register_forward_pre_hook(torch.compiler.disable(lambda *_: None), with_kwargs=True)
@@ -303,20 +304,15 @@ def test_batches_without_padding_have_the_graph_of_others(
     assert looked[1:] == [LENGTH, LENGTH], "a layer was found to read its mask"
 
 
-def step_of_none(model: Any) -> None:
-    ids = torch.arange(8)[None]
-    model(input_ids=ids, attention_mask=torch.ones(1, 8, dtype=torch.int64), labels=ids)
-
-
-def test_short_batches_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As are those whose layers keep their mask, once that is known, and very large masks."""
+@pytest.mark.usefixtures("noting")
+def test_short_batches_are_looked_at() -> None:
+    """So are those with a very large mask, those without a mask, and those of another mask."""
     seen: list[tuple[int, bool]] = []
 
     def make(**given: Any) -> None:
         seen.append((given["q_length"], given["allow_is_causal_skip"]))
 
     noting: Any = mask_parts._Noting(make)
-    mask_parts.note_parts(nn.ModuleList([qwen3()]))
     sizes = {"batch_size": 1, "attention_mask": PADDED[:1], "allow_is_causal_skip": True}
     for length, least in ((15, 16), (16, 16), (16, None), (1 << 15, 16)):
         with mask_parts.without_a_look(least):
