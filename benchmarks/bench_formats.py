@@ -4,8 +4,9 @@ Layers are what users have: `inductor_q.quantize` makes torchao's and bitsandbyt
 them (r = 16, bf16). Where a library has no product with the values (torchao's MXTensor;
 transformers' FP8Linear quantizes its input), stock multiplies with what the library decodes, and
 with GPTQ's formula. All peers hold the same tensors. Of ``int4_g128`` qfuse alone trains;
-``intx4_g128`` is torchao's int4 with a byte for each code, through which stock's gradients pass. A
-format that this machine cannot make is left out, and the reason printed.
+``intx4_g128`` is torchao's int4 with a byte for each code, through which stock's gradients pass.
+``bf16``, where ``--formats`` names it, is not quantized: for products in eight bits. A format that
+this machine cannot make is left out, and the reason printed.
 
 - dequantize: ``eager`` and ``inductor`` run the library's function, ``qfuse`` is our op, checked
   bitwise; ``copy`` moves as many bytes as they must.
@@ -79,6 +80,7 @@ class Format:
     ours: returns a layer of the same tensors that qfuse reads, where it is not the same layer.
     untrained: says why stock torch cannot train on it.
     only_gpu: says why a CPU cannot make it.
+    dense: whether there is nothing to decode.
     """
 
     library: str
@@ -87,6 +89,7 @@ class Format:
     ours: Callable[[Any], nn.Module] | None = None
     untrained: str = ""
     only_gpu: str = ""
+    dense: bool = False
 
     def missing(self, device: torch.device) -> str:
         """Say why there are no such layers here; "" where there are."""
@@ -99,6 +102,10 @@ class Format:
         packed = capture.packed_weight(*found)
         assert packed is not None and packed.read is not None, found
         return packed.read()
+
+
+def _dense(linear: nn.Linear) -> nn.Linear:
+    return linear
 
 
 def _quantized(name: str, linear: nn.Linear) -> nn.Module:
@@ -207,12 +214,16 @@ FORMATS = {
     "int8_g64": Format("torchao", functools.partial(_quantized, "int8_g64"), _subclass),
     "fp8_e5m2": Format("torchao", functools.partial(_quantized, "fp8_e5m2_tensor"), _subclass),
     "gptq_g128": Format("torch", _gptq, _of_groups, _loaded),
+    "bf16": Format("torch", _dense, None, dense=True),
 }
+
+
+PACKED = [name for name, fmt in FORMATS.items() if not fmt.dense]
 
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__, peers=PEERS)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=PACKED)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", nargs="+", type=int, metavar="M", help="and tokens of a step")
     parser.add_argument("--layers", type=int, help="default: 8 on a GPU, 2 on CPU")
@@ -232,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     run = {"dequantize": _dequantize, "linear": _linear, "step": _step}
     for part in arguments.parts:
         for name, fmt in formats.items():
+            if fmt.dense and part == "dequantize":
+                continue
             for m in arguments.rows[: 1 if part == "dequantize" else None]:
                 torch.compiler.reset()
                 gc.collect()
@@ -355,7 +368,9 @@ def _linear(
     device = suite.device
     n, k = (QUICK if arguments.quick else SHAPES)[device.type][0]
     layer = fmt.make(_random_linear(n, k, device))
-    stored = fmt.stored(layer)
+    stored = None if fmt.dense else fmt.stored(layer)
+    size = layer.weight.nbytes if stored is None else sum(t.nbytes for t in stored.operands)
+    values = layer.weight.detach() if stored is None else ops.dequantize(*stored, BF16)
     model = _adapted(nn.Sequential(OrderedDict(proj=layer)), name, ["proj"])
     x = torch.randn(m, k, device=device, dtype=BF16, requires_grad=True)
     grad = torch.randn(m, n, device=device, dtype=BF16)
@@ -369,7 +384,7 @@ def _linear(
 
     a, b = (p.detach().double() for p in inputs[1:])
     rows, dy = x.detach().double(), grad.double()
-    weight = ops.dequantize(*stored, BF16).double() + 2 * b @ a
+    weight = values.double() + 2 * b @ a
     exact = (rows @ weight.t(), dy @ weight, 2 * (dy @ b).t() @ rows, 2 * dy.t() @ (rows @ a.t()))
     calls: dict[str, Callable[[], object]] = {}
     extra: dict[str, dict[str, Any]] = {}
@@ -384,14 +399,13 @@ def _linear(
         calls[peer], got = call, call()
         errors = [testing.relative_error(one, y) for one, y in zip(got, exact, strict=True)]
         extra[peer] = {"error": max(errors), "errors": errors}
-    del weight, exact
+    del weight, exact, values
     for peer, each in calls.items():  # after all that compiling leaves behind
         extra[peer]["peak_bytes"] = harness.peak_bytes(each, device)
     timings = harness.time_kernels(calls, device, rounds=arguments.rounds or 5)
-    packed = sum(t.nbytes for t in stored.operands)
     product = 2 * m * n * k + 2 * m * RANK * (n + k)
     roof = suite.ceilings.roof(
-        flops=2.0 * product + 2 * m * RANK * (n + k), bytes=2 * packed + 2 * m * (2 * n + 3 * k)
+        flops=2.0 * product + 2 * m * RANK * (n + k), bytes=2 * size + 2 * m * (2 * n + 3 * k)
     )
     case = {"part": "linear", "format": name, "size": f"{n}x{k}x{m}"}
     suite.add(case, timings, roof=roof, extra=extra)

@@ -5,8 +5,8 @@ gradients of x, A and B; ``--passes`` times one gradient by itself, too. ``bitsa
 dequantizes all experts and multiplies with torch's grouped GEMM (what transformers' "grouped_mm"
 experts do, and saves them for backward); ``qfuse`` is our op as it chooses, ``dequantize`` the
 op with the provider of that name, and ``grouped_mm`` the op on the same experts held
-in bf16; ``triton``, on a GPU, and ``fp8``, the op with its products in FP8, are timed where
-``--backends`` names them.
+in bf16; ``compiled``, the op in a graph of qfuse, which knows the preset's thresholds, ``triton``,
+on a GPU, and ``fp8``, the op with its products in FP8, are timed where ``--backends`` names them.
 ``error`` is against float64, relative to that of bitsandbytes; ``overhead`` of an adapter
 is over rank 0, where ``--ranks`` has it. Experts are in NF4; ``--format`` asks for another, and the
 library that dequantizes it, ``torchao`` or ``transformers``, stands in for ``bitsandbytes``.
@@ -81,7 +81,7 @@ TOKENS = 2048  # for a model that is in no list
 PEERS = ("bitsandbytes", "dequantize", "grouped_mm", "qfuse")
 PARALLEL_PEERS = ("bitsandbytes", "masked", "qfuse")
 LIBRARIES = ("bitsandbytes", "torchao", "transformers")
-KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, *LIBRARIES, "triton", "fp8")))
+KNOWN = tuple(dict.fromkeys((*PEERS, *PARALLEL_PEERS, *LIBRARIES, "triton", "compiled", "fp8")))
 PASSES = ("fwd", "fwd+bwd", "dX", "dA/dB")
 TILE = 128  # rows and columns of a tile of FP8
 CUT = f"transformers decodes fp8_128x128 in whole tiles of {TILE} x {TILE}"
@@ -291,23 +291,38 @@ def _grouped_mm(layer: Layer) -> Tensor:
 def _op(
     layer: Layer, provider: str, dense: Tensor | None = None, row_scale: Tensor | None = None
 ) -> Tensor:
+    with preferring("scatter2scatter", provider):
+        return _product(layer, dense, row_scale)
+
+
+def _product(layer: Layer, dense: Tensor | None = None, row_scale: Tensor | None = None) -> Tensor:
     operands, name, _ = layer.packed
     if dense is not None:
         operands, name = [dense], DENSE
-    with preferring("scatter2scatter", provider):
-        return ops.scatter2scatter(
-            layer.x,
-            operands,
-            name,
-            layer.shape,
-            layer.routing,
-            grouped_out=True,
-            lora_a=layer.a,
-            lora_b=layer.b,
-            scaling=SCALING,
-            gates=layer.gates,
-            row_scale=row_scale,
-        )
+    return ops.scatter2scatter(
+        layer.x,
+        operands,
+        name,
+        layer.shape,
+        layer.routing,
+        grouped_out=True,
+        lora_a=layer.a,
+        lora_b=layer.b,
+        scaling=SCALING,
+        gates=layer.gates,
+        row_scale=row_scale,
+    )
+
+
+def _compiled(layer: Layer) -> Callable[[], Tensor]:
+    product = harness.compile_as("qfuse", lambda: _product(layer))
+
+    def run() -> Tensor:
+        with dynamo_config.patch(recompile_limit=64):  # a graph for each case and way
+            result: Tensor = product()
+        return result
+
+    return run
 
 
 def _fp8(layer: Layer) -> Tensor:
@@ -407,6 +422,7 @@ def _forwards(
         "masked": functools.partial(_op, masked, "auto"),
         "grouped_mm": functools.partial(_op, layer, "grouped_mm", dense),
         "qfuse": functools.partial(_op, layer, "auto"),
+        "compiled": _compiled(layer),
         "fp8": functools.partial(_fp8, layer),
     }
     for provider in arguments.backends:  # the others are our op's

@@ -29,13 +29,14 @@ from inductor_q.graph_report import Report, SiteRecord
 from inductor_q.kernels.dequantize import compiled_by, not_callable
 from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.expert_calls import Scatter2Scatter
-from inductor_q.kernels.scatter2scatter_dequantize import preferred
+from inductor_q.kernels.scatter2scatter_dequantize import Large, preferred
 from inductor_q.logits import Recipe
 from inductor_q.presets import NEVER
 from inductor_q.resolved import Budget, Resolved
 
-#: The threshold from which experts are large.
+#: The thresholds from which experts are large: elements of one's weight, and rows for each.
 LARGE = "fuse_scatter2scatter.min_large_expert"
+ROWS_OF_LARGE = "fuse_scatter2scatter.min_rows_of_large"
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 
@@ -87,14 +88,14 @@ class Context:
         wanted = preferred(call, self.kernel("scatter2scatter"), self.decoded_from())
         return served_by("scatter2scatter", call, wanted)
 
-    def decoded_from(self) -> int:
-        """Return from how many multiplications with an expert all are decoded first here.
+    def decoded_from(self) -> Large:
+        """Return from which sizes on experts are decoded first here.
 
         They are in memory then, so under a budget (`qfuse.memory`) they never are; nor are they in
         C++ wrapper code, which calls the op.
         """
         kept = self.resolved.memory is not None or self.has_cpp_wrapper
-        return NEVER if kept else self.threshold(LARGE)
+        return Large(NEVER if kept else self.threshold(LARGE), self.threshold(ROWS_OF_LARGE))
 
     @property
     def has_cpp_wrapper(self) -> bool:

@@ -19,7 +19,7 @@ from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, Dropout
 from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
 from inductor_q.kernels.requantize_parts import Parts
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
-from inductor_q.kernels.scatter2scatter_dequantize import preferred
+from inductor_q.kernels.scatter2scatter_dequantize import Large, preferred
 from inductor_q.ops.linear import compute
 
 
@@ -77,10 +77,10 @@ def qfuse_adapter_grads(
 
 def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     """Serve the op, checked when it was traced; who is preferred follows its arguments: a provider,
-    and the multiplications from which experts are decoded first."""
-    *inputs, named, least = args
+    and the sizes from which experts are decoded first."""
+    *inputs, named, large = args
     call = unchecked(inputs)
-    result: tuple[Tensor, Tensor] = serve(call.op, call, preferred(call, named, least))
+    result: tuple[Tensor, Tensor] = serve(call.op, call, preferred(call, named, Large(*large)))
     return result
 
 

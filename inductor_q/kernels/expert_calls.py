@@ -120,9 +120,9 @@ class Scatter2Scatter(Call, Stack):
         return self.rows // self.top_k
 
     @property
-    def products(self) -> int:
-        """The multiplications with one expert's weight, were its rows as many as the others'."""
-        return self.rows * self.in_features * self.out_features // max(1, self.num_experts)
+    def rows_each(self) -> int:
+        """The rows of one expert, were they as many as the others'."""
+        return self.rows // max(1, self.num_experts)
 
     @property
     def gathered_bytes(self) -> int:

@@ -12,6 +12,8 @@ no second product [R, N] to write, read and add.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -109,13 +111,24 @@ def _wide(like: Tensor, rows: int, features: int, rank: int) -> Tensor:
 KERNEL = Dequantize()
 
 
-def preferred(call: Scatter2Scatter, named: str, least: int) -> str:
+class Large(NamedTuple):
+    """From which sizes on experts are decoded first, if they have both."""
+
+    elements: int  # of one expert's weight
+    rows: int  # of the input, for each expert
+
+
+def preferred(call: Scatter2Scatter, named: str, large: Large) -> str:
     """Return the provider to ask first: the one that is named, or for large experts this one.
 
-    Experts are large from `least` multiplications with each on. Those in FP8 have no choice.
+    Experts in FP8 have no choice. Where the weight is read transposed, as for the gradient of x,
+    torch's grouped GEMM was not faster than the kernel that decodes in its loop.
     """
     if call.op == IN_FP8:
         return "auto"
-    if named != "auto" or call.fmt is None or call.products < least:
+    if named != "auto" or call.fmt is None or call.transposed:
+        return named
+    elements = call.in_features * call.out_features
+    if elements < large.elements or call.rows_each < large.rows:
         return named
     return named if against(KERNEL, call) else KERNEL.name

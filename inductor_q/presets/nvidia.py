@@ -59,13 +59,17 @@ SM_90 = replace(
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
         "fuse_scatter2scatter.min_large_expert": Entry(
-            value=7 << 36,
+            value=15 << 20,
             evidence="the first projection of Mixtral in NF4, 8 experts of 28672 x 4096, r=16, "
             "16,384 tokens, decoded first and in the product: 11.9 / 14.1 ms forward, 26.4 / 28.6 "
             "with backward; 4,096 tokens: 3.81 / 3.66 and 8.29 / 7.26 ms. In three models of "
             "smaller experts, with fewer multiplications each, decoding first took 0.95 to 1.93 of "
             "the time (one H100, torch 2.11.0+cu130, 2026-11-27, "
             "benchmarks/results/moe_fp8-h100.json)",
+        ),
+        "fuse_scatter2scatter.min_rows_of_large": Entry(
+            value=2048,
+            evidence="a start value, until it is measured on an H200",
         ),
         "attention_rows.min_keys": Entry(
             value=1024,

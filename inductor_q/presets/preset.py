@@ -103,11 +103,17 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             "in the first projection of four models (torch 2.11.0+cu130, 2026-11-27, "
             "benchmarks/results/moe_fp8-h100.json)",
         ),
-        # Multiplications with an expert's weight from which experts are decoded before the product.
+        # Elements of an expert's weight from which experts are decoded before the product.
         "fuse_scatter2scatter.min_large_expert": Entry(
             value=NEVER,
             evidence="a start value, which is never: all decoded experts are in memory then; "
             "measured where a preset says otherwise",
+        ),
+        # The rows for each expert from which such experts are.
+        "fuse_scatter2scatter.min_rows_of_large": Entry(
+            value=2048,
+            evidence="a start value, which matters where experts are large; measured where a "
+            "preset says so",
         ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
         "linear_rows.max_rows": Entry(

@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
 from inductor_q.capture.example import example_product
-from inductor_q.context import LARGE, Context
+from inductor_q.context import LARGE, ROWS_OF_LARGE, Context
 from inductor_q.graph_report import Report
 from inductor_q.kernels import provider as providers
 from inductor_q.kernels import scatter2scatter_cuda
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.dispatch import serve
 from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter
-from inductor_q.kernels.scatter2scatter_dequantize import preferred
+from inductor_q.kernels.scatter2scatter_dequantize import Large, preferred
 from inductor_q.passes.fuse_scatter2scatter import FuseScatter2Scatter
 from inductor_q.presets import NEVER
 from inductor_q.resolved import Resolved
@@ -31,20 +31,22 @@ from tests.support.tile_cases import BF16, FIT, FP16, device
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("default_options")
 
+NONE = Large(NEVER, NEVER)
+
 
 def served(
     case: Layer,
     arch: int,
     monkeypatch: pytest.MonkeyPatch,
     provider: str = "auto",
-    least: int = NEVER,
+    large: Large = NONE,
     memory: int | None = None,
 ) -> tuple[str, list[str]]:
     """Which kernel a GPU of that architecture would launch for `case`, and what is told.
 
-    `least` is the threshold of large experts, `memory` the budget.
+    `large` are the thresholds of large experts, `memory` is the budget.
     """
-    context = Context(resolved(provider, least, memory), Report())
+    context = Context(resolved(provider, large, memory), Report())
     capability = device(arch).capability
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr("inductor_q.csrc.nvrtc.library", lambda: None)  # as if it were there
@@ -78,11 +80,11 @@ def served(
     return launched[0], told
 
 
-def resolved(provider: str, least: int, memory: int | None) -> Resolved:
+def resolved(provider: str, large: Large, memory: int | None) -> Resolved:
     """What options say of it."""
     given: dict[str, Any] = {
         "qfuse.kernels": {"scatter2scatter": provider},
-        "qfuse.thresholds": {LARGE: least},
+        "qfuse.thresholds": {LARGE: large.elements, ROWS_OF_LARGE: large.rows},
     }
     return on_cpu({**given, "qfuse.memory": memory} if memory else given)
 
@@ -147,21 +149,24 @@ def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
 def test_large_experts_are_decoded_first_where_a_preset_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not those with fewer multiplications, nor under a budget, nor where a kernel is named; and
-    nothing is told where the provider refuses."""
+    """Not smaller ones, nor with fewer rows, nor where the weight is read transposed, nor under a
+    budget, nor where a kernel is named; and nothing is told where the provider refuses."""
     case = layer(FIT, dtype=BF16)
-    call = case.call()
-    products = call.products
-    assert products == call.rows * FIT.in_features * FIT.out_features // FIT.experts
-    assert served(case, 90, monkeypatch, least=products) == ("dequantize", [])
-    assert served(case, 90, monkeypatch, least=products + 1)[0] == "cuda"
-    assert served(case, 90, monkeypatch, least=products, memory=1 << 30)[0] == "cuda"
-    assert served(case, 90, monkeypatch, "cuda", products)[0] == "cuda"
+    elements, rows = FIT.in_features * FIT.out_features, case.call().rows // FIT.experts
+    large = Large(elements, rows)
+    assert served(case, 90, monkeypatch, large=large) == ("dequantize", [])
+    assert served(case, 90, monkeypatch, large=Large(elements + 1, rows))[0] == "cuda"
+    assert served(case, 90, monkeypatch, large=Large(elements, rows + 1))[0] == "cuda"
+    assert (
+        served(layer(FIT, dtype=BF16, transposed=True), 90, monkeypatch, large=large)[0] == "cuda"
+    )
+    assert served(case, 90, monkeypatch, large=large, memory=1 << 30)[0] == "cuda"
+    assert served(case, 90, monkeypatch, "cuda", large)[0] == "cuda"
     with inductor_config.patch(cpp_wrapper=True):  # which calls the op
-        assert served(case, 90, monkeypatch, least=products)[0] == "cuda"
+        assert served(case, 90, monkeypatch, large=large)[0] == "cuda"
     dense = layer(FIT, dtype=BF16, quant=DENSE, lora=False)
-    assert served(dense, 90, monkeypatch, least=1)[0] == "grouped_mm"
-    assert served(layer(FIT), 90, monkeypatch, least=1)[0] == "reference"
+    assert served(dense, 90, monkeypatch, large=Large(1, 1))[0] == "grouped_mm"
+    assert served(layer(FIT), 90, monkeypatch, large=Large(1, 1))[0] == "reference"
 
 
 @pytest.mark.parametrize(
