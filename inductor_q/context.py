@@ -34,9 +34,14 @@ from inductor_q.logits import Recipe
 from inductor_q.presets import NEVER
 from inductor_q.resolved import Budget, Resolved
 
-#: The thresholds from which experts are large: elements of one's weight, and rows for each.
-LARGE = "fuse_scatter2scatter.min_large_expert"
-ROWS_OF_LARGE = "fuse_scatter2scatter.min_rows_of_large"
+#: The thresholds from which experts are large, as `Large` has them.
+LARGE = tuple(
+    f"fuse_scatter2scatter.{name}"
+    for name in (
+        *("min_large_expert", "min_rows_of_large"),
+        *("min_large_transposed", "min_rows_of_transposed"),
+    )
+)
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 
@@ -94,8 +99,9 @@ class Context:
         They are in memory then, so under a budget (`qfuse.memory`) they never are; nor are they in
         C++ wrapper code, which calls the op.
         """
-        kept = self.resolved.memory is not None or self.has_cpp_wrapper
-        return Large(NEVER if kept else self.threshold(LARGE), self.threshold(ROWS_OF_LARGE))
+        if self.resolved.memory is not None or self.has_cpp_wrapper:
+            return Large(*[NEVER] * len(LARGE))
+        return Large(*map(self.threshold, LARGE))
 
     @property
     def has_cpp_wrapper(self) -> bool:

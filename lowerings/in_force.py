@@ -29,7 +29,7 @@ class _Defaults:
         return "auto"
 
     def decoded_from(self) -> Large:
-        return Large(NEVER, NEVER)
+        return Large(NEVER, NEVER, NEVER, NEVER)
 
     def count_provider(self, op: str, provider: str) -> None:
         pass

@@ -112,23 +112,25 @@ KERNEL = Dequantize()
 
 
 class Large(NamedTuple):
-    """From which sizes on experts are decoded first, if they have both."""
+    """From which sizes on experts are decoded first, if they have both: elements of one expert's
+    weight, and rows of the input for each; and the same where the weight is read transposed, as for
+    the gradient of x, where torch's grouped GEMM gains less."""
 
-    elements: int  # of one expert's weight
-    rows: int  # of the input, for each expert
+    elements: int
+    rows: int
+    elements_transposed: int
+    rows_transposed: int
 
 
 def preferred(call: Scatter2Scatter, named: str, large: Large) -> str:
     """Return the provider to ask first: the one that is named, or for large experts this one.
 
-    Experts in FP8 have no choice. Where the weight is read transposed, as for the gradient of x,
-    torch's grouped GEMM was not faster than the kernel that decodes in its loop.
+    Experts in FP8 have no choice.
     """
     if call.op == IN_FP8:
         return "auto"
-    if named != "auto" or call.fmt is None or call.transposed:
-        return named
-    elements = call.in_features * call.out_features
-    if elements < large.elements or call.rows_each < large.rows:
+    elements, rows = large[2:] if call.transposed else large[:2]
+    small = call.in_features * call.out_features < elements or call.rows_each < rows
+    if named != "auto" or call.fmt is None or small:
         return named
     return named if against(KERNEL, call) else KERNEL.name

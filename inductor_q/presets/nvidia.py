@@ -58,18 +58,26 @@ SM_90 = replace(
             "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.29 at "
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
+        # Forward of LoRA experts in NF4, r=16, decoded first and in the product.
         "fuse_scatter2scatter.min_large_expert": Entry(
             value=15 << 20,
-            evidence="the first projection of Mixtral in NF4, 8 experts of 28672 x 4096, r=16, "
-            "16,384 tokens, decoded first and in the product: 11.9 / 14.1 ms forward, 26.4 / 28.6 "
-            "with backward; 4,096 tokens: 3.81 / 3.66 and 8.29 / 7.26 ms. In three models of "
-            "smaller experts, with fewer multiplications each, decoding first took 0.95 to 1.93 of "
-            "the time (one H100, torch 2.11.0+cu130, 2026-11-27, "
-            "benchmarks/results/moe_fp8-h100.json)",
+            evidence="forward of the first projection in NF4, r=16, 2,048 rows an expert, decoded "
+            "first and in the product: @A@ (one H200, torch 2.11.0+cu130, 2026-11-29, "
+            "benchmarks/results/moe_large-h200.json)",
         ),
         "fuse_scatter2scatter.min_rows_of_large": Entry(
             value=2048,
-            evidence="a start value, until it is measured on an H200",
+            evidence="the same by rows an expert: @B@; gpt-oss-20b in MXFP4: @C@ "
+            "(one H200, torch 2.11.0+cu130, 2026-11-29, benchmarks/results/moe_large-h200.json "
+            "and moe_mxfp4_large-h200.json)",
+        ),
+        "fuse_scatter2scatter.min_large_transposed": Entry(
+            value=7 << 24,
+            evidence="the gradient of x, 4,096 rows an expert: @D@ (the same file)",
+        ),
+        "fuse_scatter2scatter.min_rows_of_transposed": Entry(
+            value=4096,
+            evidence="the gradient of x, Mixtral, by rows an expert: @E@ (the same file)",
         ),
         "attention_rows.min_keys": Entry(
             value=1024,

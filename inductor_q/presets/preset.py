@@ -111,9 +111,17 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         ),
         # The rows for each expert from which such experts are.
         "fuse_scatter2scatter.min_rows_of_large": Entry(
-            value=2048,
-            evidence="a start value, which matters where experts are large; measured where a "
-            "preset says so",
+            value=NEVER,
+            evidence="a start value, which is never; measured where a preset says otherwise",
+        ),
+        # The same two where a product reads the weight transposed, as the gradient of x does.
+        "fuse_scatter2scatter.min_large_transposed": Entry(
+            value=NEVER,
+            evidence="a start value, which is never; measured where a preset says otherwise",
+        ),
+        "fuse_scatter2scatter.min_rows_of_transposed": Entry(
+            value=NEVER,
+            evidence="a start value, which is never; measured where a preset says otherwise",
         ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
         "linear_rows.max_rows": Entry(

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
 from inductor_q.capture.example import example_product
-from inductor_q.context import LARGE, ROWS_OF_LARGE, Context
+from inductor_q.context import LARGE, Context
 from inductor_q.graph_report import Report
 from inductor_q.kernels import provider as providers
 from inductor_q.kernels import scatter2scatter_cuda
@@ -31,7 +31,7 @@ from tests.support.tile_cases import BF16, FIT, FP16, device
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("default_options")
 
-NONE = Large(NEVER, NEVER)
+NONE = Large(*[NEVER] * 4)
 
 
 def served(
@@ -84,7 +84,7 @@ def resolved(provider: str, large: Large, memory: int | None) -> Resolved:
     """What options say of it."""
     given: dict[str, Any] = {
         "qfuse.kernels": {"scatter2scatter": provider},
-        "qfuse.thresholds": {LARGE: large.elements, ROWS_OF_LARGE: large.rows},
+        "qfuse.thresholds": dict(zip(LARGE, large, strict=True)),
     }
     return on_cpu({**given, "qfuse.memory": memory} if memory else given)
 
@@ -149,24 +149,27 @@ def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
 def test_large_experts_are_decoded_first_where_a_preset_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not smaller ones, nor with fewer rows, nor where the weight is read transposed, nor under a
-    budget, nor where a kernel is named; and nothing is told where the provider refuses."""
+    """Not smaller ones, nor with fewer rows, nor under a budget, nor where a kernel is named; and
+    nothing is told where the provider refuses. Weights that are read transposed have a choice of
+    their own."""
     case = layer(FIT, dtype=BF16)
     elements, rows = FIT.in_features * FIT.out_features, case.call().rows // FIT.experts
-    large = Large(elements, rows)
+    large = Large(elements, rows, NEVER, NEVER)
     assert served(case, 90, monkeypatch, large=large) == ("dequantize", [])
-    assert served(case, 90, monkeypatch, large=Large(elements + 1, rows))[0] == "cuda"
-    assert served(case, 90, monkeypatch, large=Large(elements, rows + 1))[0] == "cuda"
-    assert (
-        served(layer(FIT, dtype=BF16, transposed=True), 90, monkeypatch, large=large)[0] == "cuda"
-    )
+    assert served(case, 90, monkeypatch, large=large._replace(elements=elements + 1))[0] == "cuda"
+    assert served(case, 90, monkeypatch, large=large._replace(rows=rows + 1))[0] == "cuda"
+    other = Large(NEVER, NEVER, elements, rows)
+    turned = layer(FIT, dtype=BF16, transposed=True)
+    assert served(turned, 90, monkeypatch, large=other) == ("dequantize", [])
+    assert served(turned, 90, monkeypatch, large=large)[0] == "cuda"
+    assert served(case, 90, monkeypatch, large=other)[0] == "cuda"
     assert served(case, 90, monkeypatch, large=large, memory=1 << 30)[0] == "cuda"
     assert served(case, 90, monkeypatch, "cuda", large)[0] == "cuda"
     with inductor_config.patch(cpp_wrapper=True):  # which calls the op
         assert served(case, 90, monkeypatch, large=large)[0] == "cuda"
     dense = layer(FIT, dtype=BF16, quant=DENSE, lora=False)
-    assert served(dense, 90, monkeypatch, large=Large(1, 1))[0] == "grouped_mm"
-    assert served(layer(FIT), 90, monkeypatch, large=Large(1, 1))[0] == "reference"
+    assert served(dense, 90, monkeypatch, large=Large(1, 1, 1, 1))[0] == "grouped_mm"
+    assert served(layer(FIT), 90, monkeypatch, large=Large(1, 1, 1, 1))[0] == "reference"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import inductor_q
 from inductor_q import experts
-from inductor_q.context import LARGE, ROWS_OF_LARGE
+from inductor_q.context import LARGE
 from inductor_q.experts.modules import expert_layers
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.kernels import PROVIDERS
@@ -30,7 +30,8 @@ from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, mode
 
 PASS = "fuse_scatter2scatter"
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
-DECODED_FIRST = {LARGE: 1, ROWS_OF_LARGE: 1}
+AS_STORED, TRANSPOSED = dict.fromkeys(LARGE[:2], 1), dict.fromkeys(LARGE[2:], 1)
+DECODED_FIRST = AS_STORED | TRANSPOSED
 
 
 class Experts(nn.Module):
@@ -647,16 +648,18 @@ def test_an_untouched_model_in_bfloat16(device: str) -> None:
     ("options", "served"),
     [
         ({}, {"reference": 4}),
-        ({"qfuse.thresholds": DECODED_FIRST}, {"dequantize": 2, "reference": 2}),
+        ({"qfuse.thresholds": DECODED_FIRST}, {"dequantize": 4}),
+        ({"qfuse.thresholds": AS_STORED}, {"dequantize": 2, "reference": 2}),
+        ({"qfuse.thresholds": TRANSPOSED}, {"dequantize": 2, "reference": 2}),
         ({"qfuse.thresholds": DECODED_FIRST, "qfuse.memory": "16GB"}, {"reference": 4}),
     ],
-    ids=["", "large", "under a budget"],
+    ids=["", "large", "large as stored", "large transposed", "under a budget"],
 )
 def test_large_experts_are_decoded_first(
     options: dict[str, Any], served: dict[str, int], launched: list[str]
 ) -> None:
     """Compiled code finds it at each call, and the report says it; gradients of x read the weight
-    transposed, and keep their kernel."""
+    transposed."""
     layer = Experts("qwen3_moe", "grouped_mm", torch.bfloat16)
     result = compiled(layer, torch.bfloat16, options={**options, "fx_graph_cache": False})
     assert Counter(launched) == served
