@@ -32,7 +32,7 @@ BUDGET = {
     "inductor_q/kernels": 8230,
     "inductor_q/loading": 2605,
     "inductor_q/ops": 2960,
-    "inductor_q/presets": 710,
+    "inductor_q/presets": 740,
     "inductor_q/tuning": 1150,
     "lowerings": 1090,
     "passes": 7960,

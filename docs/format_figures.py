@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docs.read_results import (
     cases,
-    exists,
     extra,
     gb,
+    ms,
     number,
     percent,
+    result,
     row,
     rows,
     seconds,
@@ -19,10 +21,9 @@ from docs.read_results import (
 )
 
 ONE = "formats-h200"
-#: Decodes and linear layers of some formats, measured on another device.
+#: Decodes of some formats, measured on another device.
 MORE = "formats_more-h100"
-#: Of a format that is in both, the second file's row is the newer one.
-LINEAR = ("formats_linear-h100", MORE)
+LINEAR = "formats_linear-h200"
 STEPS = (
     "formats_step_intx4-h100",
     "formats_step_fp8_row-h100",
@@ -32,7 +33,14 @@ STEPS = (
 #: A format that no other peer can train, or decode in a compiled graph.
 ALONE = "formats_step_int4-h200"
 CPU = "formats-cpu"
-EXPERTS = ("moe_mxfp4-h200", "moe_nvfp4-h200", "moe_fp8_128x128-h200")
+EXPERTS = {
+    "moe_mxfp4-h200": "qfuse",
+    "moe_mxfp4_large-h200": "compiled",
+    "moe_nvfp4-h200": "qfuse",
+    "moe_nvfp4_many-h200": "qfuse",
+    "moe_fp8_128x128-h200": "qfuse",
+}
+EIGHT_BITS = "formats_eight_bits-h200"
 
 
 def decodes() -> str:
@@ -57,7 +65,7 @@ def training() -> str:
     """Write a linear layer's and a step's time and peak memory beside stock Inductor's."""
     found = {
         (part, case["format"]): (name, case)
-        for part, files in (("linear", (*LINEAR, ALONE)), ("step", (*STEPS, ALONE)))
+        for part, files in (("linear", (LINEAR,)), ("step", (*STEPS, ALONE)))
         for name in files
         for case in cases(name)
         if case["part"] == part
@@ -70,13 +78,13 @@ def training() -> str:
         peers = [peer for peer in ("inductor", "qfuse") if rows(name, peer, **case)]
         peaks = [gb(extra(name, peer, "peak_bytes", **case)) for peer in peers]
         what = "linear" if part == "linear" else case["size"]
-        what += ", on an H200" * name.endswith("h200")
+        what += ", on an H100" * name.endswith("h100")
         share = percent(row(name, "qfuse", **case)["roof_fraction"])
         sizes = (_ratio(name, case), share, *["none"] * (2 - len(peaks)), *peaks)
         body.append((format, what, *shown, *sizes))
     header = ("format", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
     more = ("qfuse, share of the roof", "peak, stock", "peak, qfuse")
-    return f"{table((*header, *more), body)}\n\n{source(*LINEAR, *STEPS, ALONE)}"
+    return f"{table((*header, *more), body)}\n\n{source(LINEAR, *STEPS, ALONE)}"
 
 
 def on_cpu() -> str:
@@ -103,9 +111,8 @@ def _ratio(name: str, case: dict[str, Any]) -> str:
 
 def experts() -> str:
     """Write the time of one projection of packed experts beside experts held in bfloat16."""
-    found = [name for name in EXPERTS if exists(name)]
     body = []
-    for name in found:
+    for name, peer in EXPERTS.items():
         for case in cases(name):
             if case["pass"] != "fwd":
                 continue
@@ -113,11 +120,42 @@ def experts() -> str:
             for passes in ("fwd", "fwd+bwd"):
                 of = {**case, "pass": passes}
                 bf16, decoded, ours = (
-                    seconds(name, peer, **of) for peer in ("grouped_mm", "dequantize", "qfuse")
+                    seconds(name, each, **of) for each in ("grouped_mm", "dequantize", peer)
                 )
                 cells += [number(1e6 * t) for t in (bf16, decoded, ours)] + [f"{ours / bf16:.2f}"]
-            format = name.removeprefix("moe_").removesuffix("-h200")
+            format = re.sub("^moe_|_large|_many|-h200$", "", name)
             body.append((format, case["model"], str(case["T"]), *cells))
     parts = ("bf16", "`dequantize`", "qfuse", "qfuse / bf16")
     header = ("format", "model", "tokens", *(f"forward: {p}" for p in parts))
-    return f"{table((*header, *(f'both: {p}' for p in parts)), body)}\n\n{source(*found)}"
+    return f"{table((*header, *(f'both: {p}' for p in parts)), body)}\n\n{source(*EXPERTS)}"
+
+
+def eight_bits() -> str:
+    """Write a step's time and peak with products in FP8, of weights that are not in NF4."""
+    called = {"bf16": "bfloat16, not quantized", "fp8_row": "`fp8_row`: e4m3, a scale for each row"}
+    peers = ("inductor", "qfuse", "qfuse[qfuse.compute=fp8]")
+    body = []
+    for case in cases(EIGHT_BITS):
+        times = [seconds(EIGHT_BITS, peer, **case) for peer in peers]
+        peaks = [gb(extra(EIGHT_BITS, peer, "peak_bytes", **case)) for peer in peers]
+        ratios = [f"{times[2] / time:.2f}" for time in times[:2]]
+        deviation = percent(extra(EIGHT_BITS, peers[2], "loss_deviation", **case), 2)
+        body.append((called[case["format"]], *map(ms, times), *ratios, *peaks, deviation))
+    short = ("stock Inductor", "qfuse", "qfuse, fp8")
+    header = ("weights", *short, "fp8 / stock", "fp8 / qfuse", *(f"peak, {p}" for p in short))
+    shown = table((*header, "loss, largest deviation in 5 steps"), body)
+    return f"{shown}\n\n{source(EIGHT_BITS)}"
+
+
+def linear_floor(format: str) -> str:
+    """Divide the least that a linear layer's parts take by themselves by stock Inductor's time.
+
+    Those are its products at the rate of a large one, and at the rate of a copy two decodes, and
+    what the adapter's products read: x twice and the gradient of the result once.
+    """
+    (case,) = (each for each in cases(LINEAR) if each["format"] == format)
+    n, k, m = map(int, case["size"].split("x"))
+    stock = row(LINEAR, "inductor", **case)
+    moved = 2 * (n * k + 2 * n * k) + 2 * (m * n + 2 * m * k)
+    least = stock["roof"] + moved / (1e9 * result(LINEAR)["ceilings"]["copy_gbps"])
+    return f"{least / stock['timing']['median']:.2f}"

@@ -131,6 +131,33 @@ def ranks() -> str:
     return f"{table((*header, *more), body)}\n\n{source(name)}"
 
 
+def large() -> str:
+    """Show large experts that are decoded first or in the product, and what compiled code does."""
+    body = []
+    for name in ("moe_large-h200", "moe_mxfp4_large-h200"):
+        for case in cases(name):
+            experts, *_, top_k = MODELS[case["model"]]
+            peers = ("grouped_mm", "dequantize", "qfuse", "compiled")
+            times = [seconds(name, peer, **case) for peer in peers]
+            peaks = [mb(extra(name, peer, "peak_bytes", **case)) for peer in peers[2:]]
+            body.append(
+                (
+                    case["model"] + ", MXFP4" * ("mxfp4" in name),
+                    case["pass"].replace("fwd", "forward").replace("bwd", "backward"),
+                    str(case["T"] * top_k // experts),
+                    *(number(1e3 * time) for time in times),
+                    f"{times[1] / times[2]:.2f}",
+                    f"{times[3] / times[0]:.2f}",
+                    *peaks,
+                )
+            )
+    peers = ("bf16", "decoded first", "decoded in the product", "compiled")
+    ratios = ("first / in the product", "compiled / bf16")
+    header = ("experts", "", "rows per expert", *(f"{p}, ms" for p in peers), *ratios)
+    shown = table((*header, "memory: in the product", "compiled"), body)
+    return f"{shown}\n\n{source('moe_large-h200', 'moe_mxfp4_large-h200')}"
+
+
 def in_fp8() -> str:
     """Show products in FP8 beside the op's in 16 bits, with an adapter and without."""
     name, body = "moe_fp8-h100", []

@@ -53,27 +53,27 @@ def start_over_depth(regions: str, few: int, many: int) -> str:
 
 def layered() -> str:
     """Show steps of models whose layers are compiled one by one, beside the whole model's."""
-    name = "layers-h200"
+    names = ("layers-h200", "layers_trl-h200")
     peers = {
         "inductor": "stock Inductor, by layers",
         "layers": "qfuse, by layers",
         "model": "qfuse, the whole model",
     }
     body = []
-    for case in cases(name):
+    for name, case in ((each, case) for each in names for case in cases(each)):
         for peer, label in peers.items():
             found = row(name, peer, **case)
             times = (ms(found["timing"][what]) for what in ("median", "best"))
             what = f"recipe `{case['recipe']}`, {case['tokens']} tokens"
             body.append((what, label, *times, gb(found["extra"]["peak_bytes"])))
     header = ("", "", "a step", "the shortest", "peak of a step")
-    return f"{table(header, body)}\n\n{source(name)}"
+    return f"{table(header, body)}\n\n{source(*names)}"
 
 
-def layers_over_whole() -> str:
+def layers_over_whole(name: str) -> str:
     """Divide a step compiled by layers by the same compiled whole."""
-    times = [seconds("layers-h200", peer, recipe="trainer") for peer in ("layers", "model")]
-    return f"{times[0] / times[1]:.2f} times the time"
+    times = [seconds(name, peer) for peer in ("layers", "model")]
+    return f"{times[0] / times[1]:.2f} times"
 
 
 def started(*names: str) -> str:

@@ -213,35 +213,44 @@ def _rows_small_cpu(format: str) -> str:
     return f"{ours} ms against {decode} ms"
 
 
-def _large_experts() -> str:
-    """Decoding first against the product that decodes, forward and with backward."""
-    name, ways = "moe_fp8-h100", ("fwd", "fwd+bwd")
-
-    def pairs(tokens: int) -> list[str]:
-        case: dict[str, object] = {"model": "Mixtral", "T": tokens, "r": 16}
-        return [
-            " / ".join(
-                results.number(1e3 * results.seconds(name, peer, **case, **{"pass": way}))
-                for peer in ("dequantize", "qfuse")
+def _decoded_first(file: str, model: str, way: str, *tokens: int) -> str:
+    """Decoding first against the product that decodes, by tokens, in milliseconds."""
+    return ", ".join(
+        " / ".join(
+            results.number(
+                1e3 * results.seconds(f"{file}-h200", peer, model=model, T=t, **{"pass": way})
             )
-            for way in ways
-        ]
-
-    forward, both = pairs(16_384)
-    return (
-        f"{forward} ms forward, {both} with backward; 4,096 tokens: {' and '.join(pairs(4096))} ms"
+            for peer in ("dequantize", "qfuse")
+        )
+        for t in tokens
     )
 
 
-def _smaller_experts() -> str:
-    """The same for all other cases of the file."""
-    name = "moe_fp8-h100"
-    ratios = [
-        results.seconds(name, "dequantize", **case) / results.seconds(name, "qfuse", **case)
-        for case in results.cases(name)
-        if case["model"] != "Mixtral"
-    ]
-    return f"took {min(ratios):.2f} to {max(ratios):.2f} of the time"
+def _large_experts() -> str:
+    first = _decoded_first("moe_large_first", "Qwen3-235B-A22B", "fwd", 32_768)
+    second = _decoded_first("moe_large", "gpt-oss-20b", "fwd", 16_384)
+    third = _decoded_first("moe_large", "Mixtral", "fwd", 8192)
+    return (
+        f"{first} ms in Qwen3-235B-A22B (3072 x 4096), {second} ms in gpt-oss-20b (5760 x 2880), "
+        f"{third} ms in Mixtral"
+    )
+
+
+def _rows_of_large() -> str:
+    tokens = (8192, 16_384, 32_768)
+    nf4 = _decoded_first("moe_large", "gpt-oss-20b", "fwd", *tokens)
+    mxfp4 = _decoded_first("moe_mxfp4_large", "gpt-oss-20b", "fwd", *tokens)
+    return f"{nf4} ms in gpt-oss-20b, and in MXFP4 {mxfp4} ms"
+
+
+def _large_transposed() -> str:
+    one = _decoded_first("moe_large", "gpt-oss-20b", "dX", 32_768)
+    other = _decoded_first("moe_large", "Mixtral", "dX", 16_384)
+    return f"{one} ms in gpt-oss-20b, {other} ms in Mixtral"
+
+
+def _rows_of_transposed() -> str:
+    return _decoded_first("moe_large", "Mixtral", "dX", 8192, 16_384, 32_768) + " ms in Mixtral"
 
 
 def _few_rows() -> str:
@@ -255,7 +264,8 @@ def _few_rows() -> str:
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (
         *(_gemm_4bit, _rows_h200, _rows_many_h200, _extend_k_h200, _loss_h200),
-        *(_loss_float32_h200, _attention_rows_h200, _large_experts, _smaller_experts),
+        *(_loss_float32_h200, _attention_rows_h200, _large_experts, _rows_of_large),
+        *(_large_transposed, _rows_of_transposed),
     ),
     "inductor_q/presets/generic.py": (
         *(_extend_k_cpu, _wide_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
