@@ -16,9 +16,9 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8760,
+    "benchmarks": 8800,
     "csrc": 4515,
-    "docs": 2320,
+    "docs": 2400,
     "examples": 1190,
     "inductor_q": 6930,
     "inductor_q/capture": 2645,
