@@ -318,7 +318,8 @@ def _compiled(layer: Layer) -> Callable[[], Tensor]:
     product = harness.compile_as("qfuse", lambda: _product(layer))
 
     def run() -> Tensor:
-        with dynamo_config.patch(recompile_limit=64):  # a graph for each case and way
+        # A graph for each way, and for each set of experts in a graph of many.
+        with dynamo_config.patch(recompile_limit=4 * GRAPH_CALLS, fail_on_recompile_limit_hit=True):
             result: Tensor = product()
         return result
 
@@ -372,6 +373,7 @@ def _run_case(
     layers: tuple[Layer, Layer],
     devices: int,
 ) -> None:
+    torch.compiler.reset()  # each case has a graph of its own
     layer, masked = layers
     rank = 0 if layer.a is None else layer.a.shape[1]
     dense = _values(layer, torch.bfloat16) if "grouped_mm" in arguments.backends else None

@@ -428,6 +428,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "start.layers": lambda: start_figures.start_over_depth("layers", 4, 36),
     "start.model": lambda: start_figures.start_over_depth("model", 4, 12),
     "memory.over": step_figures.memory_over_plan,
+    "moe.same": moe_figures.same_kernels,
     "moe.merged": moe_figures.merged_is_slowest,
     "accumulate.without": lambda: ms(seconds("step-repeat-cpu", "qfuse[qfuse.passes=-accumulate]")),
     "accumulate.with": lambda: ms(seconds("step-repeat-cpu", "qfuse")),

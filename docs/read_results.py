@@ -41,6 +41,7 @@ REMARKS = {
         "Since then gradients are cleared without a walk through the modules.",
     ),
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
+    ("layers-h200", "b78c2bd"): "The run was stopped behind the first of its recipes.",
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }
 

@@ -31,16 +31,14 @@ from inductor_q.kernels.dispatch import served_by
 from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.scatter2scatter_dequantize import Large, preferred
 from inductor_q.logits import Recipe
-from inductor_q.presets import NEVER
 from inductor_q.resolved import Budget, Resolved
 
 #: The thresholds from which experts are large, as `Large` has them.
-LARGE = tuple(
-    f"fuse_scatter2scatter.{name}"
-    for name in (
-        *("min_large_expert", "min_rows_of_large"),
-        *("min_large_transposed", "min_rows_of_transposed"),
-    )
+LARGE_THRESHOLDS = (
+    "fuse_scatter2scatter.min_elements_of_large",
+    "fuse_scatter2scatter.min_rows_of_large",
+    "fuse_scatter2scatter.min_elements_of_large_transposed",
+    "fuse_scatter2scatter.min_rows_of_large_transposed",
 )
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
@@ -93,15 +91,15 @@ class Context:
         wanted = preferred(call, self.kernel("scatter2scatter"), self.decoded_from())
         return served_by("scatter2scatter", call, wanted)
 
-    def decoded_from(self) -> Large:
-        """Return from which sizes on experts are decoded first here.
+    def decoded_from(self) -> Large | None:
+        """Return from which sizes on experts are decoded first here; None: they never are.
 
         They are in memory then, so under a budget (`qfuse.memory`) they never are; nor are they in
         C++ wrapper code, which calls the op.
         """
         if self.resolved.memory is not None or self.has_cpp_wrapper:
-            return Large(*[NEVER] * len(LARGE))
-        return Large(*map(self.threshold, LARGE))
+            return None
+        return Large(*map(self.threshold, LARGE_THRESHOLDS))
 
     @property
     def has_cpp_wrapper(self) -> bool:

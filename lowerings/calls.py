@@ -80,7 +80,8 @@ def qfuse_scatter2scatter(*args: Any) -> tuple[Tensor, Tensor]:
     and the sizes from which experts are decoded first."""
     *inputs, named, large = args
     call = unchecked(inputs)
-    result: tuple[Tensor, Tensor] = serve(call.op, call, preferred(call, named, Large(*large)))
+    wanted = preferred(call, named, large and Large(*large))
+    result: tuple[Tensor, Tensor] = serve(call.op, call, wanted)
     return result
 
 

@@ -94,7 +94,8 @@ class DirectCall(ir.FallbackKernel):
     def codegen_args(self) -> list[str]:
         args: list[str] = super().codegen_args()
         if self.python_kernel_name == calls.qfuse_scatter2scatter.__name__:
-            args += [repr(in_force().kernel(OP)), repr(tuple(in_force().decoded_from()))]
+            large = in_force().decoded_from()
+            args += [repr(in_force().kernel(OP)), repr(large and tuple(large))]
         return args
 
     def codegen_kwargs(self, skip_out: bool = False) -> list[str]:

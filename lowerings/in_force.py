@@ -11,13 +11,12 @@ from typing import Protocol
 from torch._inductor import config
 
 from inductor_q.kernels.scatter2scatter_dequantize import Large
-from inductor_q.presets import NEVER
 
 
 class InForce(Protocol):
     def kernel(self, op: str) -> str: ...
 
-    def decoded_from(self) -> Large: ...
+    def decoded_from(self) -> Large | None: ...
 
     def count_provider(self, op: str, provider: str) -> None: ...
 
@@ -28,8 +27,8 @@ class _Defaults:
     def kernel(self, op: str) -> str:
         return "auto"
 
-    def decoded_from(self) -> Large:
-        return Large(NEVER, NEVER, NEVER, NEVER)
+    def decoded_from(self) -> None:
+        return None
 
     def count_provider(self, op: str, provider: str) -> None:
         pass

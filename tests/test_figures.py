@@ -231,8 +231,8 @@ def _large_experts() -> str:
     second = _decoded_first("moe_large", "gpt-oss-20b", "fwd", 16_384)
     third = _decoded_first("moe_large", "Mixtral", "fwd", 8192)
     return (
-        f"{first} ms in Qwen3-235B-A22B (3072 x 4096), {second} ms in gpt-oss-20b (5760 x 2880), "
-        f"{third} ms in Mixtral"
+        f"{first} ms in Qwen3-235B-A22B (3072 x 4096), {second} ms with the sizes of gpt-oss-20b "
+        f"(5760 x 2880), {third} ms in Mixtral"
     )
 
 
@@ -240,13 +240,13 @@ def _rows_of_large() -> str:
     tokens = (8192, 16_384, 32_768)
     nf4 = _decoded_first("moe_large", "gpt-oss-20b", "fwd", *tokens)
     mxfp4 = _decoded_first("moe_mxfp4_large", "gpt-oss-20b", "fwd", *tokens)
-    return f"{nf4} ms in gpt-oss-20b, and in MXFP4 {mxfp4} ms"
+    return f"{mxfp4} ms in gpt-oss-20b in MXFP4; in NF4, with its sizes, {nf4} ms"
 
 
 def _large_transposed() -> str:
     one = _decoded_first("moe_large", "gpt-oss-20b", "dX", 32_768)
     other = _decoded_first("moe_large", "Mixtral", "dX", 16_384)
-    return f"{one} ms in gpt-oss-20b, {other} ms in Mixtral"
+    return f"{one} ms with the sizes of gpt-oss-20b, {other} ms in Mixtral"
 
 
 def _rows_of_transposed() -> str:

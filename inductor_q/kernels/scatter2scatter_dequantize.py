@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inductor_q.formats import QuantFormat
 from inductor_q.kernels.expert_active import ActiveExperts, active_experts
 from inductor_q.kernels.expert_calls import IN_FP8, Scatter2Scatter
 from inductor_q.kernels.expert_weights import ExpertWeights
@@ -113,8 +114,8 @@ KERNEL = Dequantize()
 
 class Large(NamedTuple):
     """From which sizes on experts are decoded first, if they have both: elements of one expert's
-    weight, and rows of the input for each; and the same where the weight is read transposed, as for
-    the gradient of x, where torch's grouped GEMM gains less."""
+    weight, and rows of the input for each; and the same where the weight is read transposed, where
+    torch's grouped GEMM gains less."""
 
     elements: int
     rows: int
@@ -122,15 +123,27 @@ class Large(NamedTuple):
     rows_transposed: int
 
 
-def preferred(call: Scatter2Scatter, named: str, large: Large) -> str:
+def preferred(call: Scatter2Scatter, named: str, large: Large | None) -> str:
     """Return the provider to ask first: the one that is named, or for large experts this one.
 
     Experts in FP8 have no choice.
+
+    Args:
+        large: which experts are large; None: none are.
     """
     if call.op == IN_FP8:
         return "auto"
-    elements, rows = large[2:] if call.transposed else large[:2]
-    small = call.in_features * call.out_features < elements or call.rows_each < rows
-    if named != "auto" or call.fmt is None or small:
+    if named != "auto" or call.fmt is None or large is None:
+        return named
+    if not _is_large(call, call.fmt, large):
         return named
     return named if against(KERNEL, call) else KERNEL.name
+
+
+def _is_large(call: Scatter2Scatter, fmt: QuantFormat, large: Large) -> bool:
+    elements, rows = call.in_features * call.out_features, call.rows_each
+    if call.transposed:
+        # What is decoded by rows is copied to its place beside the adapter, which takes too long.
+        wide, tall = large.elements_transposed, large.rows_transposed
+        return elements >= wide and rows >= tall and not fmt.by_rows
+    return elements >= large.elements and rows >= large.rows

@@ -59,28 +59,29 @@ SM_90 = replace(
             "without extend_k: 1.99 / 2.10 ms at 256 rows, 2.58 / 2.72 at 512, 4.05 / 4.29 at "
             f"1024, 7.61 / 7.99 at 2048; fewer rows not measured ({_H200})",
         ),
-        "fuse_scatter2scatter.min_large_expert": Entry(
+        "fuse_scatter2scatter.min_elements_of_large": Entry(
             value=15 << 20,
             evidence="experts' first projection in NF4, r=16, forward, 2,048 rows each, decoded "
             "first and in the product: 12.6 / 12.3 ms in Qwen3-235B-A22B (3072 x 4096), 3.78 / "
-            "3.77 ms in gpt-oss-20b (5760 x 2880), 6.34 / 7.21 ms in Mixtral (28672 x 4096) "
-            f"({_LARGE}/moe_large-h200.json and moe_large_first-h200.json)",
+            "3.77 ms with the sizes of gpt-oss-20b (5760 x 2880), 6.34 / 7.21 ms in Mixtral "
+            f"(28672 x 4096) ({_LARGE}/moe_large-h200.json and moe_large_first-h200.json)",
         ),
         "fuse_scatter2scatter.min_rows_of_large": Entry(
             value=2048,
-            evidence="the same with 1,024, 2,048 and 4,096 rows each: 2.23 / 2.00, 3.78 / 3.77, "
-            "7.24 / 7.59 ms in gpt-oss-20b, and in MXFP4 2.11 / 1.98, 3.55 / 3.91, 6.68 / 7.76 ms "
+            evidence="the same with 1,024, 2,048 and 4,096 rows each: 2.11 / 1.98, 3.55 / 3.91, "
+            "6.68 / 7.76 ms in gpt-oss-20b in MXFP4; in NF4, with its sizes, 2.23 / 2.00, 3.78 / "
+            "3.77, 7.24 / 7.59 ms, so with 2,048 rows that is no gain for the memory "
             f"({_LARGE}/moe_large-h200.json and moe_mxfp4_large-h200.json)",
         ),
-        "fuse_scatter2scatter.min_large_transposed": Entry(
+        "fuse_scatter2scatter.min_elements_of_large_transposed": Entry(
             value=7 << 24,
-            evidence="the gradient of x, 4,096 rows each: 8.16 / 8.12 ms in gpt-oss-20b, 13.0 / "
-            f"13.7 ms in Mixtral ({_LARGE}/moe_large-h200.json)",
+            evidence="the gradient of x in NF4, 4,096 rows each: 8.16 / 8.12 ms with the sizes of "
+            f"gpt-oss-20b, 13.0 / 13.7 ms in Mixtral ({_LARGE}/moe_large-h200.json)",
         ),
-        "fuse_scatter2scatter.min_rows_of_transposed": Entry(
+        "fuse_scatter2scatter.min_rows_of_large_transposed": Entry(
             value=4096,
-            evidence="the gradient of x with 2,048, 4,096 and 8,192 rows each: 6.92 / 6.92, 13.0 / "
-            f"13.7, 26.9 / 28.6 ms in Mixtral ({_LARGE}/moe_large-h200.json)",
+            evidence="the gradient of x in NF4 with 2,048, 4,096 and 8,192 rows each: 6.92 / 6.92, "
+            f"13.0 / 13.7, 26.9 / 28.6 ms in Mixtral ({_LARGE}/moe_large-h200.json)",
         ),
         "attention_rows.min_keys": Entry(
             value=1024,

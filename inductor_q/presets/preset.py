@@ -104,24 +104,25 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
             "benchmarks/results/moe_fp8-h100.json)",
         ),
         # Elements of an expert's weight from which experts are decoded before the product.
-        "fuse_scatter2scatter.min_large_expert": Entry(
+        "fuse_scatter2scatter.min_elements_of_large": Entry(
             value=NEVER,
             evidence="a start value, which is never: all decoded experts are in memory then; "
             "measured where a preset says otherwise",
         ),
         # The rows for each expert from which such experts are.
         "fuse_scatter2scatter.min_rows_of_large": Entry(
+            value=1,
+            evidence="a start value: where experts of a size are decoded first, however few rows "
+            "they have; measured where a preset says otherwise",
+        ),
+        # The same two where a product reads the weight transposed to how it is stored.
+        "fuse_scatter2scatter.min_elements_of_large_transposed": Entry(
             value=NEVER,
             evidence="a start value, which is never; measured where a preset says otherwise",
         ),
-        # The same two where a product reads the weight transposed, as the gradient of x does.
-        "fuse_scatter2scatter.min_large_transposed": Entry(
-            value=NEVER,
-            evidence="a start value, which is never; measured where a preset says otherwise",
-        ),
-        "fuse_scatter2scatter.min_rows_of_transposed": Entry(
-            value=NEVER,
-            evidence="a start value, which is never; measured where a preset says otherwise",
+        "fuse_scatter2scatter.min_rows_of_large_transposed": Entry(
+            value=1,
+            evidence="a start value, as that of rows above; measured where a preset says otherwise",
         ),
         # Rows up to which a linear layer reads its packed weight, where a kernel of ours does.
         "linear_rows.max_rows": Entry(

@@ -39,6 +39,15 @@ def test_bench_moe_in_fp8(tmp_path: Path) -> None:
     assert errors["qfuse"] < 0.005 < errors["fp8"] < 0.04
 
 
+def test_bench_moe_compiled(tmp_path: Path) -> None:
+    out = tmp_path / "compiled.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    bench_moe.main([*command, "--backends", "qfuse", "compiled", "--passes", "fwd", "dX"])
+    rows = check_file(out, "bench_moe", {"qfuse", "compiled"})
+    assert {row["case"]["pass"] for row in rows} == {"fwd", "dX"}
+    assert len({row["extra"]["error"] for row in rows}) == 1
+
+
 @pytest.mark.parametrize("format", bench_moe.FORMATS)
 def test_experts_of_bench_moe_are_those_of_the_library(format: str) -> None:
     pytest.importorskip(bench_moe.FORMATS[format][1])

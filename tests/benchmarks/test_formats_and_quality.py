@@ -54,7 +54,7 @@ def test_fp8_tiles_are_decoded_as_transformers_does() -> None:
     "format",
     [
         name if name in ("fp8_128x128", "llm_int8") else pytest.param(name, marks=pytest.mark.slow)
-        for name in bench_formats.FORMATS
+        for name in bench_formats.PACKED
     ],
 )
 def test_bench_formats_decodes_and_fuses_every_format(tmp_path: Path, format: str) -> None:
@@ -71,6 +71,21 @@ def test_bench_formats_decodes_and_fuses_every_format(tmp_path: Path, format: st
     assert linear["error"] < 2**-7
     assert step["fused"] == "7 of 7" and step["breaks"] == 0
     assert step["loss_deviation"] < 0.01
+
+
+def test_bench_formats_of_weights_that_are_not_quantized(tmp_path: Path) -> None:
+    out, fp8 = tmp_path / "formats.json", "qfuse[qfuse.compute=fp8]"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--loss-steps", "2"]
+    command += ["--out", str(out), "--formats", "bf16", "--backends", "eager", fp8]
+    with no_codegen():
+        bench_formats.main(command)
+    rows = {
+        (r["case"]["part"], r["peer"]): r["extra"]
+        for r in check_file(out, "bench_formats", {"eager", fp8})
+    }
+    assert rows.keys() == {(part, peer) for part in ("linear", "step") for peer in ("eager", fp8)}
+    assert rows["linear", "eager"]["error"] < 2**-7
+    assert 0 < rows["step", fp8]["loss_deviation"] < 0.01
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_q import kernels
 from inductor_q.capture.example import example_product
-from inductor_q.context import LARGE, Context
+from inductor_q.context import Context
 from inductor_q.graph_report import Report
 from inductor_q.kernels import provider as providers
 from inductor_q.kernels import scatter2scatter_cuda
@@ -31,15 +31,13 @@ from tests.support.tile_cases import BF16, FIT, FP16, device
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("default_options")
 
-NONE = Large(*[NEVER] * 4)
-
 
 def served(
     case: Layer,
     arch: int,
     monkeypatch: pytest.MonkeyPatch,
     provider: str = "auto",
-    large: Large = NONE,
+    large: Large | None = None,
     memory: int | None = None,
 ) -> tuple[str, list[str]]:
     """Which kernel a GPU of that architecture would launch for `case`, and what is told.
@@ -80,12 +78,16 @@ def served(
     return launched[0], told
 
 
-def resolved(provider: str, large: Large, memory: int | None) -> Resolved:
+def resolved(provider: str, large: Large | None, memory: int | None) -> Resolved:
     """What options say of it."""
-    given: dict[str, Any] = {
-        "qfuse.kernels": {"scatter2scatter": provider},
-        "qfuse.thresholds": dict(zip(LARGE, large, strict=True)),
-    }
+    given: dict[str, Any] = {"qfuse.kernels": {"scatter2scatter": provider}}
+    if large is not None:
+        given["qfuse.thresholds"] = {
+            "fuse_scatter2scatter.min_elements_of_large": large.elements,
+            "fuse_scatter2scatter.min_rows_of_large": large.rows,
+            "fuse_scatter2scatter.min_elements_of_large_transposed": large.elements_transposed,
+            "fuse_scatter2scatter.min_rows_of_large_transposed": large.rows_transposed,
+        }
     return on_cpu({**given, "qfuse.memory": memory} if memory else given)
 
 
@@ -170,6 +172,37 @@ def test_large_experts_are_decoded_first_where_a_preset_says_so(
     dense = layer(FIT, dtype=BF16, quant=DENSE, lora=False)
     assert served(dense, 90, monkeypatch, large=Large(1, 1, 1, 1))[0] == "grouped_mm"
     assert served(layer(FIT), 90, monkeypatch, large=Large(1, 1, 1, 1))[0] == "reference"
+
+
+MIXTRAL, GPT_OSS = (8, 28_672, 4096), (32, 5760, 2880)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "options", "first"),
+    [
+        (MIXTRAL, 2047, {}, False),
+        (MIXTRAL, 2048, {}, True),
+        (MIXTRAL, 4095, {"transposed": True}, False),
+        (MIXTRAL, 4096, {"transposed": True}, True),
+        (MIXTRAL, 4096, {"transposed": True, "format": "mxfp4"}, False),
+        (GPT_OSS, 2047, {"format": "mxfp4"}, False),
+        (GPT_OSS, 2048, {"format": "mxfp4"}, True),
+        (GPT_OSS, 1 << 20, {"transposed": True}, False),
+        ((128, 3072, 4096), 1 << 20, {}, False),
+    ],
+)
+def test_what_is_large_on_hopper(
+    shape: tuple[int, ...], rows: int, options: dict[str, Any], first: bool
+) -> None:
+    """By the preset of sm_90; what is decoded by rows is never, where it is read transposed."""
+    context = Context(on_cpu({"qfuse.preset": "sm_90"}), Report())
+    order = torch.empty(rows * shape[0], dtype=torch.int64, device="meta")
+    x = torch.empty(1, dtype=BF16, device="meta")
+    given: dict[str, Any] = dict.fromkeys(("order", "inverse", "offsets", "tiles"), order)
+    given |= {"format": "nf4_b64", "shape": shape, "x": x, "operands": [x], "top_k": 1, **options}
+    call = Scatter2Scatter(**given)
+    wanted = preferred(call, "auto", context.decoded_from())
+    assert wanted == ("dequantize" if first else "auto")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import inductor_q
 from inductor_q import experts
-from inductor_q.context import LARGE
 from inductor_q.experts.modules import expert_layers
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.kernels import PROVIDERS
@@ -30,7 +29,8 @@ from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, mode
 
 PASS = "fuse_scatter2scatter"
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
-AS_STORED, TRANSPOSED = dict.fromkeys(LARGE[:2], 1), dict.fromkeys(LARGE[2:], 1)
+AS_STORED = {"fuse_scatter2scatter.min_elements_of_large": 1}
+TRANSPOSED = {"fuse_scatter2scatter.min_elements_of_large_transposed": 1}
 DECODED_FIRST = AS_STORED | TRANSPOSED
 
 
