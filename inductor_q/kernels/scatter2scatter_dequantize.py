@@ -7,7 +7,9 @@ rows, which is the most that can have any (`inductor_q.kernels.expert_active`).
 
 The adapter rides in the same product, `[x | s x A'] [W | B]'`, summed in float32: rows are copied
 into grouped order and weights decoded anyway, so they go straight into wider buffers, and there is
-no second product [R, N] to write, read and add.
+no second product [R, N] to write, read and add. Only where the weight is read transposed and its
+format is decoded by rows there is one: such a decode writes whole matrices, beside which the next
+expert's begins, and B would have to lie between.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from inductor_q.kernels.expert_weights import ExpertWeights
 from inductor_q.kernels.provider import Provider, against
 from inductor_q.kernels.scatter2scatter_grouped_mm import (
     adapter,
+    add_adapter,
     missing,
     product,
     project,
@@ -50,20 +53,29 @@ class Dequantize(Provider[Scatter2Scatter]):
     def workspace(self, call: Scatter2Scatter) -> int:
         """Count all experts in 16 bits, which are gone before rows are summed by token."""
         active, size, k = min(call.rows, call.num_experts), call.x.itemsize, call.in_features
-        wide = -(-(k + call.rank) // PITCH) * PITCH if call.rank else k
+        rides = _rides(call)
+        wide = -(-(k + call.rank) // PITCH) * PITCH if rides else k
         weights = active * call.out_features * wide * size
-        rows = call.rows * wide * size if call.rank else call.gathered_bytes
-        return rows + call.grouped_bytes + max(weights - call.late_bytes, 0)
+        part = call.rows * call.out_features * size if call.rank and not rides else 0
+        rows = call.rows * wide * size if rides else call.gathered_bytes
+        return rows + call.grouped_bytes + max(max(weights, part) - call.late_bytes, 0)
 
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         active = fewer_experts(call)
-        if call.rank:
+        if _rides(call):
             y, rank = _extended(call, active)
             return rows_out(call, y), rank
         offsets = call.offsets if active is None else active.offsets
         x = rows_in(call)
         y = product(call, x, decode(call, active), offsets)  # the weight is gone after it
-        return rows_out(call, y), x.new_empty(call.rows, 0)
+        rank = add_adapter(call, x, y, active)
+        return rows_out(call, y), rank
+
+
+def _rides(call: Scatter2Scatter) -> bool:
+    """Whether there is an adapter, and it has a place beside the decoded weight."""
+    by_rows = call.fmt is not None and call.fmt.by_rows
+    return call.rank > 0 and not (call.transposed and by_rows)
 
 
 def fewer_experts(call: Scatter2Scatter) -> ActiveExperts | None:
@@ -143,7 +155,7 @@ def preferred(call: Scatter2Scatter, named: str, large: Large | None) -> str:
 def _is_large(call: Scatter2Scatter, fmt: QuantFormat, large: Large) -> bool:
     elements, rows = call.in_features * call.out_features, call.rows_each
     if call.transposed:
-        # What is decoded by rows is copied to its place beside the adapter, which takes too long.
+        # What is decoded by rows has no place for the adapter there, which is a product more.
         wide, tall = large.elements_transposed, large.rows_transposed
         return elements >= wide and rows >= tall and not fmt.by_rows
     return elements >= large.elements and rows >= large.rows

@@ -51,12 +51,8 @@ class GroupedMm(Provider[Scatter2Scatter]):
 
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         x = rows_in(call)
-        y, rank = product(call, x, call.operands[0], call.offsets), x.new_empty(call.rows, 0)
-        if call.rank:
-            a, b, offsets = adapter(call)
-            wide, rank = project(call, x, a, offsets)
-            part = torch._grouped_mm(wide, b.transpose(1, 2), offs=offsets[1:])
-            y = y.add_(part, alpha=call.scaling)
+        y = product(call, x, call.operands[0], call.offsets)
+        rank = add_adapter(call, x, y)
         return rows_out(call, y), rank
 
 
@@ -142,6 +138,19 @@ def adapter(
         a, b = select_adapter(a, b, active.ids)
         offsets = active.offsets
     return _aligned(a.to(call.x.dtype), 1), _aligned(b.to(call.x.dtype), 2), offsets
+
+
+def add_adapter(
+    call: Scatter2Scatter, x: Tensor, y: Tensor, active: ActiveExperts | None = None
+) -> Tensor:
+    """Add the adapter's part of grouped rows `x` to `y`, if there is one; return the op's second
+    result."""
+    if not call.rank:
+        return x.new_empty(call.rows, 0)
+    a, b, offsets = adapter(call, active)
+    wide, rank = project(call, x, a, offsets)
+    y.add_(torch._grouped_mm(wide, b.transpose(1, 2), offs=offsets[1:]), alpha=call.scaling)
+    return rank
 
 
 def project(call: Scatter2Scatter, x: Tensor, a: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

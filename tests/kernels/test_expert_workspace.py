@@ -48,6 +48,18 @@ def test_a_cpu_takes_what_is_said(name: str, lora: bool, grouped: tuple[bool, bo
         assert said <= taken < said + 5 * call.rows * call.out_features * 2
 
 
+@pytest.mark.parametrize("grouped", GROUPED, ids=str)
+def test_what_is_decoded_by_rows_is_in_memory_once(grouped: tuple[bool, bool]) -> None:
+    """Also where it is read transposed, and has no place for the adapter."""
+    with torch.no_grad():
+        case = layer(SIZES, dtype=BF16, quant="mxfp4", transposed=True, grouped=grouped)
+        call, kernel = case.call(), CPU["dequantize"]
+        taken, said = most_beside(lambda: kernel.run(call)), kernel.workspace(call)
+    packed = 2 * call.in_features * call.out_features  # as above
+    assert 0.98 * taken - packed < said <= taken
+    assert taken < 2 * 2 * 8 * call.in_features * call.out_features + call.gathered_bytes
+
+
 def test_experts_in_fp8_take_a_byte_for_each_weight() -> None:
     """And their rows as much for each feature, and four for a scale."""
     case = layer(SIZES, dtype=BF16, lora=False, grouped=(True, True))

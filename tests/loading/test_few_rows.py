@@ -16,10 +16,10 @@ import inductor_q
 from inductor_q import capture, ops
 from inductor_q.kbit import meta_parameters
 from inductor_q.kernels import linear_rows_cpp
-from tests.loading.test_shipped import random
 from tests.support.compiling import Compiled, compile_step, no_codegen
 from tests.support.few_rows import error
 from tests.support.quantized import DTYPES
+from tests.support.shipped import random
 
 KERNEL = linear_rows_cpp.KERNEL
 pytestmark = pytest.mark.skipif(bool(KERNEL.missing()), reason=KERNEL.missing() or "it is there")

@@ -306,8 +306,13 @@ def test_an_expert_alone_is_a_slice_of_all(
 @pytest.mark.parametrize("grouped", GROUPED, ids=str)
 @pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
 @pytest.mark.parametrize("rank", [8, 3])
+@pytest.mark.parametrize("quant", ["nf4", "mxfp4"])
 def test_dequantize_provider(
-    monkeypatch: pytest.MonkeyPatch, rank: int, transposed: bool, grouped: tuple[bool, bool]
+    monkeypatch: pytest.MonkeyPatch,
+    quant: str,
+    rank: int,
+    transposed: bool,
+    grouped: tuple[bool, bool],
 ) -> None:
     # No reference to fall back to: an unsupported call would be an error.
     product, gram = scatter2scatter_dequantize.KERNEL, scatter2scatter_grouped_mm.GRAM
@@ -315,6 +320,7 @@ def test_dequantize_provider(
     monkeypatch.setitem(kernels.PROVIDERS["grouped_gram"], "cpu", (gram,))
     check(
         Sizes(rank=rank),
+        quant=quant,
         dtype=torch.bfloat16,
         bias=True,
         gates=True,
