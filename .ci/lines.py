@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 BUDGET = {
     "benchmarks": 8800,
     "csrc": 4515,
-    "docs": 2400,
+    "docs": 2440,
     "examples": 1190,
     "inductor_q": 6930,
     "inductor_q/capture": 2645,
@@ -29,7 +29,7 @@ BUDGET = {
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 2650,
     "inductor_q/kbit": 1000,
-    "inductor_q/kernels": 8230,
+    "inductor_q/kernels": 8280,
     "inductor_q/loading": 2605,
     "inductor_q/ops": 2960,
     "inductor_q/presets": 740,

@@ -42,6 +42,14 @@ REMARKS = {
     ),
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("layers-h200", "b78c2bd"): "The run was stopped behind the first of its recipes.",
+    **dict.fromkeys(
+        (
+            *(("moe_mxfp4-h200", "7929691"), ("moe_nvfp4-h200", "7929691")),
+            *(("moe_mxfp4_large-h200", "75ef9c0"), ("moe_nvfp4_many-h200", "b78c2bd")),
+            ("moe_fp8_128x128-h200", "af6237d"),
+        ),
+        "Since then decoding first copies no decoded weight, which it did with backward.",
+    ),
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
 }
 

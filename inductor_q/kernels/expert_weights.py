@@ -93,8 +93,8 @@ class ExpertWeights:
         """Decode all experts: [E, rows, cols].
 
         Args:
-            out: where to write them, strided by expert, or evenly by row, for example a part of
-                wider rows; None for a tensor of their own.
+            out: where to write them: strided evenly by row, for example a part of wider rows, or,
+                in a format that is not decoded by rows, by expert; None for a tensor of their own.
         """
         if self._fmt is None:
             return _into(out, self._operands[0], self._dtype)
@@ -111,10 +111,9 @@ class ExpertWeights:
             return out
         if out.stride(0) == rows * out.stride(1):
             write(operands, fmt, out.view(-1, cols))
-        elif not fmt.by_rows:
+        else:
+            assert not fmt.by_rows, "its rows would be no rows of a matrix"
             write(operands, fmt, out.view(experts, -1))
-        else:  # rows that are no rows of a matrix
-            out.copy_(self._decode(operands, fmt, experts, None))
         return out
 
     def _by_expert(self) -> list[tuple[Tensor, bool]]:
