@@ -118,8 +118,10 @@ def test_some_dense_experts_are_picked_before_they_are_cast() -> None:
 PLACES = {"rows": (5, 48, 72), "experts": (5, 56, 64), "whole": (5, 48, 64)}
 
 
-WRITTEN = ("nf4_b64_nested", "nf4_b4096", "kbit3_e4m4", "nvfp4", "int4_g128", "fp8_e4m3_row", DENSE)
-WRITTEN += ("mxfp4", "nvfp4_rows", "fp8_e4m3_128x128")
+WRITTEN = (
+    *("nf4_b64_nested", "nf4_b4096", "kbit3_e4m4", "nvfp4", "int4_g128", "fp8_e4m3_row", DENSE),
+    *("mxfp4", "nvfp4_rows", "fp8_e4m3_128x128"),
+)
 
 
 @pytest.mark.parametrize(
