@@ -136,9 +136,10 @@ def tell_last_graph() -> None:
     codes = TracingContext.get_traced_code() or ()
     names = [f"{c.co_name} ({c.co_filename}:{c.co_firstlineno})" for c in codes]
     log.warning(
-        "qfuse: graph %d of %s, the last that torch compiles of it: the next shape, mode or "
-        "adapter runs in eager mode. inductor_q.compile(model) has room for each state of the "
-        "adapters; torch._dynamo.config.recompile_limit is the number",
+        "qfuse: graph %d of %s, the last that torch compiles of it: the next shape, mode, adapter "
+        "or set of arguments runs in eager mode. torch._dynamo.config.recompile_limit is the "
+        "number; a model given to inductor_q.compile has as many for each state of its adapters, "
+        "and qfuse explain says what each graph was compiled for",
         count + 1,
         next(iter(names), "a function"),
     )

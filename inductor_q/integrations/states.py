@@ -26,13 +26,13 @@ from inductor_q.capture.example import SPREAD
 from inductor_q.compiled_for import compiling
 from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS, wants_graphs
+from inductor_q.integrations.captured_outputs import prepare_asked, prepare_router_logits
 from inductor_q.integrations.checkpointing import has_llm_int8
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
 from inductor_q.integrations.mask_parts import MaskParts, parts_of, takes_parts, with_mask
 from inductor_q.integrations.neftune import prepare_neftune
 from inductor_q.integrations.problem_type import Classifier
-from inductor_q.integrations.router_logits import prepare_router_logits
 from inductor_q.log import warn_once
 from inductor_q.modules import modules_of
 from inductor_q.options import resolve
@@ -59,6 +59,7 @@ class States:
         self.is_sharded = is_sharded(model)
         # Of what forward notes in these, nobody reads what backward would note again.
         self.skips_effects = prepare_router_logits(model) or has_llm_int8(model)
+        self.collects = False  # whether hooks that collect hidden states are there
         self.lengths_vary = False  # whether to tell Dynamo so before it finds out
         self.keeps_results = False  # of calls without gradients, where a CUDA graph overwrites them
         self.classifier: Classifier | None = None  # which is compiled with its loss
@@ -68,6 +69,11 @@ class States:
         self.least_logits: int | None = None  # for the loss to be compiled beside layers
         self.applies: dict[str, bool] = {}  # whether passes do that layers or the loss are made for
         self.layer: Any = None  # one of PEFT's layers, which has what is active
+
+    def prepare_asked(self, given: Mapping[str, Any]) -> None:
+        """Prepare the model for a call with these arguments, should it ask for hidden states."""
+        self.collects = prepare_asked(self.model, given)
+        self.skips_effects |= self.collects
 
     def function(self, part: nn.Module) -> Callable[..., Any]:
         """Return what calls `part` in the state that the model is in now.
@@ -80,7 +86,8 @@ class States:
             return self.compiled((part, state), lambda: part._call_impl, **_wide_limit())
         key: tuple[Any, State] = (type(part), state)
         name = type(part).__name__
-        return functools.partial(self.compiled(key, lambda: named_function(name)), part)
+        call = self.compiled(key, lambda: named_function(name), **_wide_limit())
+        return functools.partial(call, part)
 
     def loss(self, model: Any, args: tuple[Any, ...], given: dict[str, Any], outputs: Any) -> Any:
         """Call the forward of `model` compiled, whose decoder has run and returned `outputs`."""
@@ -256,6 +263,8 @@ class Region:
             return self.module._call_impl(*args, **kwargs)
         for name in cached:
             kwargs[name] = None
+        if not self.shares and not self.states.collects:
+            self.states.prepare_asked(kwargs)
         if self.states.lengths_vary:
             mark_lengths(kwargs)
         if self.states.classifier is not None:
@@ -290,6 +299,10 @@ class Region:
 
 def _is_new(cache: Any) -> bool:
     """Whether a cache of transformers has no keys and values yet."""
+    # An encoder-decoder's has one for each of its decoder's attentions.
+    parts = [getattr(cache, f"{name}_attention_cache", None) for name in ("self", "cross")]
+    if None not in parts:
+        return all(map(_is_new, parts))
     layers = getattr(cache, "layers", None)
     return layers is not None and not any(map(_holds_something, layers))
 

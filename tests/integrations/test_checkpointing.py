@@ -19,7 +19,7 @@ from inductor_q.diagnostics import observe
 from inductor_q.experts import quantize
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.log import warn_once
-from tests.support.compiling import gradients
+from tests.support.compiling import gradients, no_codegen
 
 for extra in ("bitsandbytes", "transformers"):
     pytest.importorskip(extra)
@@ -229,7 +229,7 @@ def test_router_logits_are_in_the_graph(checkpointed: bool) -> None:
         model.get_base_model().router_aux_loss_coef = coefficient
         model.zero_grad()
         found[coefficient] = moe_step(model, model)
-    assert testing.relative_error(found[0.0], found[5.0]) > 0.1
+    assert testing.relative_error(found[0.0], found[5.0]) > 0.5
     if checkpointed:
         enable(False)(model)
     inductor_q.compile(model)
@@ -238,7 +238,38 @@ def test_router_logits_are_in_the_graph(checkpointed: bool) -> None:
     with testing.CompileTrace() as trace:
         compiled = moe_step(model, model)
     assert (trace.graphs, trace.breaks) == (1, [])
-    assert testing.relative_error(compiled, found[5.0]) < 0.03
+    # With some numbers of threads a token has another expert, by rounding.
+    assert testing.relative_error(compiled, found[5.0]) < 0.15
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_hidden_states_are_in_the_graph(checkpointed: bool) -> None:
+    """Of a call that asks for them, with their gradients; a call that does not has a graph too."""
+    pytest.importorskip("transformers.utils.output_capturing")
+    config = testing.tiny_qwen3_config()
+    model = testing.qlora_model(config, compute_dtype=torch.float32, randomize_adapters=True)
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(3))
+
+    def distilled() -> tuple[int, torch.Tensor]:
+        model.zero_grad()
+        given = model(input_ids=ids, output_hidden_states=True).hidden_states
+        sum(states.float().square().mean() for states in given[1:]).backward()
+        return len(given), torch.cat([g.flatten() for g in gradients({}, model).values()])
+
+    if checkpointed:
+        enable(False)(model)
+    count, expected = distilled()
+    for layer in model.get_base_model().model.layers:
+        layer._forward_hooks.clear()
+    model.get_base_model().model._output_capturing_hooks_installed = False
+    inductor_q.compile(model)
+    torch._dynamo.reset()
+    with no_codegen(), testing.CompileTrace() as trace:
+        found, compiled = distilled()
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert found == count == config.num_hidden_layers + 1
+    assert (trace.graphs, trace.breaks) == (2, [])
+    assert testing.relative_error(compiled, expected) < 1e-4
 
 
 def test_packed_experts_are_in_the_graph_of_a_checkpointed_layer() -> None:

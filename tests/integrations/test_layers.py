@@ -187,6 +187,32 @@ def test_layers_that_read_a_cache_say_that_they_are_not_compiled(told: list[str]
     assert [line for line in told if "reads keys and values of tokens before it" in line] == told
 
 
+def test_layers_of_an_encoder_and_a_decoder_are_compiled() -> None:
+    """Its decoder makes a cache for each of its attentions, as empty as another model's."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
+    config = transformers.T5Config(**sizes, num_layers=2, dropout_rate=0.0, pad_token_id=0)
+    config.decoder_start_token_id = 0
+    base = transformers.T5ForConditionalGeneration(config)
+    inductor_q.quantize(base, {"bnb": {"compute_dtype": torch.float32}}, progress=False)
+    lora = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=4, target_modules=["q", "v"])
+    model = peft.get_peft_model(base, lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected = step(model)
+    assert len(expected) == 6 * 2 * 2  # attentions, projections, A and B
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        found = step(model)
+    assert trace.graphs == 4 and not trace.breaks  # the first of each is given no position_bias
+    for name, gradient in expected.items():
+        assert testing.relative_error(found[name], gradient) < CLOSE, name
+    report = inductor_q.report(model)
+    assert report.fused == len(report.layers)
+
+
 @pytest.mark.parametrize(
     "settings", [{"options": "fast"}, {"dynamic": "yes"}], ids=["options", "dynamic"]
 )
