@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1370,
     "inductor_q/formats": 1920,
-    "inductor_q/integrations": 2650,
+    "inductor_q/integrations": 2700,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8280,
     "inductor_q/loading": 2605,
