@@ -201,7 +201,7 @@ def test_layers_of_llm_int8_are_in_the_graph_of_a_checkpointed_layer() -> None:
 def with_packed_experts(layers: int = 1) -> Any:
     config = testing.tiny_qwen3_moe_config(num_hidden_layers=layers)
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
-    torch.manual_seed(0)  # of other weights a token may have another expert by rounding
+    torch.manual_seed(2)  # with other weights a token may have another expert by rounding
     base = auto.from_config(config, dtype=torch.bfloat16)
     base.set_experts_implementation("grouped_mm")
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
