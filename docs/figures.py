@@ -367,10 +367,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "decode.stock": lambda: ms(seconds("decode_8b_1-h100", "inductor")),
     "decode.bf16": lambda: ms(seconds("decode_8b_1-h100", "bf16")),
     "fp8.8b.stock": lambda: ms(seconds("step-8b-h200", "inductor")),
-    "fp8.dense": lambda: ms(
-        seconds(format_figures.EIGHT_BITS, "qfuse[qfuse.compute=fp8]", format="bf16")
-    ),
-    "fp8.dense_stock": lambda: ms(seconds(format_figures.EIGHT_BITS, "inductor", format="bf16")),
     "fp8.ours": lambda: ms(seconds("step_trl_fp8_graphs-h200", step_figures.FP8)),
     "fp8.bf16": lambda: ms(seconds("step_trl_fp8_graphs-h200", "qfuse")),
     "fp8.stock": lambda: ms(seconds("step_trl_fp8_graphs-h200", "inductor")),

@@ -33,13 +33,6 @@ from inductor_q.kernels.scatter2scatter_dequantize import Large, preferred
 from inductor_q.logits import Recipe
 from inductor_q.resolved import Budget, Resolved
 
-#: The thresholds from which experts are large, as `Large` has them.
-LARGE_THRESHOLDS = (
-    "fuse_scatter2scatter.min_elements_of_large",
-    "fuse_scatter2scatter.min_rows_of_large",
-    "fuse_scatter2scatter.min_elements_of_large_transposed",
-    "fuse_scatter2scatter.min_rows_of_large_transposed",
-)
 _STEP = re.compile(r"\['([^']+)'\]|(\w+)")
 
 
@@ -99,7 +92,14 @@ class Context:
         """
         if self.resolved.memory is not None or self.has_cpp_wrapper:
             return None
-        return Large(*map(self.threshold, LARGE_THRESHOLDS))
+        return Large(
+            elements=self.threshold("fuse_scatter2scatter.min_elements_of_large"),
+            rows=self.threshold("fuse_scatter2scatter.min_rows_of_large"),
+            elements_transposed=self.threshold(
+                "fuse_scatter2scatter.min_elements_of_large_transposed"
+            ),
+            rows_transposed=self.threshold("fuse_scatter2scatter.min_rows_of_large_transposed"),
+        )
 
     @property
     def has_cpp_wrapper(self) -> bool:

@@ -1,12 +1,14 @@
-"""Let what transformers collects of its layers be collected in a whole graph.
+"""Keep a graph whole whose layers give hidden states, attention weights or router logits away.
 
-Hidden states, attention weights and the router logits of a mixture of experts, for whose auxiliary
-loss TRL asks, are collected by hooks, which append to a list of the caller's. transformers installs
-the hooks under a lock in the first forward that is asked, and Dynamo traces no lock: here they are
-installed before. In a checkpointed layer Dynamo also has to be told that nobody needs the list to
-be filled again in backward (`skip_fwd_side_effects_in_bwd_under_checkpoint`). Where each layer is
-compiled by itself, the list is made outside of its graph, which Dynamo cannot reach: layers stay in
-eager mode where router logits are asked for, and break their graph for hidden states.
+transformers collects these by hooks on its layers, which append to a list of the caller's. (TRL
+asks a mixture of experts for its router logits, of which it makes the auxiliary loss.) It installs
+the hooks under a lock, in the first forward that is asked for them. Dynamo traces no lock, so they
+are installed here, before that forward.
+
+In a checkpointed layer Dynamo also has to be told that nobody needs the list to be filled again in
+backward (`skip_fwd_side_effects_in_bwd_under_checkpoint`). Where each layer is compiled by itself,
+the list is made outside of its graph, where Dynamo does not reach it: such layers stay in eager
+mode for router logits, and break their graph for hidden states.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ rows, which is the most that can have any (`inductor_q.kernels.expert_active`).
 
 The adapter rides in the same product, `[x | s x A'] [W | B]'`, summed in float32: rows are copied
 into grouped order and weights decoded anyway, so they go straight into wider buffers, and there is
-no second product [R, N] to write, read and add. Only where the weight is read transposed and its
-format is decoded by rows there is one: such a decode writes whole matrices, beside which the next
-expert's begins, and B would have to lie between.
+no second product [R, N] to write, read and add. A format that is decoded by rows and read
+transposed takes a second product all the same: its decode writes all experts as one matrix, in
+which there is no room for B between two of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Dequantize(Provider[Scatter2Scatter]):
         weights = active * call.out_features * wide * size
         part = call.rows * call.out_features * size if call.rank and not rides else 0
         rows = call.rows * wide * size if rides else call.gathered_bytes
-        return rows + call.grouped_bytes + max(max(weights, part) - call.late_bytes, 0)
+        return rows + call.grouped_bytes + max(weights - call.late_bytes, part - call.late_bytes, 0)
 
     def run(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:
         active = fewer_experts(call)
@@ -125,9 +125,14 @@ KERNEL = Dequantize()
 
 
 class Large(NamedTuple):
-    """From which sizes on experts are decoded first, if they have both: elements of one expert's
-    weight, and rows of the input for each; and the same where the weight is read transposed, where
-    torch's grouped GEMM gains less."""
+    """Hold the sizes from which on experts are decoded first; they need to have both.
+
+    Args:
+        elements: of one expert's weight.
+        rows: of the input, for each expert.
+        elements_transposed, rows_transposed: the same where the weight is read transposed, where
+            torch's grouped GEMM gains less.
+    """
 
     elements: int
     rows: int

@@ -112,8 +112,8 @@ THRESHOLDS: Mapping[str, Entry] = FrozenMap(
         # The rows for each expert from which such experts are.
         "fuse_scatter2scatter.min_rows_of_large": Entry(
             value=1,
-            evidence="a start value: where experts of a size are decoded first, however few rows "
-            "they have; measured where a preset says otherwise",
+            evidence="a start value: whoever sets the number of elements alone has large experts "
+            "decoded first, however few rows they have; measured where a preset says otherwise",
         ),
         # The same two where a product reads the weight transposed to how it is stored.
         "fuse_scatter2scatter.min_elements_of_large_transposed": Entry(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from inductor_q import exc, experts, kbit
 from inductor_q.experts.model import stacks
@@ -20,6 +19,7 @@ from inductor_q.testing import relative_error
 from tests.support.moe_models import FAMILIES, awaken, model, tokens
 from tests.support.moe_steps import CLOSE, adapted, step
 from tests.support.quantized import two_devices
+from tests.support.shipped import noted_reads
 
 
 @pytest.mark.parametrize("shard", ["100KB", "5GB"])
@@ -32,14 +32,7 @@ def test_straight_from_a_checkpoint(
     whole.save_pretrained(tmp_path, max_shard_size=shard)
     with meta_parameters():
         net = model(family)
-    read: list[str] = []
-    original = Checkpoint.read
-
-    def count(self: Checkpoint, name: str) -> Tensor:
-        read.append(name)
-        return original(self, name)
-
-    monkeypatch.setattr(Checkpoint, "read", count)
+    read = noted_reads(monkeypatch)
     experts.quantize(net, checkpoint=tmp_path)
     assert sorted(read) == sorted(Checkpoint(tmp_path).shapes())
     logits, _ = step(experts.quantize(whole), tokens())

@@ -19,11 +19,21 @@ from inductor_q.backend import qfuse
 from inductor_q.experts.model import stacks
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kbit import meta_parameters
-from inductor_q.loading.files import Checkpoint
 from inductor_q.testing import relative_error
 from tests.support.moe_models import EXPERTS as EXPERTS_OF_MODEL
 from tests.support.moe_models import awaken, model, tokens
-from tests.support.shipped import INDEX, Case, State, e2m1, gptq, hqq, random, save_packed, saved
+from tests.support.shipped import (
+    INDEX,
+    Case,
+    State,
+    e2m1,
+    gptq,
+    hqq,
+    noted_reads,
+    random,
+    save_packed,
+    saved,
+)
 from tests.support.shipped import seed as seed
 
 
@@ -42,14 +52,7 @@ def test_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_packed(tmp_path, state, {"quant_method": "mxfp4"})
     with meta_parameters():
         net = model("gpt_oss")
-    read: list[str] = []
-    original = Checkpoint.read
-
-    def count(self: Checkpoint, name: str) -> Tensor:
-        read.append(name)
-        return original(self, name)
-
-    monkeypatch.setattr(Checkpoint, "read", count)
+    read = noted_reads(monkeypatch)
     inductor_q.load_checkpoint(net, tmp_path, progress=False)
     assert sorted(read) == sorted(state)  # each tensor once
     found = dict(stacks(net))

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from inductor_q.loading.files import Checkpoint
 from tests.support.moe_models import model
 
 BF16 = torch.bfloat16
@@ -31,6 +32,19 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture(autouse=True)
 def seed() -> None:
     GENERATOR.manual_seed(0)
+
+
+def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that fills with the names of tensors as they are read from checkpoints."""
+    read: list[str] = []
+    original = Checkpoint.read
+
+    def note(self: Checkpoint, name: str) -> Tensor:
+        read.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", note)
+    return read
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
