@@ -1,8 +1,16 @@
-"""Tokens to the ranks that have their experts, and results back: torch's all-to-all in a graph.
+"""Tokens to the ranks that have their experts, and results back: torch's collectives in a graph.
 
 Rank r of W has the experts r E / W to (r + 1) E / W of each layer, and tokens of its own. A token
-travels once to each rank that has some of its experts, with all its choices and their gates; its
-results there, weighted and summed, travel back once, and are summed over the ranks:
+travels once to a rank, with all its choices and their gates; its results there, weighted and
+summed, travel back once, and are summed over the ranks. Ranks may have different numbers of tokens.
+There are two ways:
+
+**Gathered**, where a token has as many choices as there are ranks or more, so that most tokens have
+experts on most ranks: all tokens go to all ranks. A rank tells the others how many tokens it has
+from host to host, and nothing waits for a device.
+
+**Chosen**, where there are more ranks than choices: a token goes to those ranks that have some of
+its experts.
 
     rank 0 has experts 0, 1 and tokens a, b       rank 1 has experts 2, 3 and token c
     choices    a: 0 3    b: 1 0                   c: 2 1
@@ -10,10 +18,12 @@ results there, weighted and summed, travel back once, and are summed over the ra
     receives   a b c                              a c
     ids there  0 -  1 0  - 1                      - 1  0 -          "-" is another rank's expert
 
-How many rows travel, only the routing knows. So the host waits for the device once a layer, to
-learn it from all ranks, and what is received has as many rows as were sent: sizes that Dynamo lets
-into a graph with `capture_dynamic_output_shape_ops` (`inductor_q.compile` sets it), and at which
-the graph breaks otherwise. Ranks may have different numbers of tokens.
+How many rows travel then, only the routing knows. So the host waits for the device once a layer, to
+learn it from all ranks.
+
+Either way a rank receives as many rows as were sent: sizes that Dynamo lets into a graph with
+`capture_dynamic_output_shape_ops` (`inductor_q.compile` sets it), and at which the graph breaks
+otherwise.
 
 In backward gradients take the same ways, divided by W where they reach the experts and multiplied
 where they leave: what an expert's own parameters get is the mean over ranks of each rank's loss,
@@ -22,6 +32,7 @@ as DDP and FSDP take it of all others.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +41,15 @@ from torch import Tensor
 
 from inductor_q.ops.library import define, define_autograd
 
+#: torch 2.13 has another name for it.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class Exchange(NamedTuple):
     """Where the tokens of all ranks go in one layer.
 
-    rows: [S] int64, this rank's token in each row that it sends, rank after rank.
+    rows: [S] int64, this rank's token in each row that it sends, rank after rank; empty where
+        tokens are gathered, since all of them go to each rank.
     ids: [R, top_k] int64, the choices of each row that it receives, as its own experts count; an id
         outside of them is a sentinel. One row of sentinels where it receives none.
     splits: [2, ranks] int64 on the host, how many rows it sends to each rank, and receives.
@@ -68,9 +83,32 @@ def to_tokens(y: Tensor, exchange: Exchange, tokens: int) -> Tensor:
     return result
 
 
+def is_gathered(top_k: int, ranks: int) -> bool:
+    """Whether all tokens go to all ranks.
+
+    With as many choices as ranks, spread evenly, a rank has an expert of two thirds of all tokens;
+    with twice as many of seven eighths.
+    """
+    return ranks <= top_k
+
+
 def _plan(expert_ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, device = expert_ids.shape[0], expert_ids.device
-    ids = expert_ids.to(torch.int64)
+    ids = expert_ids.to(torch.int64).contiguous()
+    plan = _plan_gathered if is_gathered(ids.shape[1], ranks) else _plan_chosen
+    rows, there, splits = plan(ids, num_experts, ranks)
+    return rows, there - dist.get_rank() * num_experts, splits
+
+
+def _plan_gathered(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = ids.shape[0]
+    counts = _tokens_of_ranks(tokens, ranks)
+    there = ids.new_full((max(sum(counts), 1), ids.shape[1]), -1)
+    _gather(there, ids, counts)
+    return ids.new_empty(0), there, torch.tensor([[tokens] * ranks, counts])
+
+
+def _plan_chosen(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, device = ids.shape[0], ids.device
     owners = ids.div(num_experts, rounding_mode="floor")
     goes = (owners.unsqueeze(-1) == torch.arange(ranks, device=device)).any(1).T
     sent = goes.sum(1)
@@ -82,7 +120,23 @@ def _plan(expert_ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Ten
     rows = flat[: sum(to)] % max(tokens, 1)
     there = ids.new_full((max(sum(back), 1), ids.shape[1]), -1)
     _all_to_all(there, ids[rows], back, to)
-    return rows, there - dist.get_rank() * num_experts, splits
+    return rows, there, splits
+
+
+def _tokens_of_ranks(tokens: int, ranks: int) -> list[int]:
+    """Tell all ranks how many tokens this one has; return what they say."""
+    told = torch.empty(ranks, dtype=torch.int64)
+    hosts = _hosts(dist.group.WORLD)
+    _all_gather(told, torch.tensor([tokens]), group=hosts)
+    counts: list[int] = told.tolist()
+    return counts
+
+
+@functools.lru_cache(maxsize=1)
+def _hosts(world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a group of the ranks of `world`, the default group, that speaks from host to host."""
+    hosts: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return hosts
 
 
 def _plan_fake(expert_ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +152,10 @@ def _to_experts(x: Tensor, rows: Tensor, ids: Tensor, splits: Tensor) -> Tensor:
     to, back = splits.tolist()
     there = x.new_empty((ids.shape[0], *x.shape[1:]))
     there[sum(back) :] = 0
-    _all_to_all(there, x[rows], back, to)
+    if is_gathered(ids.shape[1], len(to)):
+        _gather(there, x.contiguous(), back)
+    else:
+        _all_to_all(there, x[rows], back, to)
     return there
 
 
@@ -108,6 +165,10 @@ def _to_experts_fake(x: Tensor, rows: Tensor, ids: Tensor, splits: Tensor) -> Te
 
 def _to_tokens(y: Tensor, rows: Tensor, ids: Tensor, splits: Tensor, tokens: int) -> Tensor:
     to, back = splits.tolist()
+    if is_gathered(ids.shape[1], len(to)):
+        parts = y.new_empty((len(to), tokens, *y.shape[1:]))
+        _all_to_all(parts.flatten(0, 1), y.contiguous(), to, back)
+        return parts.sum(0)  # which adds 16 bits up in float32
     here = y.new_empty((rows.shape[0], *y.shape[1:]))
     _all_to_all(here, y.contiguous(), to, back)
     wide = torch.promote_types(y.dtype, torch.float32)
@@ -125,6 +186,15 @@ def _to_tokens_fake(y: Tensor, rows: Tensor, ids: Tensor, splits: Tensor, tokens
 def _all_to_all(out: Tensor, x: Tensor, out_splits: list[int], splits: list[int]) -> None:
     """Fill the first rows of `out`."""
     dist.all_to_all_single(out[: sum(out_splits)], x[: sum(splits)], out_splits, splits)
+
+
+def _gather(out: Tensor, x: Tensor, counts: list[int]) -> None:
+    """Fill the first rows of `out` with the ranks' `x`, of which each has `counts` rows."""
+    out, ranks = out[: sum(counts)], len(counts)
+    if len(set(counts)) == 1:
+        _all_gather(out, x)
+    else:
+        _all_to_all(out, x.repeat(ranks, *[1] * (x.dim() - 1)), counts, [len(x)] * ranks)
 
 
 def _to_experts_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

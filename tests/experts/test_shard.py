@@ -24,7 +24,8 @@ from inductor_q import exc, experts
 from inductor_q.experts.model import stacks
 from inductor_q.experts.modules import expert_layers
 from inductor_q.integrations import QfuseCallback
-from inductor_q.ops.exchange import plan_exchange, to_experts, to_tokens
+from inductor_q.ops import exchange as exchange_ops
+from inductor_q.ops.exchange import is_gathered, plan_exchange, to_experts, to_tokens
 from inductor_q.testing import CompileTrace, relative_error
 from tests.support import ranks
 from tests.support.compiling import SMALL, no_codegen
@@ -67,25 +68,45 @@ def _join(rank: int, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
 
 
-def _exchange_by_hand(rank: int) -> None:
-    """The picture of `ops/exchange.py`."""
+def _chosen_by_hand(rank: int) -> None:
+    """Two ranks are more than one choice, so that a token goes to the rank that has its expert."""
     x = torch.tensor([[1.0], [2.0]] if rank == 0 else [[3.0]], requires_grad=True)
-    ids = torch.tensor([[0, 3], [1, 0]] if rank == 0 else [[2, 1]])
-    exchange = plan_exchange(ids, 2, 2)
-    expected = [[0, 3], [1, 0], [2, 1]] if rank == 0 else [[-2, 1], [0, -1]]
-    assert exchange.ids.tolist() == expected
+    exchange = plan_exchange(torch.tensor([[3], [1]] if rank == 0 else [[2]]), 2, 2)
+    assert exchange.ids.tolist() == ([[1]] if rank == 0 else [[1], [0]])
     there = to_experts(x, exchange)
-    assert there.flatten().tolist() == ([1, 2, 3] if rank == 0 else [1, 3])
+    assert there.flatten().tolist() == ([2] if rank == 0 else [1, 3])
     here = to_tokens(there * (rank + 1), exchange, len(x))
-    assert here.flatten().tolist() == ([3, 2] if rank == 0 else [9])
+    assert here.flatten().tolist() == ([2, 2] if rank == 0 else [6])
     here.sum().backward()
-    assert x.grad is not None and x.grad.flatten().tolist() == ([3, 1] if rank == 0 else [3])
+    assert x.grad is not None and x.grad.flatten().tolist() == ([2, 1] if rank == 0 else [2])
     # Nobody chooses rank 1, which gets one row that is nobody's.
     alone = plan_exchange(torch.zeros(2, 1, dtype=torch.int64), 2, 2)
     assert len(alone.ids) == (4 if rank == 0 else 1)
     assert rank == 0 or int(alone.ids) < 0
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     assert torch.equal(to_tokens(to_experts(x, alone), alone, 2), x)
+
+
+def _gathered_by_hand(rank: int) -> None:
+    """Two ranks are no more than two choices, so that all tokens go to both."""
+    x = torch.tensor([[1.0], [2.0]] if rank == 0 else [[3.0]], requires_grad=True)
+    ids = torch.tensor([[0, 3], [1, 0]] if rank == 0 else [[2, 1]])
+    exchange = plan_exchange(ids, 2, 2)
+    expected = torch.tensor([[0, 3], [1, 0], [2, 1]]) - 2 * rank
+    assert torch.equal(exchange.ids, expected) and len(exchange.rows) == 0
+    there = to_experts(x, exchange)
+    assert there.flatten().tolist() == [1, 2, 3]
+    here = to_tokens(there * (rank + 1), exchange, len(x))
+    assert here.flatten().tolist() == ([3, 6] if rank == 0 else [9])
+    here.sum().backward()
+    assert x.grad is not None and x.grad.flatten().tolist() == [3] * len(x)
+    # As many tokens on each rank, tokens on one alone, and none.
+    for count in (2, 2 * rank, 0):
+        mine = torch.full((count, 3), 1.5 + rank, dtype=torch.bfloat16)
+        plan = plan_exchange(torch.zeros(count, 2, dtype=torch.int64), 2, 2)
+        there = to_experts(mine, plan)
+        assert len(there) == len(plan.ids) == max(sum(plan.splits[1].tolist()), 1)
+        assert torch.equal(to_tokens(there, plan, count), 2 * mine)
 
 
 def _shared_step(rank: int, prepare: Any) -> Any:
@@ -175,7 +196,8 @@ def _clipped(rank: int) -> None:
 
 def _all_of_it(rank: int, port: int, folder: str) -> None:
     _join(rank, port)
-    _exchange_by_hand(rank)
+    _chosen_by_hand(rank)
+    _gathered_by_hand(rank)
     net = _shared_step(rank, lambda net: net)
     _save_and_load(rank, net, Path(folder))
     with no_codegen(), CompileTrace() as trace:
@@ -183,6 +205,11 @@ def _all_of_it(rank: int, port: int, folder: str) -> None:
             torch.compiler.reset()
             _shared_step(rank, prepare)
     assert (trace.graphs, trace.breaks) == (3, [])
+    with pytest.MonkeyPatch.context() as patch, no_codegen():
+        _choose(patch)  # as with more ranks than choices
+        _shared_step(rank, lambda net: net)
+        torch.compiler.reset()
+        _shared_step(rank, _compiled)
     _clipped(rank)
     dist.destroy_process_group()
 
@@ -205,26 +232,47 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _choose(patch: pytest.MonkeyPatch) -> None:
+    """Send tokens only to ranks that have their experts, however few the ranks are."""
+    patch.setattr(exchange_ops, "is_gathered", lambda top_k, ranks: False)
+
+
+@pytest.fixture(params=["gathered", "chosen"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "chosen":
+        _choose(monkeypatch)
+    name: str = request.param
+    return name
+
+
 @pytest.mark.usefixtures("group")
-def test_ops() -> None:
-    ids = torch.tensor([[0, 3], [1, 0], [-1, 4]])  # the last token goes nowhere
+def test_ops(way: str) -> None:
+    ids = torch.tensor([[0, 3], [1, 0], [-1, 4]])  # nobody has an expert of the last token
     torch.library.opcheck(torch.ops.qfuse.plan_exchange, (ids, 4, 1))
     exchange = plan_exchange(ids, 4, 1)
-    assert exchange.rows.tolist() == [0, 1] and exchange.splits.tolist() == [[2], [2]]
+    travel = 3 if way == "gathered" else 2
+    assert exchange.rows.tolist() == ([] if way == "gathered" else [0, 1])
+    assert exchange.splits.tolist() == [[travel], [travel]]
     x = torch.randn(3, 5, requires_grad=True)
     torch.library.opcheck(torch.ops.qfuse.to_experts, (x, *exchange))
-    y = torch.randn(2, 5, requires_grad=True)
+    y = torch.randn(travel, 5, requires_grad=True)
     torch.library.opcheck(torch.ops.qfuse.to_tokens, (y, *exchange, 3))
     back = to_tokens(to_experts(x, exchange), exchange, 3)
-    assert torch.equal(back, torch.cat([x[:2], torch.zeros(1, 5)]))
+    assert torch.equal(back, torch.cat([x[:travel], torch.zeros(3 - travel, 5)]))
+
+
+def test_tokens_are_gathered_by_as_many_ranks_as_choices() -> None:
+    assert is_gathered(8, 2) and is_gathered(8, 8) and is_gathered(1, 1)
+    assert not is_gathered(4, 8) and not is_gathered(1, 2)
 
 
 def _there_and_back(x: Tensor, ids: Tensor) -> Tensor:
     exchange = plan_exchange(ids, 4, 1)
-    return to_tokens(to_experts(x, exchange).sin(), exchange, x.shape[0])
+    ours = (exchange.ids < 4).to(x.dtype)  # what experts that are elsewhere return is zero
+    return to_tokens(to_experts(x, exchange).sin() * ours, exchange, x.shape[0])
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("group", "way")
 def test_one_graph_however_many_rows_travel() -> None:
     torch.compiler.reset()
     call = torch.compile(_there_and_back, backend="aot_eager", fullgraph=True)

@@ -29,8 +29,14 @@ from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, mode
 
 PASS = "fuse_scatter2scatter"
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
-AS_STORED = {"fuse_scatter2scatter.min_elements_of_large": 1}
-TRANSPOSED = {"fuse_scatter2scatter.min_elements_of_large_transposed": 1}
+AS_STORED = {
+    "fuse_scatter2scatter.min_elements_of_large": 1,
+    "fuse_scatter2scatter.min_rows_of_large": 1,
+}
+TRANSPOSED = {
+    "fuse_scatter2scatter.min_elements_of_large_transposed": 1,
+    "fuse_scatter2scatter.min_rows_of_large_transposed": 1,
+}
 DECODED_FIRST = AS_STORED | TRANSPOSED
 
 
