@@ -6,7 +6,8 @@ node of a segment. Some values are cheap to keep, and save more than their share
 - an adapter's projection `x A'`: r columns beside the input's thousands, where computing it again
   reads the whole input, and under dropout makes its mask again;
 - which experts each token of a mixture chooses, by which gates, and the order of its rows: a few
-  numbers a token, for which many small kernels would choose and sort again;
+  numbers a token, for which many small kernels would choose and sort again. Where ranks share the
+  experts, they would also ask each other again;
 - what the rest of the model reads of the last segment, as eager mode keeps it: else the segment's
   last product, which no gradient needs, is computed again;
 - the result of attention and its logsumexp, which are as large as the segment's input: from so many
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from inductor_q.capture.example import hint
 from inductor_q.context import Context
 from inductor_q.kernels.expert_calls import ARGUMENTS
+from inductor_q.ops.exchange import Exchange
 from inductor_q.passes.extend_k import WIDE
 from inductor_q.passes.fuse_dropout import PROJECT
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
@@ -37,6 +39,9 @@ from inductor_q.passes.recompute import is_checkpointed
 from inductor_q.passes.runner import Site
 
 aten = torch.ops.aten
+
+PLAN = torch.ops.qfuse.plan_exchange.default
+TO_EXPERTS = torch.ops.qfuse.to_experts.default
 
 _ATTENTION = "_scaled_dot_product_"
 
@@ -108,10 +113,22 @@ def _routing(node: fx.Node) -> tuple[fx.Node, ...]:
     parts = [arg(node, ARGUMENTS.index(name)) for name in ("order", "inverse", "offsets", "tiles")]
     source: object = parts[0]
     while isinstance(source, fx.Node) and source.target is not aten.topk.default:
+        if source.target is PLAN:
+            parts += _exchanged(source)
         source = next(iter(source.args), None)
     if isinstance(source, fx.Node):
         parts += [part for part in source.users if part.target is operator.getitem]
     return tuple(part for part in parts if is_checkpointed(part))
+
+
+def _exchanged(plan: fx.Node) -> list[fx.Node]:
+    """Return what ranks that share experts tell each other before they send tokens: a plan, and the
+    gates of the tokens that they receive, of which there are as many as choices."""
+    parts = [user for user in plan.users if user.target is operator.getitem]
+    ids = next(part for part in parts if part.args[1] == Exchange._fields.index("ids"))
+    sent = [user for user in ids.users if user.target is TO_EXPERTS]
+    gates = [n for n in sent if tensor(n).shape[1:] == tensor(ids).shape[1:]]
+    return parts + gates
 
 
 def _too_wide(node: fx.Node, source: fx.Node, context: Context) -> str:

@@ -127,9 +127,23 @@ def _shared_step(rank: int, prepare: Any) -> Any:
     return net
 
 
+def _count_questions(patch: pytest.MonkeyPatch) -> list[int]:
+    """Note with how many tokens ranks are asked for theirs."""
+    asked: list[int] = []
+    ask = exchange_ops._tokens_of_ranks
+
+    def noted(tokens: int, count: int) -> list[int]:
+        asked.append(tokens)
+        return ask(tokens, count)
+
+    patch.setattr(exchange_ops, "_tokens_of_ranks", noted)
+    return asked
+
+
 def _checkpointed(net: Any) -> Any:
     net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return inductor_q.compile(net.train(), options=SMALL)
+    thresholds = {**SMALL["qfuse.thresholds"], "keep_checkpointed.min_ratio": 0}
+    return inductor_q.compile(net.train(), options={**SMALL, "qfuse.thresholds": thresholds})
 
 
 def _by_layers(net: Any) -> Any:
@@ -203,7 +217,11 @@ def _all_of_it(rank: int, port: int, folder: str) -> None:
     with no_codegen(), CompileTrace() as trace:
         for prepare in (_compiled, _checkpointed, _by_layers):
             torch.compiler.reset()
-            _shared_step(rank, prepare)
+            with pytest.MonkeyPatch.context() as patch:
+                asked = _count_questions(patch)
+                _shared_step(rank, prepare)
+            # Backward under checkpointing does not ask again.
+            assert asked == [_ids(rank).numel()] * 2  # layers
     assert (trace.graphs, trace.breaks) == (3, [])
     with pytest.MonkeyPatch.context() as patch, no_codegen():
         _choose(patch)  # as with more ranks than choices
