@@ -19,7 +19,9 @@ which it breaks at each linear layer under FSDP2.
 
 ``--wraps experts`` takes layers of Qwen3-30B-A3B with LoRA on attention and experts, of which each
 rank keeps its share (``experts.shard``), beside DDP for all else; ``experts-ddp`` is the same model
-with all experts on each rank. Every peer has qfuse's experts there, eager and stock Inductor too.
+with all experts on each rank. In ``experts-chosen`` a token goes only to ranks that have its
+experts, as it does where ranks are more than choices, so that the host waits for the device.
+Every peer has qfuse's experts there, eager and stock Inductor too.
 
 ``exposed`` is the time per step in which a rank's GPU runs NCCL's kernels and no others, ``nccl``
 that of all of them. ``host`` is the time until the host has issued a step, ``calls`` are what it
@@ -36,6 +38,7 @@ checkpointing, AdamW), which is packed layer by layer, so that no rank ever hold
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import gzip
 import itertools
@@ -45,7 +48,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +68,7 @@ from benchmarks.peers import peer_options
 from benchmarks.recipes import RECIPES
 from inductor_q import testing
 from inductor_q.experts import shard
+from inductor_q.ops import exchange
 
 LARGE = {
     "vocab_size": 128_256,
@@ -110,7 +114,7 @@ SCALE = 0.02
 
 def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser = harness.parser(__doc__)
-    wraps = ("ddp", *SHARDED, "experts", "experts-ddp")
+    wraps = ("ddp", *SHARDED, "experts", "experts-chosen", "experts-ddp")
     parser.add_argument("--wraps", nargs="+", choices=wraps, default=["ddp", "fsdp2"])
     parser.add_argument("--regions", choices=("layers", "model"), default="layers")
     parser.add_argument("--recipe", choices=RECIPES, default="benchmark")
@@ -139,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
                 _large(suite, arguments)
             else:
                 for wrap in arguments.wraps:
-                    _compare(suite, arguments, wrap)
+                    with _chosen() if wrap == "experts-chosen" else contextlib.nullcontext():
+                        _compare(suite, arguments, wrap)
                     if dist.get_rank() == 0:
                         harness.keep(suite, arguments)
         if dist.get_rank() == 0:
@@ -183,7 +188,7 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
                 seed=arguments.seed,
             )
             bench_step.checkpoint(model, recipe)
-        if wrap == "experts":
+        if wrap in ("experts", "experts-chosen"):
             shard(model)
         call = _parallel(model, wrap, peer, arguments.regions, suite.device)
         small = _small(model) if "packed" in wrap else []
@@ -208,6 +213,17 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
         _forget()
     timings = {peer: harness.Timing.of(found) for peer, found in samples.items()}
     suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
+
+
+@contextlib.contextmanager
+def _chosen() -> Iterator[None]:
+    """Send tokens only to ranks that have their experts, however few the ranks are."""
+    before = exchange.is_gathered
+    exchange.is_gathered = lambda top_k, ranks: False
+    try:
+        yield
+    finally:
+        exchange.is_gathered = before
 
 
 def _together(first: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
