@@ -420,6 +420,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "casts.apart": lambda: ms(seconds("step_trainer_fp8_peak-h200", step_figures.CASTS_APART)),
     "layers.trainer": lambda: start_figures.layers_over_whole("layers-h200"),
     "layers.trl": lambda: start_figures.layers_over_whole("layers_trl-h200"),
+    "layers.packed": lambda: start_figures.layers_over_whole("layers_packed-h200"),
     "formats.floor": lambda: format_figures.linear_floor("fp8_row"),
     "start.layers": lambda: start_figures.start_over_depth("layers", 4, 36),
     "start.model": lambda: start_figures.start_over_depth("model", 4, 12),

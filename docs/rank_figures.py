@@ -19,8 +19,8 @@ def sharded() -> str:
     """Show steps on two to four GPUs, of which each peer ran by itself."""
     peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
     wraps = {"ddp": "DDP", "fsdp2": "FSDP2", "fsdp2-packed-kept": "FSDP2, packed, kept"}
-    h100 = (f"ranks_{of}-h100" for of in ("2", "4", "trl_2", "trl_4"))
-    names = ["ranks-h100", *h100, "ranks_3-h200", "ranks_trl_fsdp2-h200"]
+    h100 = ("ranks-h100", "ranks_2-h100", "ranks_4-h100")
+    names = [*h100, "ranks_3-h200", "ranks_trl_2-h200", "ranks_trl_4-h200"]
     body = []
     for name, case in ((each, case) for each in names for case in cases(each)):
         settings, wrap = result(name)["settings"], case["wrap"]
@@ -39,7 +39,7 @@ def sharded() -> str:
 
 
 def ways() -> str:
-    """Show ways to shard a model of four layers on two GPUs, and experts over ranks."""
+    """Show ways to shard a model of four layers on two GPUs."""
     graphs = "qfuse[qfuse.mode=reduce-overhead]"
     by_cpp = "qfuse[cpp_wrapper=True]"
     peers = {"inductor": "stock Inductor", "qfuse": "qfuse", by_cpp: "qfuse, C++ wrapper"}
@@ -64,7 +64,6 @@ def ways() -> str:
             "ranks_host-h200",
             "fsdp2-packed-kept-parts",
         ): "with `extend_k`, a fourth pair, transformers 5.23",
-        ("ranks_experts-h100", "experts"): "experts over ranks, beside DDP",
     }
     body = []
     for (name, wrap), label in kinds.items():
@@ -88,27 +87,31 @@ def ways() -> str:
 
 
 def experts_over_ranks() -> str:
-    """Show all layers of Qwen3-30B-A3B on two GPUs, a process for each peer."""
-    names = {
-        "eager": "ranks_30b_eager-h100",
-        "inductor": "ranks_30b_inductor-h200",
-        "qfuse": "ranks_30b_qfuse-h100",
-    }
-    labels = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
-    body = [
-        (
-            labels[peer],
-            result(name)["machine"]["name"].split()[1],
-            ms(seconds(name, peer)),
-            *(ms(extra(name, peer, key)) for key in ("host_s", "exposed_s")),
-            f"{extra(name, peer, 'first_s'):.1f} s",
-            str(extra(name, peer, "graphs")),
-            gb(extra(name, peer, "peak_bytes")),
+    """Show TRL's step with all layers of Qwen3-30B-A3B on one GPU, and over two and four."""
+    peers = {"eager": "eager", "inductor": "stock Inductor", "qfuse": "qfuse"}
+    names = [f"ranks_30b_{ranks}-h200" for ranks in (1, 2, 4)]
+    body = []
+    for name in names:
+        ranks = result(name)["settings"]["ranks"]
+        times = {peer: seconds(name, peer) for peer in peers}
+        rate = sum(case["tokens"] for case in cases(name)) * ranks / times["qfuse"]
+        exposed = (ms(extra(name, peer, "exposed_s")) for peer in ("inductor", "qfuse"))
+        peaks = (gb(extra(name, peer, "peak_bytes")) for peer in peers)
+        body.append(
+            (
+                str(ranks),
+                *map(ms, times.values()),
+                f"{times['qfuse'] / times['inductor']:.2f}",
+                f"{rate:,.0f}",
+                *exposed,
+                f"{extra(name, 'qfuse', 'first_s'):.1f} s",
+                *peaks,
+            )
         )
-        for peer, name in names.items()
-    ]
-    header = ("", "GPUs", "a step", "until the host has issued it", "NCCL alone", "first step")
-    return f"{table((*header, 'graphs', 'peak of a rank'), body)}\n\n{source(*names.values())}"
+    header = ("GPUs", *peers.values(), "qfuse / stock Inductor", "qfuse: tokens/s, all ranks")
+    alone = ("NCCL alone, stock Inductor", "NCCL alone, qfuse", "first step, qfuse")
+    peak = (f"peak of a rank, {label}" for label in peers.values())
+    return f"{table((*header, *alone, *peak), body)}\n\n{source(*names)}"
 
 
 def large() -> str:

@@ -32,22 +32,17 @@ REMARKS = {
         "Another program compiled on the same machine of four GPUs. Since then gradients are "
         "cleared without a walk through the modules."
     ),
-    ("ranks_trl_2-h100", "bcb2ad1"): (
-        "Another program used the machine's other two GPUs. Since then gradients are cleared "
-        "without a walk through the modules."
+    ("ranks_4-h100", "bcb2ad1"): (
+        "Since then gradients are cleared without a walk through the modules."
     ),
-    **dict.fromkeys(
-        (("ranks_4-h100", "bcb2ad1"), ("ranks_trl_4-h100", "bcb2ad1")),
-        "Since then gradients are cleared without a walk through the modules.",
-    ),
+    ("ranks_trl_2-h200", "66f70cb"): "Another benchmark used the machine's other two GPUs.",
+    ("ranks_30b_2-h200", "66f70cb"): "Another benchmark used the machine's other two GPUs.",
+    ("ranks_30b_1-h200", "3be112b"): "Other benchmarks used the machine's other three GPUs.",
+    ("layers_packed-h200", "3be112b"): "Other benchmarks used the machine's other three GPUs.",
     ("ranks_large-h100", "171cae7"): "Another program compiled on the machine's other cores.",
     ("layers-h200", "b78c2bd"): "The run was stopped behind the first of its recipes.",
     **dict.fromkeys(
-        (
-            *(("moe_mxfp4-h200", "7929691"), ("moe_nvfp4-h200", "7929691")),
-            *(("moe_mxfp4_large-h200", "75ef9c0"), ("moe_nvfp4_many-h200", "b78c2bd")),
-            ("moe_fp8_128x128-h200", "af6237d"),
-        ),
+        (("moe_mxfp4-h200", "7929691"), ("moe_nvfp4-h200", "7929691")),
         "Since then decoding first copies no decoded weight, which it did with backward.",
     ),
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",

@@ -53,7 +53,7 @@ def start_over_depth(regions: str, few: int, many: int) -> str:
 
 def layered() -> str:
     """Show steps of models whose layers are compiled one by one, beside the whole model's."""
-    names = ("layers-h200", "layers_trl-h200")
+    names = ("layers-h200", "layers_trl-h200", "layers_packed-h200")
     peers = {
         "inductor": "stock Inductor, by layers",
         "layers": "qfuse, by layers",
