@@ -68,8 +68,8 @@ SM_90 = replace(
         ),
         "fuse_scatter2scatter.min_rows_of_large": Entry(
             value=2048,
-            evidence="the same with 1,024, 2,048 and 4,096 rows each: 2.11 / 1.98, 3.55 / 3.91, "
-            "6.68 / 7.76 ms in gpt-oss-20b in MXFP4; in NF4, with its sizes, 2.23 / 2.00, 3.78 / "
+            evidence="the same with 1,024, 2,048 and 4,096 rows each: 2.09 / 1.95, 3.47 / 3.74, "
+            "6.62 / 7.64 ms in gpt-oss-20b in MXFP4; in NF4, with its sizes, 2.23 / 2.00, 3.78 / "
             "3.77, 7.24 / 7.59 ms, so with 2,048 rows that is no gain for the memory "
             f"({_LARGE}/moe_large-h200.json and moe_mxfp4_large-h200.json)",
         ),
