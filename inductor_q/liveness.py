@@ -11,7 +11,8 @@ names, so some rules stand for what it fuses:
   is a decoded weight in each of several (`decode_again`).
 - An element-wise result takes the place of an operand that ends with it, where that is the graph's
   to write to: not a gradient that autograd hands over, nor a result of forward, which its caller
-  may hold. The sum of `qfuse::add_product` takes the place of its base, as its lowering has it.
+  may hold. The sum of `qfuse::add_product` or `add_dropout_grad_x` takes the place of its base, as
+  its lowering has it.
 
 A copy between device and host (`inductor_q.offload`) has its memory from its start on, and what is
 copied has its own until the end.
@@ -42,12 +43,14 @@ from inductor_q.kernels.expert_calls import unchecked
 from inductor_q.ops.add_product import takes_base
 from inductor_q.ops.linear_cross_entropy import rows_of_chunk, slice_of
 from inductor_q.passes.add_adapters import ADD_PRODUCT
+from inductor_q.passes.add_gradients import ADD_GRAD_X
 from inductor_q.passes.extend_k import EXTEND, EXTEND_DROPPED
 from inductor_q.passes.fuse_scatter2scatter import SCATTER2SCATTER
 from inductor_q.passes.graph import CAT, VIEWS, is_tangent
 from inductor_q.passes.products import DEQUANTIZE, MATERIALIZE
 
 _JOINTS = (CAT, EXTEND)
+_SUMS = (ADD_PRODUCT, ADD_GRAD_X)
 COPY_START = torch.ops.qfuse.copy_start.default
 _RANDOM = (torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_lookup_seed.default)
 _HOLDS_GRADIENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
@@ -123,7 +126,7 @@ def simulate(graph: fx.Graph, owned: Collection[str], lent: Collection[int] = ()
         new = written.get(node, {}) if node.op != "placeholder" else {}
         freed = sum(sizes[s] for s in dying[i])
         live += sum(new.values())
-        in_place = kinds.is_elementwise(node) or (node.target is ADD_PRODUCT and takes_base(node))
+        in_place = kinds.is_elementwise(node) or (node.target in _SUMS and takes_base(node))
         reused = in_place and any(
             sizes[s] == size
             for s in dying[i]

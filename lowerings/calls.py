@@ -15,7 +15,12 @@ from inductor_q.formats import FORMATS
 from inductor_q.kernels.calls import AdapterGrads, AddProduct, Requantize
 from inductor_q.kernels.dequantize import write
 from inductor_q.kernels.dispatch import serve, serve_kind
-from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
+from inductor_q.kernels.dropout_calls import (
+    AddDropoutGradX,
+    DropoutGradA,
+    DropoutGradX,
+    DropoutProject,
+)
 from inductor_q.kernels.expert_calls import GroupedGram, TileMap, unchecked
 from inductor_q.kernels.requantize_parts import Parts
 from inductor_q.kernels.rows_calls import Adapter, LinearRows
@@ -173,3 +178,19 @@ def qfuse_dropout_grad_x(
     call = DropoutGradX(a, seeds, index, grad, count, p)
     result: Tensor = serve_kind(kind, "dropout_grad_x", call, (a, seeds, grad))
     return result
+
+
+def qfuse_add_dropout_grad_x(
+    base: Tensor,
+    a: Tensor,
+    seeds: Tensor,
+    index: int,
+    grad: Tensor,
+    count: int,
+    p: float,
+    *,
+    kind: str = "",
+) -> None:
+    """Add what `dropout_grad_x` computes to `base`."""
+    call = AddDropoutGradX(a, seeds, index, grad, count, p, base)
+    serve_kind(kind, "dropout_grad_x", call, (base, a, seeds, grad))

@@ -39,16 +39,17 @@ FUNCTIONS: dict[Any, Any] = {
     torch.ops.qfuse.dropout_project.default: calls.qfuse_dropout_project,
     torch.ops.qfuse.dropout_grad_a.default: calls.qfuse_dropout_grad_a,
     torch.ops.qfuse.dropout_grad_x.default: calls.qfuse_dropout_grad_x,
+    torch.ops.qfuse.add_dropout_grad_x_.default: calls.qfuse_add_dropout_grad_x,
 }
 
 
 def register() -> None:
     for op in FUNCTIONS:
-        lowering.add_layout_constraint(op, _as_traced)
+        lowering.add_layout_constraint(op, as_traced)
         lowering.register_lowering(op, type_promotion_kind=None)(_lower(op))
 
 
-def _as_traced(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
+def as_traced(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
     """Keep layouts as they were traced, since kernels read rows.
 
     What is only viewed as rows is computed in the shape that it had: in another it would not share

@@ -10,7 +10,8 @@ fold_lora precedes the stacking, since a scale or a cast between two products hi
 an input. stack_adapters precedes extend_k, so that one projection serves all of a group's products.
 quantize_products stands between them: products in eight bits are none that an adapter of 16 bits
 can ride in, so extend_k finds those that were refused there.
-stack_gradients follows when extend_k has laid the gradients side by side. recompute_products,
+stack_gradients follows when extend_k has laid the gradients side by side, and add_gradients when
+both have made the products that are left. recompute_products,
 keep_checkpointed, which reads its marks, and keep_packed run in the partitioner, on what is left,
 decode_again on the backward graph that it makes, and project_in_place and read_gradients on both
 graphs. cast_together runs on the graphs that are lowered, in which it sees what is left
@@ -20,6 +21,7 @@ to cast. widen_products is the last, since it puts casts around products.
 # ruff: noqa: E402 - the name is checked before any submodule loads
 assert __name__ == "inductor_q.passes", f"import it as inductor_q.passes, not {__name__}"
 
+from inductor_q.passes.add_gradients import AddGradients
 from inductor_q.passes.canonicalize import Canonicalize
 from inductor_q.passes.cast_together import CastTogether
 from inductor_q.passes.causal_attention import CausalAttention
@@ -61,6 +63,7 @@ PIPELINE: tuple[Pass, ...] = (
     QuantizeProducts(),  # products with frozen weights in eight bits, where asked for
     ExtendK(),  # the adapter rides in the main product
     StackGradients(),  # gradients of A that share an input: one product
+    AddGradients(),  # the gradient that dropout gives an input is added to a product in place
     VaryingLengths(),  # attention of varying lengths: no kernel that plans for each of them
     RotaryTables(),  # cosines and sines of positions: once, not for every head
     RecomputeProducts(),  # wide products of a checkpointed segment that torch 2.11 would keep

@@ -39,7 +39,7 @@ def sum_of(product: fx.Node) -> fx.Node | None:
     """Return the sum, of however many summands, that is all that reads a product."""
     found, below = None, product
     while (reader := single_user(below)) is not None:
-        if _is_sum(reader):
+        if is_sum(reader):
             found = reader
         elif not shows(reader):
             break
@@ -81,7 +81,7 @@ def stack_inner(
 def drop_summand(graph: fx.Graph, node: fx.Node) -> None:
     """Take a product out of the sum that alone reads it, and out of the graph."""
     below = [node]
-    while (reader := single_user(below[-1])) is not None and not _is_sum(reader):
+    while (reader := single_user(below[-1])) is not None and not is_sum(reader):
         below.append(reader)
     assert reader is not None, f"{node=} is no summand"
     replace(reader, arg(reader, 1 if reader.args[0] is below[-1] else 0))
@@ -98,7 +98,7 @@ def _summands(total: fx.Node) -> Iterator[fx.Node]:
                 below = arg(below, 0)
             if single_user(below) is None:
                 continue
-            if _is_sum(below):
+            if is_sum(below):
                 todo.append(below)
             else:
                 yield below
@@ -111,7 +111,7 @@ def _projected(node: fx.Node) -> fx.Node | None:
     return peel_rows(arg(node, 0)) if node.target is MM else None
 
 
-def _is_sum(node: fx.Node) -> bool:
+def is_sum(node: fx.Node) -> bool:
     """Whether a node adds two tensors of its own shape and dtype."""
     if node.target is not ADD or node.kwargs or node.args[0] is node.args[1]:
         return False

@@ -71,8 +71,14 @@ def test_a_product_is_added_where_its_base_ends() -> None:
         base = x @ x
         return torch.ops.qfuse.add_product(base, x, x), base
 
+    def dropped(x: Tensor) -> Tensor:
+        seeds = x[0, :1].long()
+        total: Tensor = torch.ops.qfuse.add_dropout_grad_x(x @ x, x, seeds, 0, x, 1, 0.5)
+        return total
+
     assert lived(added, owned=["0"]).peak == SIZE
     assert lived(held, owned=["0"]).peak == 2 * SIZE
+    assert SIZE <= lived(dropped, owned=["0"]).peak < 2 * SIZE  # and the seed
 
 
 def test_what_is_materialized_is_written_once() -> None:

@@ -363,7 +363,8 @@ def test_what_projections_under_dropout_cost() -> None:
         wide = torch.ops.qfuse.extend_dropped(*dropped, 2, 0.5, 0)
         rest = (seeds, 0, low, 2, 0.5)
         of_a = torch.ops.qfuse.dropout_grad_a(x, *rest)
-        return [low, wide, of_a, torch.ops.qfuse.dropout_grad_x(a, *rest)]
+        of_x = torch.ops.qfuse.dropout_grad_x(a, *rest)
+        return [low, wide, of_a, of_x, torch.ops.qfuse.add_dropout_grad_x(of_x, a, *rest)]
 
     given = torch.empty(2048, 4096), torch.zeros(1, dtype=torch.int64), torch.empty(2048, 4096)
     graph = make_fx(ops, tracing_mode="fake")(*given).graph
@@ -373,6 +374,7 @@ def test_what_projections_under_dropout_cost() -> None:
     assert costs["qfuse.extend_dropped"] == max(product, 4 * 2048 * (4096 + 6144 + 2048) + 8)
     assert costs["qfuse.dropout_grad_a"] is None
     assert costs["qfuse.dropout_grad_x"] is None
+    assert costs["qfuse.add_dropout_grad_x"] is None
 
 
 # --- around the plan -----------------------------------------------------------------------------

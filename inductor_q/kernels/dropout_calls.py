@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.kernels.calls import Call, laid_out
-from inductor_q.kernels.checks import DTYPES, check_device
+from inductor_q.kernels.checks import DTYPES, check_device, expect
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ class DropoutGradA(Call):
 class DropoutGradX(Call):
     """One call as a kernel gets it: the arguments of `dropout_grad_x`, checked."""
 
+    #: Whether `new` returns a tensor that the gradient is added to, in place.
+    adds: ClassVar[bool] = False
+
     a: Tensor
     seeds: Tensor
     index: int
@@ -123,6 +127,31 @@ class DropoutGradX(Call):
             got = f"a {tuple(a.shape)} and {tuple(grad.shape)}"
             raise WrongShape(what="gradient of projections", expected=expected, got=got)
         check_dropped(a, grad, self.seeds, self.index, self.p)
+
+
+@dataclass(frozen=True)
+class AddDropoutGradX(DropoutGradX):
+    """One call as a kernel gets it: add what `DropoutGradX` computes to `base`, rounded once."""
+
+    adds: ClassVar[bool] = True
+
+    base: Tensor  # [M, K], overwritten by the sum
+
+    def empty(self) -> Tensor | None:
+        return None if self.grad.numel() and self.a.numel() else self.base
+
+    def kind(self) -> Hashable:
+        return super().kind(), laid_out(self.base)
+
+    def new(self) -> Tensor:
+        return self.base
+
+    def check(self) -> None:
+        super().check()
+        expect("the sum", self.base.shape, (self.grad.shape[0], self.a.shape[1]))
+        if self.base.dtype != self.a.dtype:
+            raise WrongDtype(what="the sum", expected=self.a.dtype, got=self.base.dtype)
+        check_device("the sum", [self.base], self.a)
 
 
 def _rest(adapters: Tensor, dim: int, count: int) -> int:

@@ -182,6 +182,14 @@ def grad_a(
     tl.store(to, total, mask=(rank[:, None] < RANK) & (WHOLE | (column < columns)))
 
 
+@triton.jit
+def _write(to, tile, inside, ADDS: tl.constexpr):
+    """Write a tile, rounded once, also where what is there is added to it."""
+    if ADDS:
+        tile += tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, tile.to(to.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["index", "least", "higher"])
 def grad_x(
     a,
@@ -201,8 +209,10 @@ def grad_x(
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """The gradient of two tiles of x: the sum over slices of adapters, each under its mask."""
+    """The gradient of two tiles of x: the sum over slices of adapters, each under its mask, and
+    over what is in `of_x` where it ADDS."""
     block, pair = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, _ROWS)[:, None]
     row = pair * (2 * _ROWS) + lane
@@ -228,9 +238,8 @@ def grad_x(
         lower += tl.where(keep_lower, back, 0.0)
     to = of_x + row.to(tl.int64) * columns + column
     inside = WHOLE | (column < columns)
-    tl.store(to, (upper * SCALE).to(of_x.dtype.element_ty), mask=inside & (row < rows))
-    to += _ROWS * columns
-    tl.store(to, (lower * SCALE).to(of_x.dtype.element_ty), mask=inside & (row + _ROWS < rows))
+    _write(to, upper * SCALE, inside & (row < rows), ADDS)
+    _write(to + _ROWS * columns, lower * SCALE, inside & (row + _ROWS < rows), ADDS)
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -40,12 +40,14 @@ class GradX(Provider[DropoutGradX]):
     name = REFERENCE
 
     def run(self, call: DropoutGradX) -> Tensor:
-        scale = 1 / (1 - call.p)
-        of_x = call.new().zero_()
+        scale, of_x = 1 / (1 - call.p), call.new()
+        # What is added to a product in 16 bits is rounded with it, and not before.
+        dtype = torch.promote_types(of_x.dtype, torch.float32) if call.adds else of_x.dtype
+        total = of_x.to(dtype) if call.adds else of_x.zero_()
         pairs = zip(call.a.chunk(call.count), call.grad.chunk(call.count, 1), strict=True)
         for i, (a, grad) in enumerate(pairs):
-            of_x += (grad @ a * scale).where(_keep(call, of_x, i), 0.0)
-        return of_x
+            total += (grad.to(dtype) @ a.to(dtype) * scale).where(_keep(call, total, i), 0.0)
+        return of_x if total is of_x else of_x.copy_(total)
 
 
 def _keep(call: DropoutProject | DropoutGradA | DropoutGradX, x: Tensor, adapter: int) -> Tensor:

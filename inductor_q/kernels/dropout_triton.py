@@ -103,6 +103,8 @@ class GradA(TritonProvider[DropoutGradA]):
 
 class GradX(TritonProvider[DropoutGradX]):
     def refuses(self, call: DropoutGradX) -> str:
+        if call.adds and not call.new().is_contiguous():
+            return "the sum is not contiguous"
         return _refuses(call.a) or _refuses_grad(call.grad)
 
     def plan(self, call: DropoutGradX) -> Callable[[DropoutGradX], Tensor]:
@@ -114,7 +116,7 @@ class GradX(TritonProvider[DropoutGradX]):
             "grad_x",
             (_blocks(columns, tiles.columns), _blocks(rows, CALL_ROWS), 1),
             (rows, columns, call.grad.stride(0), call.index, *threshold(call.p)),
-            {**constants, **_columns(tiles, columns, tiles.columns)},
+            {**constants, **_columns(tiles, columns, tiles.columns), "ADDS": call.adds},
         )
 
         def serve(call: DropoutGradX) -> Tensor:

@@ -35,13 +35,19 @@ def add_product_(base: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None
     serve("add_product", call)
 
 
-def takes_base(node: fx.Node) -> bool:
-    """Whether a node of `qfuse::add_product` may write to its base.
+def owns_memory(node: fx.Node) -> bool:
+    """Whether a result is in memory of its own: a product, or a sum that begins with one."""
+    sums = (torch.ops.qfuse.add_product.default, torch.ops.qfuse.add_dropout_grad_x.default)
+    return node.target in _PRODUCTS or node.target in sums
 
-    It may if the base is a product, no other node reads it, and it is none of the two factors.
+
+def takes_base(node: fx.Node) -> bool:
+    """Whether a node of `qfuse::add_product` or `add_dropout_grad_x` may write to its base.
+
+    It may if the base is a product, no other node reads it, and it is no other argument as well.
     """
     base = node.args[0]
-    if not isinstance(base, fx.Node) or base.target not in _PRODUCTS:
+    if not isinstance(base, fx.Node) or not owns_memory(base):
         return False
     return len(base.users) == 1 and node.args.count(base) == 1
 

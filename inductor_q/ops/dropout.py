@@ -14,11 +14,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inductor_q.kernels.calls import schema
 from inductor_q.kernels.dispatch import serve
-from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
+from inductor_q.kernels.dropout_calls import (
+    AddDropoutGradX,
+    DropoutGradA,
+    DropoutGradX,
+    DropoutProject,
+)
 from inductor_q.ops.library import define
 
 
@@ -74,6 +80,28 @@ def dropout_grad_x(*args: Any) -> Tensor:
     call.check()
     result: Tensor = serve("dropout_grad_x", call)
     return result
+
+
+def add_dropout_grad_x(base: Tensor, *args: Any) -> Tensor:
+    """Return `base + dropout_grad_x(*args)`, added up in float32 and rounded once.
+
+    In a compiled graph it takes the memory of a product `base` that nothing else reads.
+
+    Args:
+        base: [M, K] in the dtype of `a`.
+    """
+    total = base.clone(memory_format=torch.contiguous_format)
+    add_dropout_grad_x_(total, *args)
+    return total
+
+
+def add_dropout_grad_x_(
+    base: Tensor, a: Tensor, seeds: Tensor, index: int, grad: Tensor, count: int, p: float
+) -> None:
+    """Add what `dropout_grad_x` computes to `base` [M, K] in place, rounded once."""
+    call = AddDropoutGradX(a, seeds, index, grad, count, p, base)
+    call.check()
+    serve("dropout_grad_x", call)
 
 
 def extend_dropped(
@@ -140,4 +168,9 @@ def define_dropout() -> None:
     )
     define(schema("dropout_grad_a", DropoutGradA, "Tensor"), dropout_grad_a, _fake_grad_a)
     define(schema("dropout_grad_x", DropoutGradX, "Tensor"), dropout_grad_x, _fake_grad_x)
+    rest = "Tensor a, Tensor seeds, int index, Tensor grad, int count, float p)"
+    added = f"add_dropout_grad_x(Tensor base, {rest} -> Tensor"
+    define(added, add_dropout_grad_x, lambda base, *args: base.new_empty(base.shape))
+    in_place = f"add_dropout_grad_x_(Tensor(a!) base, {rest} -> ()"
+    define(in_place, add_dropout_grad_x_, lambda base, *args: None)
     define(f"extend_dropped({arguments}, int padding) -> Tensor", extend_dropped, _fake_extend)

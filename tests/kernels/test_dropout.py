@@ -14,7 +14,12 @@ from inductor_q import ops
 from inductor_q.exc import WrongDtype, WrongShape
 from inductor_q.kernels import dropout_reference, dropout_triton
 from inductor_q.kernels.dropout import keep_mask, threshold
-from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
+from inductor_q.kernels.dropout_calls import (
+    AddDropoutGradX,
+    DropoutGradA,
+    DropoutGradX,
+    DropoutProject,
+)
 from inductor_q.testing import relative_error
 from tests.support.interpret_dropout import CASES
 from tests.support.processes import interpreted
@@ -103,8 +108,55 @@ def test_against_what_is_written_out(rows: int) -> None:
     grads = QFUSE.dropout_grad_a(x, *rest), QFUSE.dropout_grad_x(a, *rest)
     for mine, right in zip((actual, *grads), (expected, of_a, of_x), strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=1e-5)
+    base = torch.randn(rows, 24)
+    before = base.clone()
+    torch.testing.assert_close(QFUSE.add_dropout_grad_x(base, a, *rest), base + grads[1])
+    assert torch.equal(base, before)
+    assert QFUSE.add_dropout_grad_x_(base, a, *rest) is None
+    torch.testing.assert_close(base, before + grads[1])
     wide = QFUSE.extend_dropped(x.view(rows, 1, 24), seeds, index, a, count, p, 2)
     assert torch.equal(wide.view(rows, 32), torch.cat([x, actual, torch.zeros(rows, 2)], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 2**-6])
+def test_what_is_added_is_rounded_with_the_sum_alone(size: float, dtype: torch.dtype) -> None:
+    """The sum is the number in the dtype that is nearest to the base and the exact gradient, which
+    the sum of a gradient that was rounded is not."""
+    _, seeds, index, a, count, p = inputs(200, 96)
+    low, base = (torch.randn(shape).to(dtype) for shape in ((200, 6), (200, 96)))
+    a = (a * size).to(dtype)
+    exact = QFUSE.dropout_grad_x(a.double().float(), seeds, index, low.float(), count, p)
+    total = base.double() + exact.double()
+    rest = (seeds, index, low, count, p)
+    mine = QFUSE.add_dropout_grad_x(base, a, *rest)
+    off = (mine.double() - total).abs() > total.abs() * torch.finfo(dtype).eps * 0.501
+    assert not off.any()
+    apart = base + QFUSE.dropout_grad_x(a, *rest)
+    assert relative_error(mine, total) < relative_error(apart, total)
+
+
+def test_nothing_is_added_to_a_sum() -> None:
+    """Adapters of rank 0 leave the base as it is."""
+    _, seeds, index, _, count, p = inputs()
+    base = torch.randn(40, 24)
+    rest = (torch.empty(0, 24), seeds, index, torch.empty(40, 0), count, p)
+    assert torch.equal(QFUSE.add_dropout_grad_x(base, *rest), base)
+
+
+def test_the_kernel_adds_to_whole_rows() -> None:
+    """Other sums are the reference's."""
+    _, seeds, index, a, count, p = inputs()
+    half = torch.float16
+    rest = (a.to(half), seeds, index, torch.randn(40, 6).to(half), count, p)
+    wide = torch.randn(40, 30).to(half)
+    refused = dropout_triton.GRAD_X.refuses(AddDropoutGradX(*rest, wide[:, :24]))
+    assert refused == "the sum is not contiguous"
+    assert not dropout_triton.GRAD_X.refuses(AddDropoutGradX(*rest, wide[:, :24].contiguous()))
+    expected = QFUSE.add_dropout_grad_x(wide[:, :24].contiguous(), *rest)
+    beside = wide[:, 24:].clone()
+    QFUSE.add_dropout_grad_x_(wide[:, :24], *rest)
+    assert torch.equal(wide, torch.cat([expected, beside], 1))
 
 
 def test_opcheck() -> None:
@@ -115,6 +167,9 @@ def test_opcheck() -> None:
     rest = (seeds, index, torch.randn(40, 6), count, p)
     opcheck(QFUSE.dropout_grad_a.default, (x, *rest))
     opcheck(QFUSE.dropout_grad_x.default, (a, *rest))
+    for base in (torch.randn(40, 24), torch.randn(40, 30)[:, :24]):
+        opcheck(QFUSE.add_dropout_grad_x.default, (base, a, *rest))
+        opcheck(QFUSE.add_dropout_grad_x_.default, (base, a, *rest))
 
 
 def test_wrong_arguments() -> None:
@@ -137,6 +192,13 @@ def test_wrong_arguments() -> None:
             op(factor, seeds, index, torch.randn(40, 6).half(), count, p)
     with pytest.raises(WrongDtype, match="seeds"):
         QFUSE.dropout_project(x, seeds.int(), index, a, count, p)
+    rest = (a, seeds, index, torch.randn(40, 6), count, p)
+    for base, error in ((x[:, 1:], WrongShape), (x[1:], WrongShape), (x.half(), WrongDtype)):
+        for op in (QFUSE.add_dropout_grad_x, QFUSE.add_dropout_grad_x_):
+            with pytest.raises(error, match="the sum"):
+                op(base, *rest)
+    with pytest.raises(WrongShape, match="gradient"):
+        QFUSE.add_dropout_grad_x(x, a[1:], *rest[1:])
 
 
 @pytest.mark.parametrize(
@@ -171,6 +233,7 @@ def test_gpu_kernels(rows: int, columns: int, count: int, rank: int, dtype: torc
     x = torch.randn(rows, columns + 64, device="cuda", dtype=dtype)[:, :columns]
     a = torch.randn(count * rank, columns, device="cuda", dtype=dtype) / columns**0.5
     low = torch.randn(rows, count * rank, device="cuda", dtype=dtype)
+    base = torch.randn(rows, columns, device="cuda", dtype=dtype)
     seeds = torch.randint(2**63 - 1, [2], device="cuda")
     results = []
     for provider, cast in (
@@ -184,7 +247,11 @@ def test_gpu_kernels(rows: int, columns: int, count: int, rank: int, dtype: torc
         rest = (seeds, 1, low.to(cast), count, 0.05)
         of_a = provider.GRAD_A.run(DropoutGradA(x.to(cast), *rest))
         of_x = provider.GRAD_X.run(DropoutGradX(a.to(cast), *rest))
-        results.append((out[:, : count * rank], of_a, of_x))
+        if provider is dropout_reference:
+            total = base.to(cast) + of_x
+        else:
+            total = provider.GRAD_X.run(AddDropoutGradX(a, *rest, base.clone()))
+        results.append((out[:, : count * rank], of_a, of_x, total))
     for mine, eager, exact in zip(*results, strict=True):
         floor = torch.finfo(dtype).eps / 16  # where eager is exact by chance
         assert relative_error(mine, exact) <= max(1.25 * relative_error(eager, exact), floor)

@@ -216,7 +216,8 @@ def test_dropout(rank: int, dtype: str) -> None:
     for kernel, given in (
         (dropout_kernels_triton.project, constants),
         (dropout_kernels_triton.grad_a, constants),
-        (dropout_kernels_triton.grad_x, {**of_x, "SCALE": 2.0, "COUNT": 3}),
+        (dropout_kernels_triton.grad_x, {**of_x, "SCALE": 2.0, "COUNT": 3, "ADDS": False}),
+        (dropout_kernels_triton.grad_x, {**of_x, "SCALE": 2.0, "COUNT": 3, "ADDS": True}),
     ):
         pointers = {**types, "partial": "*fp32"}
         pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}

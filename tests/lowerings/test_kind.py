@@ -70,10 +70,15 @@ def drawn(x: Tensor, a: Tensor, b: Tensor, seeds: Tensor) -> tuple[Tensor, ...]:
     base = QFUSE.add_product(rows @ a.t() @ b.t(), p, b.t(), alpha=0.5)
     of_p, of_b = QFUSE.adapter_grads(base, p, b, 2.0, 0.5)
     of_a = QFUSE.dropout_grad_a(rows, seeds, 1, of_p, 1, 0.5)
-    return of_a, of_b, QFUSE.dropout_grad_x(a, seeds, 1, of_p, 1, 0.5)
+    dropped = (a, seeds, 1, of_p, 1, 0.5)
+    total = QFUSE.add_dropout_grad_x(of_p @ a, *dropped)
+    return of_a, of_b, QFUSE.dropout_grad_x(*dropped), total
 
 
-NAMES = ("dropout_project", "add_product", "adapter_grads", "dropout_grad_a", "dropout_grad_x")
+NAMES = (
+    *("dropout_project", "add_product", "adapter_grads"),
+    *("dropout_grad_a", "dropout_grad_x", "add_dropout_grad_x"),
+)
 
 
 def kinds_in(code: str) -> dict[str, list[str]]:

@@ -21,6 +21,7 @@ from inductor_q.graph_report import Report
 from inductor_q.kernels import dropout_reference
 from inductor_q.kernels.dropout import keep_mask
 from inductor_q.kernels.dropout_calls import DropoutProject
+from inductor_q.passes.add_gradients import ADD_GRAD_X
 from inductor_q.passes.extend_k import EXTEND_DROPPED
 from inductor_q.passes.fuse_dropout import GRAD_A, GRAD_X, PROJECT
 from tests.support.compiling import compile_step, count_ops, no_codegen, partition, step
@@ -29,6 +30,7 @@ peft = pytest.importorskip("peft")
 
 WIDTH, RANK, P = 64, 4, 0.25
 ALWAYS = {"extend_k.min_rows": 1, "fuse_dropout.min_rows": 1}
+GRADIENTS = "qfuse_(?:add_)?dropout_grad_[ax]"
 
 
 class Block(nn.Module):
@@ -72,7 +74,8 @@ class Masked(nn.Module):
         self.seed, self.adapter = seed, adapter
 
     def forward(self, x: Tensor) -> Tensor:
-        keep = keep_mask(self.seed, x.numel() // WIDTH, WIDTH, self.adapter, P)
+        columns = x.shape[-1]
+        keep = keep_mask(self.seed, x.numel() // columns, columns, self.adapter, P)
         return torch.where(keep.view(x.shape), x, 0.0) / (1 - P)
 
 
@@ -116,7 +119,7 @@ def test_forward_and_backward_use_the_same_masks(extended: bool) -> None:
     found = count_ops(forward) + count_ops(backward)
     # One op for q, k and v, one for o, in either direction, and no random numbers besides.
     assert found["qfuse.extend_dropped" if extended else "qfuse.dropout_project"] == 2
-    assert (found["qfuse.dropout_grad_a"], found["qfuse.dropout_grad_x"]) == (2, 2)
+    assert (found["qfuse.dropout_grad_a"], found["qfuse.add_dropout_grad_x"]) == (2, 2)
     assert not found["rand"]
     reference = masked(model)
     expected, right = step(reference, x, module=reference)
@@ -136,7 +139,7 @@ def test_large_ranks(rank: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     graphs, (output, grads), report = partitioned(model, x)
     assert report.applied()["fuse_dropout"] == 4
     found = sum(map(count_ops, graphs), Counter())
-    assert (found["qfuse.extend_dropped"], found["qfuse.dropout_grad_x"]) == (2, 2)
+    assert (found["qfuse.extend_dropped"], found["qfuse.add_dropout_grad_x"]) == (2, 2)
     reference = masked(model)
     eager, own = step(reference, x, module=reference)
     exact_model = testing.reference_model(reference)
@@ -185,13 +188,13 @@ def test_one_kernel_makes_an_input_again_and_what_its_gradient_becomes() -> None
     run = functools.partial(compile_step, model, x, options={"qfuse.thresholds": ALWAYS})
     _, codes = run_and_get_code(run)
     backward = codes[-1][codes[-1].index("def call(") :]
-    calls = re.findall(r"^\s+(?:\w+ = )?(cpp_fused_\w+|qfuse_dropout_grad_[ax])\(", backward, re.M)
+    calls = re.findall(rf"^\s+(?:\w+ = )?(cpp_fused_\w+|{GRADIENTS})\(", backward, re.M)
     places = [i for i, name in enumerate(calls) if name == "qfuse_dropout_grad_a"]
     assert len(places) == 2
     for place in places:
         kernel, before = calls[place - 1], calls[place - 2]
         assert "tanh_tanh_backward" in kernel, calls
-        assert before == "qfuse_dropout_grad_x", calls
+        assert before == "qfuse_add_dropout_grad_x", calls
 
 
 def test_under_autocast_and_checkpointing() -> None:
@@ -389,8 +392,9 @@ def test_no_gradient_of_an_input_that_needs_none() -> None:
     """Neither kernel nor memory goes into it: the first layer's input is frozen embeddings."""
     model, x = block(), batch().detach()
     (_, backward), (output, grads), _ = partitioned(model, x)
-    found = {op: len(backward.find_nodes(op="call_function", target=op)) for op in (GRAD_A, GRAD_X)}
-    assert found == {GRAD_A: 2, GRAD_X: 1}  # q, k and v read x, and o what they make of it
+    ops = (GRAD_A, GRAD_X, ADD_GRAD_X)
+    found = [len(backward.find_nodes(op="call_function", target=op)) for op in ops]
+    assert found == [2, 0, 1]  # q, k and v read x, and o what they make of it
     reference = masked(model)
     expected, right = step(reference, x, module=reference)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)

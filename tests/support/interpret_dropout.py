@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from inductor_q.kernels import dropout_reference, dropout_triton
-from inductor_q.kernels.dropout_calls import DropoutGradA, DropoutGradX, DropoutProject
+from inductor_q.kernels.dropout_calls import (
+    AddDropoutGradX,
+    DropoutGradA,
+    DropoutGradX,
+    DropoutProject,
+)
 from tests.support.processes import asked_for
 
 #: rows, columns, adapters, rank, columns of the buffer that x lies in, padding of the result.
@@ -75,7 +80,13 @@ def compare(number: int, dtype: torch.dtype) -> None:
     mine = by_plan(dropout_triton.GRAD_A, DropoutGradA(x, *rest))
     results.append((mine, dropout_reference.GRAD_A.run(DropoutGradA(x.float(), *exact))))
     mine = by_plan(dropout_triton.GRAD_X, DropoutGradX(a, *rest))
-    results.append((mine, dropout_reference.GRAD_X.run(DropoutGradX(a.float(), *exact))))
+    of_x = dropout_reference.GRAD_X.run(DropoutGradX(a.float(), *exact))
+    results.append((mine, of_x))
+    base = torch.randn(rows, columns).to(dtype)
+    of_x = of_x + base.float()
+    mine = by_plan(dropout_triton.GRAD_X, AddDropoutGradX(a, *rest, base))
+    assert mine is base
+    results.append((mine, of_x))
     for mine, right in results:
         # Sums are in float32, in another order; a result in 16 bits is rounded once.
         rtol = 1e-5 if dtype is torch.float32 else torch.finfo(dtype).eps
