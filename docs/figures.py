@@ -352,6 +352,10 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def _in_place(name: str, peer: str) -> str:
+    return f"{extra(name, peer, 'peak_bytes') / 1e9:.3f} GB"
+
+
 def packed_transient() -> str:
     """Return the share of stock Inductor's memory, beside weights and states, that a step takes."""
     name = "step_packed_memory-h200"
@@ -417,6 +421,22 @@ VALUES: dict[str, Callable[[], str]] = {
     "launch.jit": lambda: us(seconds("launch-h200", "jit")),
     "launch.bitsandbytes": lambda: us(seconds("launch-h200", "bitsandbytes")),
     "casts.together": lambda: ms(seconds("step_trainer_fp8_peak-h200", "qfuse")),
+    "in_place.bf16": lambda: _in_place("step_trainer_in_place-h200", "qfuse"),
+    "in_place.bf16_without": lambda: _in_place(
+        "step_trainer_in_place-h200", "qfuse[qfuse.passes=-add_gradients]"
+    ),
+    "in_place.fp8": lambda: _in_place("step_trainer_fp8_in_place-h200", step_figures.FP8),
+    "in_place.fp8_without": lambda: _in_place(
+        "step_trainer_fp8_in_place-h200", "qfuse[qfuse.compute=fp8;qfuse.passes=-add_gradients]"
+    ),
+    "exchange.gathered": lambda: ms(seconds("ranks_experts-h200", "qfuse", wrap="experts")),
+    "exchange.chosen": lambda: ms(seconds("ranks_experts-h200", "qfuse", wrap="experts-chosen")),
+    "exchange.gathered_nccl": lambda: ms(
+        extra("ranks_experts-h200", "qfuse", "exposed_s", wrap="experts")
+    ),
+    "exchange.chosen_nccl": lambda: ms(
+        extra("ranks_experts-h200", "qfuse", "exposed_s", wrap="experts-chosen")
+    ),
     "casts.apart": lambda: ms(seconds("step_trainer_fp8_peak-h200", step_figures.CASTS_APART)),
     "layers.trainer": lambda: start_figures.layers_over_whole("layers-h200"),
     "layers.trl": lambda: start_figures.layers_over_whole("layers_trl-h200"),

@@ -56,6 +56,7 @@ EIGHT_BITS = {
     "step_trainer_fp8-h200": "H200: a trainer's defaults, 4 layers",
     "step_trainer_fp8_host-h200": "H200, in another machine: the same",
     "step_trainer_fp8_peak-h200": "H200, in a third machine: the same, newer",
+    "step_trainer_in_place-h200": "H200, in a fourth machine: the same, the newest",
     "step_trainer_fp8-h100": "H100: the same",
     "step_trl_fp8-h200": "H200: TRL's defaults with checkpointing, 4 layers",
     "step_trl_fp8-h100": "H100: the same",
