@@ -1,4 +1,4 @@
-"""Add the gradient that adapters under dropout give their input to the product of their layer.
+"""Add the gradient that adapters under dropout give their input to a product of the same sum.
 
 `dX = dY W + dropout(dP A)`. The second term, written by itself, is as large as x, and it is in
 memory beside the first until the kernels that read their sum have run. `qfuse::add_dropout_grad_x`

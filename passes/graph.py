@@ -136,6 +136,12 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.meta[_REPLACED] = new
 
 
+def forget_replaced(graph: fx.Graph) -> None:
+    """Forget which nodes are read in the place of others, once no plan names these any more."""
+    for node in graph.nodes:
+        node.meta.pop(_REPLACED, None)
+
+
 def _current(node: fx.Node) -> fx.Node:
     """Return the node that is read in the place of `node` now."""
     while _REPLACED in node.meta:

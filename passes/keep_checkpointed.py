@@ -7,7 +7,8 @@ node of a segment. Some values are cheap to keep, and save more than their share
   reads the whole input, and under dropout makes its mask again;
 - which experts each token of a mixture chooses, by which gates, and the order of its rows: a few
   numbers a token, for which many small kernels would choose and sort again. Where ranks share the
-  experts, they would also ask each other again;
+  experts they would also ask each other again, so there it is always kept: whether a rank asks
+  must not depend on its own sizes, or others wait for it;
 - what the rest of the model reads of the last segment, as eager mode keeps it: else the segment's
   last product, which no gradient needs, is computed again;
 - the result of attention and its logsumexp, which are as large as the segment's input: from so many
@@ -55,12 +56,15 @@ class KeepCheckpointed:
         backward = backward_nodes(graph) if tagged else set()
         inside = [n for n in tagged if n not in backward]
         outside = _outside(graph, set(inside), backward)
+        exchanged = set(graph.find_nodes(op="call_function", target=PLAN)) if tagged else set()
         for node in inside:
             if not outside.isdisjoint(node.users):
                 yield Site(node, plan=(_below_views(node),))
-            elif (routing := _routing(node)) and (largest := max(routing, key=_size)):
-                reason = _too_wide(largest, arg(node, 0), context)
-                yield Site(node, reason, plan=routing, by_choice=True)
+            elif routing := _routing(node):
+                told = any(part.args[0] in exchanged for part in routing)
+                largest = max(routing, key=_size)
+                reason = "" if told else _too_wide(largest, arg(node, 0), context)
+                yield Site(node, reason, plan=routing, by_choice=not told)
             elif (source := _projected(node)) is not None:
                 yield Site(node, _too_wide(node, source, context), plan=(node,), by_choice=True)
             elif _is_attention(node):

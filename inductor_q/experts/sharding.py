@@ -24,6 +24,7 @@ from inductor_q.experts.stack import ExpertStack, note_ranks, ranks_of
 from inductor_q.formats import get_format
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.expert_weights import ExpertWeights
+from inductor_q.ops import exchange
 
 #: What DDP looks for on a module: names of what it leaves alone.
 _NOT_DDPS = "_ddp_params_and_buffers_to_ignore"
@@ -33,7 +34,7 @@ def shard(model: nn.Module) -> nn.Module:
     """Leave this rank its share of each layer's experts, adapters included, and switch to "qfuse".
 
     Of E experts rank r of W keeps r E / W to (r + 1) E / W. In each forward and backward pass,
-    tokens go to the ranks that have their experts, and come back. So all ranks of the default
+    tokens go to ranks that have experts of theirs, and come back. So all ranks of the default
     process group call the model equally often, with any number of tokens. What a rank's experts
     get as gradients is the mean over all ranks' losses. DDP leaves them alone; FSDP2 needs
     `ignored_params=set(experts.parameters_of_rank(model))`.
@@ -42,8 +43,9 @@ def shard(model: nn.Module) -> nn.Module:
 
     Raises:
         NoExperts.
-        CannotShard: there is no process group, W does not divide the number of experts, they are
-            sharded already, or one's blocks reach into another. Nothing is changed then.
+        CannotShard: there is no process group, the ranks' hosts do not reach each other, W does
+            not divide the number of experts, they are sharded already, or one's blocks reach into
+            another. Nothing is changed then.
         StillMerged: PEFT's `merge_adapter` has merged adapters of experts. Nor is anything then.
     """
     layers = expert_layers(model)
@@ -53,6 +55,7 @@ def shard(model: nn.Module) -> nn.Module:
     ranks = dist.get_world_size()
     for name, layer in layers.items():
         _check(name, layer, ranks)
+    _meet(type(model).__name__)
     for layer in layers.values():
         count = layer.num_experts // ranks
         mine = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
@@ -66,6 +69,17 @@ def shard(model: nn.Module) -> nn.Module:
     # Also as they are called when PEFT wraps the model afterwards.
     setattr(model, _NOT_DDPS, [*names, *(f"base_model.model.{name}" for name in names)])
     return use_qfuse(model)
+
+
+def _meet(what: str) -> None:
+    try:
+        exchange.meet()
+    except RuntimeError as error:
+        problem = (
+            f"the ranks' hosts do not reach each other over gloo ({error}); set GLOO_SOCKET_IFNAME "
+            "to the network interface that connects them"
+        )
+        raise CannotShard(what=what, problem=problem) from error
 
 
 def parameters_of_rank(model: nn.Module) -> list[nn.Parameter]:

@@ -41,9 +41,6 @@ from torch import Tensor
 
 from inductor_q.ops.library import define, define_autograd
 
-#: torch 2.13 has another name for it.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 
 class Exchange(NamedTuple):
     """Where the tokens of all ranks go in one layer.
@@ -126,10 +123,18 @@ def _plan_chosen(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Ten
 def _tokens_of_ranks(tokens: int, ranks: int) -> list[int]:
     """Tell all ranks how many tokens this one has; return what they say."""
     told = torch.empty(ranks, dtype=torch.int64)
-    hosts = _hosts(dist.group.WORLD)
-    _all_gather(told, torch.tensor([tokens]), group=hosts)
+    _all_gather(told, torch.tensor([tokens]), _hosts(dist.group.WORLD))
     counts: list[int] = told.tolist()
     return counts
+
+
+def meet() -> None:
+    """Make the group in which the hosts of all ranks speak; all ranks call it.
+
+    Raises:
+        RuntimeError: the hosts do not reach each other.
+    """
+    _hosts(dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
@@ -195,6 +200,12 @@ def _gather(out: Tensor, x: Tensor, counts: list[int]) -> None:
         _all_gather(out, x)
     else:
         _all_to_all(out, x.repeat(ranks, *[1] * (x.dim() - 1)), counts, [len(x)] * ranks)
+
+
+def _all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    # torch 2.13 has another name for it.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x, group=group)
 
 
 def _to_experts_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -132,9 +132,9 @@ def _count_questions(patch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     ask = exchange_ops._tokens_of_ranks
 
-    def noted(tokens: int, count: int) -> list[int]:
+    def noted(tokens: int, ranks: int) -> list[int]:
         asked.append(tokens)
-        return ask(tokens, count)
+        return ask(tokens, ranks)
 
     patch.setattr(exchange_ops, "_tokens_of_ranks", noted)
     return asked
@@ -142,8 +142,11 @@ def _count_questions(patch: pytest.MonkeyPatch) -> list[int]:
 
 def _checkpointed(net: Any) -> Any:
     net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    thresholds = {**SMALL["qfuse.thresholds"], "keep_checkpointed.min_ratio": 0}
-    return inductor_q.compile(net.train(), options={**SMALL, "qfuse.thresholds": thresholds})
+    return inductor_q.compile(net.train(), options=SMALL)
+
+
+def _as_it_is(net: Any) -> Any:
+    return net
 
 
 def _by_layers(net: Any) -> Any:
@@ -212,7 +215,7 @@ def _all_of_it(rank: int, port: int, folder: str) -> None:
     _join(rank, port)
     _chosen_by_hand(rank)
     _gathered_by_hand(rank)
-    net = _shared_step(rank, lambda net: net)
+    net = _shared_step(rank, _as_it_is)
     _save_and_load(rank, net, Path(folder))
     with no_codegen(), CompileTrace() as trace:
         for prepare in (_compiled, _checkpointed, _by_layers):
@@ -225,9 +228,9 @@ def _all_of_it(rank: int, port: int, folder: str) -> None:
     assert (trace.graphs, trace.breaks) == (3, [])
     with pytest.MonkeyPatch.context() as patch, no_codegen():
         _choose(patch)  # as with more ranks than choices
-        _shared_step(rank, lambda net: net)
-        torch.compiler.reset()
-        _shared_step(rank, _compiled)
+        for prepare in (_as_it_is, _compiled, _checkpointed):
+            torch.compiler.reset()
+            _shared_step(rank, prepare)
     _clipped(rank)
     dist.destroy_process_group()
 
@@ -311,6 +314,7 @@ def _share(net: Any, rank: int, count: int = 2) -> Any:
         patch.setattr(dist, "is_initialized", lambda: True)
         patch.setattr(dist, "get_world_size", lambda: count)
         patch.setattr(dist, "get_rank", lambda: rank)
+        patch.setattr(exchange_ops, "meet", lambda: None)
         return experts.shard(net)
 
 
@@ -367,6 +371,21 @@ def test_what_cannot_be_shared() -> None:
     layer.has_post_expert_norm, layer.post_expert_norm = True, nn.RMSNorm(64)
     with pytest.raises(exc.CannotShard, match="its norm after experts trains"):
         _share(net, 0)
+
+
+def test_hosts_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are told when they share the experts out, and nothing is changed."""
+
+    def fail(**how: Any) -> None:
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr(dist, "new_group", fail)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    net = model("qwen3_moe")
+    with pytest.raises(exc.CannotShard, match=r"no route to host.*GLOO_SOCKET_IFNAME"):
+        experts.shard(net)
+    assert not experts.parameters_of_rank(net)
 
 
 def test_a_trainer_that_clips_is_refused() -> None:
