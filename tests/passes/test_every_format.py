@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, float, dict[str, int]]] = {
         {
             **{"canonicalize": 4, "fuse_dropout": 4, "fold_lora": 12, "extend_k": 5},
             **{"keep_checkpointed": 1, "keep_packed": 2, "decode_again": 3, "project_in_place": 3},
-            "read_gradients": 4,
+            **{"add_gradients": 2, "read_gradients": 4},
         },
     ),
 }
