@@ -179,9 +179,9 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
     ),
     (
         exc.NoExperts(model="LlamaForCausalLM"),
-        "LlamaForCausalLM has no experts with fused weights. What is known is transformers' "
-        "experts interface: transformers >= 5 and a model such as Qwen3-MoE, Mixtral, OLMoE or "
-        "gpt-oss. "
+        "LlamaForCausalLM has no experts behind transformers' experts interface, which is what is "
+        "known: transformers >= 5 and a model such as Qwen3-MoE, Mixtral, OLMoE or gpt-oss (not "
+        "Llama 4). "
         "Where its checkpoint is packed (gpt-oss in MXFP4), inductor_q.load_checkpoint loads it",
         ValueError,
     ),
