@@ -425,7 +425,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "in_place.bf16_without": lambda: _in_place(
         "step_trainer_in_place-h200", "qfuse[qfuse.passes=-add_gradients]"
     ),
-    "in_place.fp8": lambda: _in_place("step_trainer_fp8_in_place-h200", step_figures.FP8),
+    "in_place.fp8": lambda: _in_place("step_trainer_in_place-h200", step_figures.FP8),
     "in_place.fp8_without": lambda: _in_place(
         "step_trainer_fp8_in_place-h200", "qfuse[qfuse.compute=fp8;qfuse.passes=-add_gradients]"
     ),

@@ -7,10 +7,11 @@ what reads the sum reads one tensor instead of two. (A product that adds to what
 the same, but torch has none in FP8.)
 
 The term is added in float32 and not rounded by itself; the sum is rounded to the dtype of the
-product. As written, each term is, and then the sum, but in a kernel that adds and goes on
-computing. Refused is a sum in float32 of a product in 16 bits: it would be rounded once more than
-as written. So are products that something else reads, and sums without a product in memory of its
-own. (One in int8 has its scales in the kernel that reads it.)
+product. Without the pass both terms are rounded, and so is their sum, unless the kernel that adds
+them goes on computing. A sum in float32 of a product in 16 bits is refused, since it would be
+rounded once more than without. Products that something else reads are refused too, and sums without
+a product that has memory of its own. (A product in int8 has none: the kernel that reads it applies
+its scales.)
 """
 
 from __future__ import annotations
