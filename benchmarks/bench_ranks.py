@@ -48,9 +48,11 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -215,15 +217,9 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
     suite.add({"wrap": wrap, "layers": layers, "tokens": ids.numel()}, timings, extra=extra)
 
 
-@contextlib.contextmanager
-def _chosen() -> Iterator[None]:
+def _chosen() -> AbstractContextManager[Any]:
     """Send tokens only to ranks that have their experts, however few the ranks are."""
-    before = exchange.is_gathered
-    exchange.is_gathered = lambda top_k, ranks: False
-    try:
-        yield
-    finally:
-        exchange.is_gathered = before
+    return mock.patch.object(exchange, "is_gathered", lambda top_k, ranks: False)
 
 
 def _together(first: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:

@@ -56,12 +56,12 @@ class KeepCheckpointed:
         backward = backward_nodes(graph) if tagged else set()
         inside = [n for n in tagged if n not in backward]
         outside = _outside(graph, set(inside), backward)
-        exchanged = set(graph.find_nodes(op="call_function", target=PLAN)) if tagged else set()
+        plans = set(graph.find_nodes(op="call_function", target=PLAN)) if tagged else set()
         for node in inside:
             if not outside.isdisjoint(node.users):
                 yield Site(node, plan=(_below_views(node),))
             elif routing := _routing(node):
-                told = any(part.args[0] in exchanged for part in routing)
+                told = any(part.args[0] in plans for part in routing)
                 largest = max(routing, key=_size)
                 reason = "" if told else _too_wide(largest, arg(node, 0), context)
                 yield Site(node, reason, plan=routing, by_choice=not told)

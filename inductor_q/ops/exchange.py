@@ -199,7 +199,7 @@ def _gather(out: Tensor, x: Tensor, counts: list[int]) -> None:
     if len(set(counts)) == 1:
         _all_gather(out, x)
     else:
-        _all_to_all(out, x.repeat(ranks, *[1] * (x.dim() - 1)), counts, [len(x)] * ranks)
+        _all_to_all(out, torch.cat([x] * ranks), counts, [len(x)] * ranks)
 
 
 def _all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -27,7 +27,7 @@ from inductor_q.passes.fuse_dropout import GRAD_X
 from inductor_q.passes.graph import ADD, CAST
 from inductor_q.passes.runner import run
 from tests.passes.test_add_adapters import traced
-from tests.passes.test_fuse_dropout import ALWAYS, Masked
+from tests.passes.test_fuse_dropout import ALWAYS, Masked, note_seeds
 from tests.support.allocated import most_beside
 from tests.support.compiling import SMALL, compile_step, step
 from tests.support.resolving import CPU, on_cpu
@@ -359,16 +359,7 @@ def with_masks(model: Any, seeds: Tensor) -> Any:
 
 @pytest.fixture
 def seeds(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The seeds of the calls of the op in forward."""
-    drawn: list[Tensor] = []
-    make = dropout_reference.Project.run
-
-    def run(self: Any, call: Any) -> Tensor:
-        drawn.append(call.seeds.clone())
-        return make(self, call)
-
-    monkeypatch.setattr(dropout_reference.Project, "run", run)
-    return drawn
+    return note_seeds(monkeypatch)
 
 
 def test_gradients_of_a_trainers_step(seeds: list[Tensor]) -> None:

@@ -161,10 +161,8 @@ def test_what_is_saved_for_backward() -> None:
     assert sum(value.shape[-1:] == (WIDTH,) for value in kept) <= 5
 
 
-@pytest.mark.slow
-def test_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's code with the ops, of dynamic lengths, gives what the masks written out give."""
-    model, x = block(), batch()
+def note_seeds(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return a list that gets the seeds of each projection under dropout that is computed."""
     drawn: list[Tensor] = []
     make = dropout_reference.Project.run
 
@@ -173,6 +171,14 @@ def test_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
         return make(self, call)
 
     monkeypatch.setattr(dropout_reference.Project, "run", run)
+    return drawn
+
+
+@pytest.mark.slow
+def test_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code with the ops, of dynamic lengths, gives what the masks written out give."""
+    model, x = block(), batch()
+    drawn = note_seeds(monkeypatch)
     result = compile_step(model, x, options={"qfuse.thresholds": ALWAYS}, dynamic=True)
     assert result.applied["fuse_dropout"] == 4
     reference = masked(model, drawn[-1])
