@@ -17,6 +17,7 @@ import inductor_q
 from inductor_q import testing
 from inductor_q.graph_report import Report
 from inductor_q.kernels.expert_calls import unchecked
+from inductor_q.passes.add_gradients import WIDE
 from tests.support.autocast import cuda_autocast
 from tests.support.compiling import count_ops, gradients, partition
 
@@ -95,6 +96,7 @@ def test_all_of_it_is_fused(recipe: str, packed: bool) -> None:
         # Of q, k and v, which are projected together.
         wide = reason.startswith("its input is 1 times as large")
         assert wide or reason.startswith("attention of 32 positions is computed again")
+    assert set(refused.pop("add_gradients", {})) <= {WIDE}  # what float32 norms and embeddings read
     assert not refused
 
 
