@@ -33,7 +33,7 @@ from inductor_q import capture
 from inductor_q.capture.calls import call
 from inductor_q.capture.example import example, example_product
 from inductor_q.capture.expert_layers import ExpertLayer, Projection
-from inductor_q.capture.experts_graph import DENSE_EXPERTS, Batched
+from inductor_q.capture.experts_graph import ADAPTED_EXPERTS, DENSE_EXPERTS, Batched
 from inductor_q.context import Context
 from inductor_q.kernels.calls import DENSE
 from inductor_q.kernels.expert_calls import ARGUMENTS, Scatter2Scatter, arguments, unchecked
@@ -65,7 +65,7 @@ class FuseScatter2Scatter:
     def match(self, graph: fx.Graph, context: Context) -> Iterator[Site]:
         layers, refused = capture.find_experts(graph)
         sites = [
-            Site(node, reason, by_choice=True, plain=reason is DENSE_EXPERTS)
+            Site(node, reason, by_choice=True, plain=reason in (ADAPTED_EXPERTS, DENSE_EXPERTS))
             for node, reason in refused.items()
         ]
         for layer in layers:

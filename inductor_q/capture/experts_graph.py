@@ -19,7 +19,12 @@ from inductor_q.kernels.calls import DENSE
 aten = torch.ops.aten
 
 DENSE_EXPERTS = "the experts are dense: torch's grouped product reads them as they are"
+ADAPTED_EXPERTS = (
+    "PEFT adds an adapter to the weights of all experts in each step: "
+    "inductor_q.experts.use_qfuse(model) adds it to their products"
+)
 
+_ADDS = (aten.baddbmm.default, aten.add.Tensor)
 _SWAPS = ([0, 2, 1], [0, -1, -2])
 
 
@@ -83,7 +88,7 @@ def _grouped(
     source, odd = peel_swaps(mat)
     stack = match_stack(source)
     if stack is None or stack.format == DENSE:
-        return DENSE_EXPERTS
+        return ADAPTED_EXPERTS if source.target in _ADDS else DENSE_EXPERTS
     result = next((user for user in node.users if swapped and user.args[1] == 0), node)
     # `mat` is [E, in, out]; the stack is stored so unless it was seen swapped.
     return Grouped(node, result, x, stack, transposed=odd == swapped, offs=offs)

@@ -34,8 +34,9 @@ FIXES: tuple[Fix, ...] = (
     # --- libraries, as of peft 0.21, bitsandbytes 0.50, transformers 5.23 ---
     Fix(
         "PEFT's target_parameters registers and removes a parametrization in every forward, which "
-        "cannot be compiled: give experts their adapters with inductor_q.experts.add_lora instead, "
-        "or compile the attention of each layer alone (layer.self_attn.compile()), not the model",
+        "cannot be compiled: give a Trainer inductor_q.integrations.QfuseCallback() as a callback "
+        "instead of compiling the model, or call prepare_parameters(model) of the same package "
+        "once, before training",
         frame=r"peft/tuners/lora/layer\.py: (_activate_lora|_remove_parametrizations)",
     ),
     Fix(

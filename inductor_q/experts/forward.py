@@ -8,7 +8,8 @@ choices. Nothing is gathered, scattered or sorted in between.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,14 @@ from inductor_q.ops.routing import Routing, route
 IMPLEMENTATION = "qfuse"
 
 
+class Adapter(NamedTuple):
+    """What each weight of a stack has added: `scaling * b @ a`, a [E, r, K] and b [E, N, r]."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
 def register() -> None:
     """Make "qfuse" known to transformers' `set_experts_implementation`, and to experts in FP8."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -35,7 +44,11 @@ def register() -> None:
 
 
 def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> Tensor:
     """Compute [tokens, H] through the experts of each token.
 
@@ -43,27 +56,35 @@ def experts_forward(
         self: the expert layer; what it says of its layout is transformers'.
         top_k_index, top_k_weights: [tokens, top_k]; an index that is none of this device's experts
             is a sentinel of expert parallelism. After `shard` it is one among those of all ranks.
+        adapters: those of fused parameters, by their names; an `ExpertStack` holds its own.
     """
     x = hidden_states
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if (ranks := ranks_of(self)) == 1:
-        return _compute(self, x, top_k_index, top_k_weights).to(hidden_states.dtype)
+        return _compute(self, x, top_k_index, top_k_weights, adapters or {}).to(hidden_states.dtype)
     exchange = plan_exchange(top_k_index, self.num_experts, ranks)
     gates = to_experts(top_k_weights, exchange)
-    y = _compute(self, to_experts(x, exchange), exchange.ids, gates)
+    y = _compute(self, to_experts(x, exchange), exchange.ids, gates, adapters or {})
     return to_tokens(y, exchange, x.shape[0]).to(hidden_states.dtype)
 
 
-def _compute(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _compute(
+    self: Any,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    adapters: Mapping[str, Adapter],
+) -> Tensor:
     """Compute tokens that are here through the experts that are here."""
     routing = route(top_k_index, self.num_experts)
     name = "gate_up_proj" if self.has_gate else "up_proj"
-    hidden = project(self, name, x, routing, grouped_out=True)
+    hidden = project(self, name, x, routing, adapter=adapters.get(name), grouped_out=True)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    how: Any = {"adapter": adapters.get("down_proj"), "grouped_in": True}
     if not getattr(self, "has_post_expert_norm", False):  # transformers 5.23 and later have it
-        return project(self, "down_proj", hidden, routing, grouped_in=True, gates=top_k_weights)
-    rows = project(self, "down_proj", hidden, routing, grouped_in=True, grouped_out=True)
+        return project(self, "down_proj", hidden, routing, gates=top_k_weights, **how)
+    rows = project(self, "down_proj", hidden, routing, grouped_out=True, **how)
     rows = self.post_expert_norm(rows)[routing.inverse].reshape(*top_k_index.shape, -1)
     # A norm may make something of a sentinel's zeros.
     ours = ((top_k_index >= 0) & (top_k_index < self.num_experts)).unsqueeze(-1)
@@ -76,7 +97,9 @@ def is_sharded(model: nn.Module) -> bool:
     return any(ranks_of(module) > 1 for module in model.modules())
 
 
-def project(layer: Any, name: str, x: Tensor, routing: Routing, **how: Any) -> Tensor:
+def project(
+    layer: Any, name: str, x: Tensor, routing: Routing, adapter: Adapter | None = None, **how: Any
+) -> Tensor:
     """Compute one projection: an `ExpertStack`, or a parameter, packed by its library or not."""
     bias = getattr(layer, f"{name}_bias") if layer.has_bias else None
     stack = layer._modules.get(name)
@@ -89,6 +112,8 @@ def project(layer: Any, name: str, x: Tensor, routing: Routing, **how: Any) -> T
         packed = Stored([weight], DENSE, list(weight.shape))
         x = x.to(weight.dtype)
     operands, format, shape = packed
+    if adapter is not None:
+        how |= {"lora_a": adapter.a, "lora_b": adapter.b, "scaling": adapter.scaling}
     return ops.scatter2scatter(
         x, operands, format, shape, routing, transposed=layer.is_transposed, bias=bias, **how
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.dora import prepare_dora
+from inductor_q.integrations.parameters import prepare_parameters
 
 if TYPE_CHECKING:
     from inductor_q.integrations.decoding import compile_decoding as compile_decoding
@@ -31,6 +32,7 @@ __all__ = [
     "prepare_checkpointing",
     "prepare_dora",
     "prepare_fp8",
+    "prepare_parameters",
 ]
 
 

@@ -32,6 +32,7 @@ from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.lengths import mark_lengths
 from inductor_q.integrations.mask_parts import MaskParts, parts_of, takes_parts, with_mask
 from inductor_q.integrations.neftune import prepare_neftune
+from inductor_q.integrations.parameters import prepare_parameters
 from inductor_q.integrations.problem_type import Classifier
 from inductor_q.log import warn_once
 from inductor_q.modules import modules_of
@@ -217,13 +218,15 @@ class States:
 
         PEFT gives one list of active adapters to all layers, or each its own, depending on what was
         called. Dynamo guards on which it is, so layers with equal lists share one. States of
-        adapters that were deleted are dropped, and their graphs with them. New adapters of DoRA are
-        prepared for one graph, and NEFTune's hooks, which come and go with training.
+        adapters that were deleted are dropped, and their graphs with them. New adapters of DoRA and
+        of parameters are prepared for one graph, and NEFTune's hooks, which come and go with
+        training.
         """
         modules = modules_of(self.model)
         prepare_neftune(module for module in modules if module._forward_hooks)
         if self.latest is None or state[0] != self.latest[0]:
             prepare_dora(self.model)
+            prepare_parameters(self.model)
             # Not a wrapper of modules_to_save, which never merges and has the name in its class.
             layers = (m for m in modules if "merged_adapters" in vars(m))
             self.layer = next(layers, None)

@@ -244,8 +244,7 @@ def test_target_parameters_under_compile_and_the_way_out() -> None:
     assert "LoRA on 2 parameters" in found.found
     assert len(traced(model, step).breaks) > 5
     torch._dynamo.reset()
-    statement = found.remedy.partition("or compile what lies around them: ")[2]
-    exec(statement.replace("compile()", 'compile(backend="eager")'), {"model": model})
+    exec(found.remedy, {"model": model, "inductor_q": inductor_q})
     assert finding(model, "target_parameters").status == "ok"
     assert not traced(model, step).breaks
 

@@ -90,8 +90,7 @@ def test_a_second_adapter_does_not_discard_the_first() -> None:
     ("targets", "wrapped"), [("all-linear", ["gate"] * 2), (["q_proj", "v_proj"], [])]
 )
 def test_peft_adapts_a_router_unasked(targets: Any, wrapped: list[str]) -> None:
-    """Of a model with experts it wraps the router's parameter, whose forward breaks a graph, unless
-    projections are named: docs/moe.md says so."""
+    """Of a model with experts it wraps the router's parameter, unless projections are named."""
     net = experts.quantize(model("qwen3_moe").requires_grad_(False), "nf4_b64")
     net = peft.get_peft_model(net, peft.LoraConfig(target_modules=targets))
     found = [n for n, m in net.named_modules() if type(m).__name__ == "ParamWrapper"]

@@ -9,11 +9,15 @@ from torch import nn
 
 from inductor_q.diagnostics.checks.finding import Finding
 from inductor_q.diagnostics.checks.modules import compiled_alone, instances, several, tidy
+from inductor_q.integrations.methods import is_replaced
 
 NAME = "target_parameters"
-ATTENTION = "for layer in model.get_base_model().model.layers: layer.self_attn.compile()"
 NAMES = "LoraConfig(target_parameters=[...])  # the ends of names in model.named_parameters()"
 OURS = "inductor_q.experts.add_lora(model, r=16, alpha=32)"
+PREPARED = (
+    "from inductor_q.integrations import prepare_parameters; prepare_parameters(model)"
+    "  # QfuseCallback and inductor_q.compile do"
+)
 PACKED = f"inductor_q.experts.quantize(model); {OURS}  # instead of target_parameters"
 
 
@@ -40,16 +44,16 @@ def check(model: nn.Module) -> Iterator[Finding]:
     if over:
         found = f"LoRA over {several(over, '4-bit expert parameter')}: gradients are lost"
         yield Finding(NAME, "fail", found, PACKED)
-    elif traced := _compiled(model, wrappers):
+    elif traced := [w for w in _compiled(model, wrappers) if not is_replaced(w[1], "forward")]:
         paths = [f"{path}.{w.parameter_name}" for path, w in traced]
         found = (
             f"LoRA on {several(paths, 'parameter')}: PEFT registers and removes a parametrization "
             "in each forward, which breaks the graph in every layer"
         )
-        remedy = f"{OURS} instead, or compile what lies around them: {ATTENTION}"
-        yield Finding(NAME, "warn", found, remedy)
+        yield Finding(NAME, "warn", found, PREPARED)
     elif not missing:
-        yield Finding(NAME, "ok", "outside of what is compiled")
+        inside = bool(_compiled(model, wrappers))
+        yield Finding(NAME, "ok", "traceable" if inside else "outside of what is compiled")
 
 
 def _asked(model: nn.Module) -> set[str]:
