@@ -347,11 +347,14 @@ def _warn_of_breaks() -> None:
     if len(_reports) != 3 or not graph_breaks() or any(report.weights for report in _reports):
         return
     if alive := len(live.quantized_layers()):
+        prevented = (
+            ". inductor_q.compile(model) prevents most breaks, and in a Trainer "
+            "inductor_q.integrations.QfuseCallback() does"
+        )
         log.warning(
             "qfuse: 0 of %d quantized layers fused so far; 3 graphs, %d breaks: `qfuse explain` "
-            "names them. inductor_q.compile(model) prevents most breaks, and in a Trainer "
-            "inductor_q.integrations.QfuseCallback() does",
-            *(alive, graph_breaks()),
+            "names them%s",
+            *(alive, graph_breaks(), "" if began else prevented),
         )
 
 

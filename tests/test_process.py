@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -223,7 +224,19 @@ class Outside(nn.Module):
         return torch.tanh(between(x)) * 4
 
 
-def test_breaks_around_quantized_layers_warn(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("ours", [False, True])
+def test_breaks_around_quantized_layers_warn(caplog: pytest.LogCaptureFixture, ours: bool) -> None:
+    """With the advice to call what prevents breaks, unless that was called."""
     caplog.set_level(logging.WARNING, "inductor_q")
-    run(Outside())
-    assert "quantized layers fused so far; 3 graphs, 4 breaks: `qfuse explain`" in caplog.text
+    model = Outside()
+    if ours:
+        torch.compiler.reset()
+        inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]
+        with no_codegen():
+            inductor_q.compile(model)(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    else:
+        run(model)
+    found = re.search(r"layers fused so far; 3 graphs, (\d) breaks: `qfuse explain`", caplog.text)
+    assert found is not None
+    assert int(found[1]) == inductor_q.report().breaks
+    assert ("inductor_q.compile(model) prevents most breaks" in caplog.text) == (not ours)

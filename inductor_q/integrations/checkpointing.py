@@ -12,6 +12,9 @@ a weight that is read twice is one node.
 A layer of LLM.int8 notes in each forward whether it trains and where its codes are. Eager
 checkpointing does that again in backward, and Dynamo, which cannot, traces such a segment only
 where `skip_fwd_side_effects_in_bwd_under_checkpoint` says that nobody needs it again.
+
+transformers' `activation_checkpointing_enable(offload=True)` moves what a segment keeps to the host
+by hooks on saved tensors, which Dynamo cannot trace. In a graph it stays on the device.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from inductor_q.capture.caching import caching_hooks
 from inductor_q.integrations.methods import is_replaced, replace_method
@@ -36,6 +40,9 @@ _HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
 _ENABLING = ("enable_input_require_grads", "_set_gradient_checkpointing")
 
 _FUNCTION = "_gradient_checkpointing_func"
+
+# What transformers (5.23) calls where `offload=True`, around torch's function.
+_OFFLOADS = "_activation_checkpointing_enable.<locals>.checkpoint_func"
 
 
 def prepare_checkpointing(model: nn.Module) -> None:
@@ -95,6 +102,25 @@ def _keywords(function: Any) -> dict[str, Any]:
     return function.keywords if isinstance(function, functools.partial) else {}
 
 
+def _offloads(function: Any) -> bool:
+    """Whether a function that checkpoints also offloads, and is not traced without that yet."""
+    called = getattr(function, "func", None)
+    return str(getattr(called, "__qualname__", "")).endswith(_OFFLOADS) and not hasattr(
+        called, "__wrapped__"
+    )
+
+
+def _offloading_in_eager_mode(function: functools.partial[Any]) -> functools.partial[Any]:
+    offloading = function.func
+
+    @functools.wraps(offloading)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = checkpoint if torch.compiler.is_compiling() else offloading
+        return run(*args, **kwargs)
+
+    return functools.partial(call, *function.args, **function.keywords)
+
+
 def _then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +133,8 @@ def _then_prepare(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(model: nn.Module) -> None:
-    """Mend what is enabled now: input hooks, hooks of packed experts, reentrant checkpointing.
+    """Mend what is enabled now: input hooks, hooks of packed experts, reentrant checkpointing and
+    offloading.
 
     TRL's trainers with a reference pass enable checkpointing again in each step, so a module
     without hooks and without checkpointing is only passed by.
@@ -124,6 +151,15 @@ def _prepare(model: nn.Module) -> None:
     for layer in reentrant:
         function: Any = getattr(layer, _FUNCTION)
         setattr(layer, _FUNCTION, functools.partial(function, use_reentrant=False))
+    offloading = [m for m in modules if _offloads(vars(m).get(_FUNCTION))]
+    for layer in offloading:
+        setattr(layer, _FUNCTION, _offloading_in_eager_mode(getattr(layer, _FUNCTION)))
+    if offloading:
+        warn_once(
+            "prepare_checkpointing: offload=True is for eager mode alone. In a graph, what a "
+            "checkpointed layer keeps stays on the device; the options qfuse.memory and "
+            "qfuse.offload keep a step within a budget"
+        )
     if reentrant:
         warn_once(
             f"prepare_checkpointing: {len(reentrant)} modules checkpoint without reentrance now, "

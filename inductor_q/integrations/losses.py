@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from inductor_q.integrations.mask_parts import without_a_look
 from inductor_q.integrations.states import States, called_by, set_region
+from inductor_q.log import warn_once
 
 #: Where a decoder has what it returned while forward is compiled: a list, which is empty once that
 #: is used.
@@ -48,6 +49,7 @@ class LossRegion:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trains = self._trains(kwargs)
+        self._tell_of_cache(kwargs)
         least = self.states.unread_from(kwargs["labels"].device) if trains else None
         with without_a_look(least):
             if not trains or self._is_left(kwargs):
@@ -85,6 +87,18 @@ class LossRegion:
         if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
             return False
         return kwargs.get("past_key_values") is None and isinstance(kwargs.get("labels"), Tensor)
+
+    def _tell_of_cache(self, kwargs: dict[str, Any]) -> None:
+        """Warn once of an evaluation whose layers run in eager mode for a cache that is new."""
+        evaluates = isinstance(kwargs.get("labels"), Tensor) and not (
+            self.model.training and torch.is_grad_enabled()
+        )
+        makes_cache = kwargs.get("use_cache", getattr(self.decoder.config, "use_cache", False))
+        if evaluates and makes_cache and kwargs.get("past_key_values") is None:
+            warn_once(
+                "inductor_q.compile: an evaluation by layers that makes a cache of keys and values "
+                "runs them in eager mode. model.config.use_cache = False has them compiled"
+            )
 
     def _is_left(self, kwargs: dict[str, Any]) -> bool:
         """Whether the loss is not to be compiled, or somebody else has a part in it."""

@@ -107,10 +107,12 @@ def compile(
     if given and mode:  # torch takes no mode beside options
         given["qfuse.mode"], mode = mode, None
     settings: dict[str, Any] = {"options": given or None, "mode": mode, "dynamic": dynamic}
-    if is_sharded or len(found) > 1:
+    base = base_model(model)
+    by_layers = found != [_whole(model)]
+    if is_sharded or by_layers:
         settings = _of_layers(settings, is_sharded)
         _tell_of_parametrized(found, is_sharded)
-    states, base = States(model, settings), base_model(model)
+    states = States(model, settings)
     leave_loss(base)
     for module in model.modules():
         region = region_of(module)
@@ -121,7 +123,7 @@ def compile(
         elif region:
             region.states.skips_effects |= states.skips_effects
             states = region.states
-    knows_masks = len(found) > 1 and note_parts(model)
+    knows_masks = by_layers and note_parts(model)
     if found == [model]:  # with its loss
         states.classifier = classifier_of(model, base)
     for module in found:
@@ -130,8 +132,8 @@ def compile(
         if is_sharded and knows_masks:
             make_mask_inside(module)
         if region_of(module) is None:
-            set_region(module, Region(module, states, shares=len(found) > 1))
-    if len(found) > 1 and not _is_replaced(base):
+            set_region(module, Region(module, states, shares=by_layers))
+    if by_layers and not _is_replaced(base):
         compile_loss(base, states)
     return model
 
@@ -146,7 +148,14 @@ def compiled_regions(model: nn.Module, regions: Regions = "auto") -> list[nn.Mod
         if not layers:
             raise NoRegion(model=type(base).__name__)
         return layers
-    return [base.base_model if _is_replaced(base) else model]
+    return [_whole(model)]
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """Return what can be one graph: a model, or what is inside where its forward is replaced."""
+    base = base_model(model)
+    inside: nn.Module = base.base_model if _is_replaced(base) else model
+    return inside
 
 
 def check_module(model: object, call: str) -> None:

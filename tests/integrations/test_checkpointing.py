@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +45,13 @@ def renamed(model: Any) -> None:
     if enabling is None:
         pytest.skip("this transformers has the old name alone")
     enabling()
+
+
+def offloaded(model: Any) -> None:
+    enabling: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enabling is None or "offload" not in inspect.signature(enabling).parameters:
+        pytest.skip("this transformers offloads nothing")
+    enabling(offload=True)
 
 
 def kbit(model: Any, **settings: Any) -> None:
@@ -101,6 +111,35 @@ def test_one_graph_however_it_is_enabled(way: str) -> None:
     assert (trace.graphs, trace.breaks) == (1, [])
     # Not bitwise: transformers writes the mask out while Dynamo traces.
     assert testing.relative_error(compiled, eager) < 0.02
+
+
+def test_layers_offload_in_eager_mode_alone(told: list[str]) -> None:
+    warn_once.cache_clear()
+    model = qlora()
+    offloaded(model)
+    prepare_checkpointing(model)
+    prepare_checkpointing(model)
+    assert len([line for line in told if "offload=True" in line]) == 1
+    with no_pinning() as entered:
+        expected = step(model, model)
+        assert len(entered) == 1
+        compiled, trace = compiled_step(model)
+        assert len(entered) == 1
+    assert (trace.graphs, trace.breaks) == (1, [])
+    assert testing.relative_error(compiled, expected) < 0.02
+
+
+@contextlib.contextmanager
+def no_pinning() -> Iterator[list[object]]:
+    """Offload without pinned memory, which a CPU has none of, and list each time."""
+    entered: list[object] = []
+
+    def save(**how: object) -> Any:
+        entered.append(how)
+        return torch.autograd.graph.save_on_cpu()
+
+    with mock.patch("transformers.modeling_utils.save_on_cpu", save):
+        yield entered
 
 
 @pytest.mark.slow

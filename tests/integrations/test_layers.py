@@ -13,6 +13,7 @@ import inductor_q
 from inductor_q import backend, testing
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.integrations.states import region_of
+from inductor_q.log import warn_once
 from inductor_q.options import check_options
 from tests.support.compiling import SMALL, gradients, no_codegen
 from tests.support.layers import layered, qwen3
@@ -147,6 +148,31 @@ def test_layers_train_without_the_cache_that_a_configuration_asks_for(told: list
     with torch.no_grad():
         cache = model(input_ids=IDS).past_key_values
     assert cache.get_seq_length() == IDS.shape[1], "without gradients the cache is kept"
+
+
+def test_the_only_layer_of_a_model_trains_without_the_cache_too(told: list[str]) -> None:
+    warn_once.cache_clear()
+    model = qwen3(1)
+    model.config.use_cache = True
+    layered(model)
+    with no_codegen(), testing.CompileTrace() as trace:
+        step(model)
+    assert (trace.graphs, trace.breaks) == (1, [])
+    assert any("keep no keys and values" in line for line in told)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_evaluation_that_makes_a_cache_says_that_layers_are_not_compiled(
+    told: list[str], cached: bool
+) -> None:
+    warn_once.cache_clear()
+    model = qwen3(2).eval()
+    model.config.use_cache = cached
+    layered(model)
+    with no_codegen(), torch.no_grad(), testing.CompileTrace() as trace:
+        model(input_ids=IDS, labels=IDS)
+    assert trace.graphs == int(not cached)
+    assert bool(told) == any("an evaluation by layers" in line for line in told) == cached
 
 
 def test_a_cache_of_another_name() -> None:
