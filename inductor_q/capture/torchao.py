@@ -35,8 +35,8 @@ ROUNDS = "torchao multiplies with the codes and scales the result, so products r
 
 def _layout(tensor: Tensor) -> Layout | None:
     kind = type(tensor)
-    # Parameter goes first: Dynamo traces this in layers of experts and does not know its module.
-    if kind is nn.Parameter or kind.__module__.partition(".")[0] != "torchao":
+    # These go first: Dynamo traces this in layers of experts and does not know their module.
+    if kind in (Tensor, nn.Parameter) or kind.__module__.partition(".")[0] != "torchao":
         return None
     read = _READERS.get(kind.__name__)
     if read is None:

@@ -36,7 +36,7 @@ FIXES: tuple[Fix, ...] = (
         "PEFT's target_parameters registers and removes a parametrization in every forward, which "
         "cannot be compiled: give a Trainer inductor_q.integrations.QfuseCallback() as a callback "
         "instead of compiling the model, or call prepare_parameters(model) of the same package "
-        "once, before training",
+        "before training, and after add_adapter",
         frame=r"peft/tuners/lora/layer\.py: (_activate_lora|_remove_parametrizations)",
     ),
     Fix(

@@ -108,7 +108,11 @@ def projections(layer: nn.Module, targets: Collection[str] = PROJECTIONS) -> Ite
 def packed_experts(layer: Any, name: str) -> Stored | None:
     """Return a projection that a library packed in one of our formats; None for any other."""
     weight = layer._parameters.get(name)
-    if type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1:
+    if (
+        type(weight) in (Tensor, nn.Parameter)
+        and weight.is_floating_point()
+        and weight.itemsize > 1
+    ):
         return None  # values: Dynamo, which traces this, need not ask the list, nor guard on it
     found = packed_weight(layer, name)
     if found is None or found.read is None:

@@ -49,11 +49,11 @@ def prepare_checkpointing(model: nn.Module) -> None:
     """Keep gradient checkpointing of `model` in one graph, however and whenever it is enabled.
 
     The hook that makes the embeddings' output require gradients is removed, checkpointing is made
-    non-reentrant, which gives the same gradients, and the hooks that keep decoded weights of packed
-    experts run in eager mode alone. All of it is done now, and again each time that somebody
-    enables checkpointing or the hook on this model: a Trainer does so inside `train()`. For that,
-    two methods of the model's own instance are wrapped; no class is changed. Models in eager mode
-    work as before.
+    non-reentrant, which gives the same gradients; the hooks that keep decoded weights of packed
+    experts, and offloading (`offload=True`), run in eager mode alone. All of it is done now, and
+    again each time that somebody enables checkpointing or the hook on this model: a Trainer does so
+    inside `train()`. For that, two methods of the model's own instance are wrapped; no class is
+    changed. Models in eager mode work as before.
 
     Args:
         model: a transformers model, PEFT's wrapper around one, or a trainer's `model`.

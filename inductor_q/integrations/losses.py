@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from inductor_q.integrations.mask_parts import without_a_look
+from inductor_q.integrations.methods import is_hooked
 from inductor_q.integrations.states import States, called_by, set_region
-from inductor_q.log import warn_once
 
 #: Where a decoder has what it returned while forward is compiled: a list, which is empty once that
 #: is used.
@@ -49,9 +49,9 @@ class LossRegion:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trains = self._trains(kwargs)
-        self._tell_of_cache(kwargs)
         least = self.states.unread_from(kwargs["labels"].device) if trains else None
-        with without_a_look(least):
+        evaluates = not trains and isinstance(kwargs.get("labels"), Tensor)
+        with without_a_look(least), self.states.evaluating(evaluates):
             if not trains or self._is_left(kwargs):
                 return self.model._call_impl(*args, **kwargs)
             return self._compiled(args, kwargs)
@@ -88,22 +88,10 @@ class LossRegion:
             return False
         return kwargs.get("past_key_values") is None and isinstance(kwargs.get("labels"), Tensor)
 
-    def _tell_of_cache(self, kwargs: dict[str, Any]) -> None:
-        """Warn once of an evaluation whose layers run in eager mode for a cache that is new."""
-        evaluates = isinstance(kwargs.get("labels"), Tensor) and not (
-            self.model.training and torch.is_grad_enabled()
-        )
-        makes_cache = kwargs.get("use_cache", getattr(self.decoder.config, "use_cache", False))
-        if evaluates and makes_cache and kwargs.get("past_key_values") is None:
-            warn_once(
-                "inductor_q.compile: an evaluation by layers that makes a cache of keys and values "
-                "runs them in eager mode. model.config.use_cache = False has them compiled"
-            )
-
     def _is_left(self, kwargs: dict[str, Any]) -> bool:
         """Whether the loss is not to be compiled, or somebody else has a part in it."""
         taken = self.decoder._compiled_call_impl is not None or "forward" in vars(self.decoder)
-        if taken or any(map(_is_hooked, (self.decoder, *self._outside()))):
+        if taken or any(map(is_hooked, (self.decoder, *self._outside()))):
             return True
         return not self.states.chunks(self.model, kwargs["labels"])
 
@@ -135,11 +123,6 @@ def leave_loss(model: nn.Module) -> None:
     """Take back what `compile_loss` did."""
     if isinstance(called_by(model), LossRegion):
         set_region(model, None)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _given(decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,12 @@ def has_own_forward(module: nn.Module) -> bool:
     return getattr(held, "__func__", None) is type(module).forward
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something happens around the forward of a module, or around its backward."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
+
+
 def replace_method(module: nn.Module, function: Callable[..., Any]) -> None:
     """Let `module` call `function` for the method that has its name."""
     setattr(module, function.__name__, MethodType(function, module))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,56 +23,62 @@ from torch import Tensor, nn
 
 from inductor_q import capture
 from inductor_q.experts.forward import IMPLEMENTATION, Adapter, experts_forward
-from inductor_q.integrations.methods import has_own_forward, replace_method
+from inductor_q.experts.modules import PROJECTIONS
+from inductor_q.integrations.methods import has_own_forward, is_hooked, name_of_forward
 
-#: Of other dtypes PEFT adds in a wider one and clamps.
+#: PEFT adds to FP8 in a wider dtype, and clamps.
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def prepare_parameters(model: nn.Module) -> None:
     """Give PEFT's layers over parameters of `model` a forward that can be traced.
 
-    Parameters of other dtypes than 64, 32 and 16 bits of floating point are left to PEFT, and those
-    that bitsandbytes' `replace_parameter_4bit`, FSDP2, DeepSpeed or accelerate's offloading holds.
+    PEFT still computes, and a graph breaks there, where the parameter is not in 16, 32 or 64 bits
+    of floating point, and where bitsandbytes' `replace_parameter_4bit`, FSDP2, DeepSpeed or
+    accelerate's offloading holds it while its module is called.
     A model that `torch.save` has written whole comes back with PEFT's own: prepare it again, and
-    after `add_adapter`. Experts that `inductor_q.experts.use_qfuse` computes add what their
-    adapters compute to their products from then on, and no adapted weight is made.
+    after `add_adapter`.
+
+    Experts that `inductor_q.experts.use_qfuse` computes add what an adapter computes to their
+    products from then on, and no adapted weight is made, but for several active adapters at once,
+    adapters of biases, hooks on the experts, and a PEFT whose layers give no factors (0.18).
     """
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     for wrapper in model.modules():
-        if type(wrapper) is kind and has_own_forward(wrapper) and is_plain(wrapper):
-            replace_method(wrapper, forward)
+        if type(wrapper) is kind and has_own_forward(wrapper):
+            setattr(wrapper, name_of_forward(wrapper), MethodType(forward, wrapper))
+
+
+def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call the base layer with its adapters, as `ParamWrapper.forward` does."""
+    if not _adapts(self) or not is_plain(self) or kwargs.get("adapter_names") is not None:
+        return type(self).forward(self, x, *args, **kwargs)
+    kwargs.pop("adapter_names", None)
+    base = self.get_base_layer()
+    if (adapters := _factors(self)) is not None:
+        return functools.partial(experts_forward, adapters=adapters)(base, x, *args, **kwargs)
+    path, held = self.parameter_name, self.base_layer
+    while held is not base:  # another such layer, over another parameter
+        path, held = f"base_layer.{path}", held.base_layer
+    weights = {path: _adapted(self, _active(self))}
+    return torch.func.functional_call(
+        self.base_layer, weights, (x, *args), kwargs, tie_weights=False
+    )
 
 
 def is_plain(wrapper: Any) -> bool:
     """Whether the parameter below a layer of PEFT's is a whole tensor that its module holds."""
     held = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
     return (
-        type(held) is nn.Parameter
+        type(held) in (Tensor, nn.Parameter)
         and held.dtype in _DTYPES
         and not held.is_meta
         and not hasattr(held, "ds_shape")
     )
 
 
-def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call the base layer with its adapters, as `ParamWrapper.forward` does."""
-    if not _adapts(self) or kwargs.get("adapter_names") is not None:
-        return type(self).forward(self, x, *args, **kwargs)
-    kwargs.pop("adapter_names", None)
-    base = self.get_base_layer()
-    if _is_ours(base) and (adapters := _factors(self)) is not None:
-        return functools.partial(experts_forward, adapters=adapters)(base, x, *args, **kwargs)
-    path, held = self.parameter_name, self.base_layer
-    while held is not base:  # another such layer, over another parameter
-        path, held = f"base_layer.{path}", held.base_layer
-    weight = _adapted(self, _active(self))
-    return torch.func.functional_call(self.base_layer, {path: weight}, (x, *args), kwargs)
-
-
 def _adapts(wrapper: Any) -> bool:
-    off = wrapper.disable_adapters or wrapper.merged
-    return not off and bool(_active(wrapper)) and is_plain(wrapper)
+    return not (wrapper.disable_adapters or wrapper.merged) and bool(_active(wrapper))
 
 
 def _active(wrapper: Any) -> list[str]:
@@ -93,13 +100,36 @@ def _adapted(wrapper: Any, names: list[str]) -> Tensor:
 # --- experts that are computed here ---------------------------------------------------------------
 
 
+def _factors(outermost: Any) -> dict[str, Adapter] | None:
+    """Return the adapters of all projections; None where `experts_forward` does not compute them,
+    or cannot with these adapters."""
+    base = outermost.get_base_layer()
+    if not _is_ours(base):
+        return None
+    found = {}
+    for wrapper in _wrappers(outermost):
+        if is_hooked(wrapper) and wrapper is not outermost:
+            return None
+        if not _adapts(wrapper):
+            continue
+        names, is_known = _active(wrapper), wrapper.parameter_name in PROJECTIONS
+        factors = getattr(wrapper, "get_delta_factors", None)
+        if len(names) != 1 or not is_known or not is_plain(wrapper) or factors is None:
+            return None
+        left, right, scaling = factors(names[0])
+        a, b = (left.mT, right.mT) if base.is_transposed else (right, left)
+        # PEFT keeps experts innermost, which torch's grouped product does not read.
+        found[wrapper.parameter_name] = Adapter(a.contiguous(), b.contiguous(), scaling)
+    return found
+
+
 def _is_ours(base: Any) -> bool:
     """Whether `experts_forward` computes a layer of experts, and nothing happens around it."""
     return (
         capture.holds_experts(base)
         and base.config._experts_implementation == IMPLEMENTATION
         and "forward" not in vars(base)  # which Dynamo can tell, unlike `has_own_forward`
-        and not (base._forward_hooks or base._forward_pre_hooks)
+        and not is_hooked(base)
     )
 
 
@@ -108,18 +138,3 @@ def _wrappers(outermost: Any) -> Iterator[Any]:
     while held is not base:
         yield held
         held = held.base_layer
-
-
-def _factors(outermost: Any) -> dict[str, Adapter] | None:
-    """Return the adapters of all parameters below; None where one has another number than one."""
-    found = {}
-    for wrapper in _wrappers(outermost):
-        if _adapts(wrapper):
-            names = _active(wrapper)
-            if len(names) != 1 or not hasattr(wrapper, "get_delta_factors"):
-                return None
-            left, right, scaling = wrapper.get_delta_factors(names[0])
-            transposed = wrapper.get_base_layer().is_transposed
-            a, b = (left.mT, right.mT) if transposed else (right, left)
-            found[wrapper.parameter_name] = Adapter(a, b, scaling)
-    return found

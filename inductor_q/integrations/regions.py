@@ -33,6 +33,7 @@ from inductor_q.integrations.mask_parts import (
     note_parts,
 )
 from inductor_q.integrations.neftune import prepare_neftune
+from inductor_q.integrations.parameters import prepare_parameters
 from inductor_q.integrations.problem_type import classifier_of
 from inductor_q.integrations.states import (
     Region,
@@ -61,9 +62,10 @@ def compile(
     """Compile a model in place with qfuse, and return it.
 
     A model that is compiled so already stays as it is, under other settings it is compiled anew.
-    Gradient checkpointing, DoRA, NEFTune and router logits of experts (where the configuration asks
-    for them) are prepared for one graph, and bitsandbytes is kept from repacking 4-bit weights on a
-    CPU. A classifier's `problem_type`, where it is None, is written before a call and not in it.
+    Gradient checkpointing, DoRA, LoRA on parameters, NEFTune and router logits of experts (where
+    the configuration asks for them) are prepared for one graph, and bitsandbytes is kept from
+    repacking 4-bit weights on a CPU. A classifier's `problem_type`, where it is None, is written
+    before a call and not in it.
     transformers' layers of FP8 checkpoints multiply with their decoded weights from then on
     (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics" is "strict". `generate` and
     other calls with a cache of keys and values run in eager mode: they would need a graph for every
@@ -99,6 +101,7 @@ def compile(
         raise replace(error, what=f"{error.what} of {module_path(path) or 'the model'}")
     prepare_checkpointing(model)
     prepare_neftune(model.modules())
+    prepare_parameters(model)
     keep_unpacked(model)
     prepare_first_call(model)
     prepare_unless_strict(model, options)

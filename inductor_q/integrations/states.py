@@ -69,6 +69,7 @@ class States:
         self.reads_masks = False  # whether a layer was given a mask that it cannot take as parts
         self.least_logits: int | None = None  # for the loss to be compiled beside layers
         self.applies: dict[str, bool] = {}  # whether passes do that layers or the loss are made for
+        self.evaluates = False  # whether the call is one with labels, and no step of training
         self.layer: Any = None  # one of PEFT's layers, which has what is active
 
     def prepare_asked(self, given: Mapping[str, Any]) -> None:
@@ -99,6 +100,15 @@ class States:
         call = self.compiled(key, lambda: named_function(name))
         with self.calling(), self.watching("chunk_loss"):
             return call(model, *args, **given)
+
+    @contextlib.contextmanager
+    def evaluating(self, evaluates: bool) -> Iterator[None]:
+        """Have layers know that they are called for a loss which nobody trains on."""
+        before, self.evaluates = self.evaluates, evaluates
+        try:
+            yield
+        finally:
+            self.evaluates = before
 
     @contextlib.contextmanager
     def watching(self, name: str) -> Iterator[None]:
@@ -286,6 +296,11 @@ class Region:
     def _leaves_out(self, cache: Any) -> bool:
         """Whether this is a layer that trains, and does without a cache; say once what follows."""
         if not (self.shares and self.module.training and torch.is_grad_enabled()):
+            if self.shares and self.states.evaluates and _is_new(cache):
+                warn_once(
+                    "inductor_q.compile: an evaluation by layers that makes a cache of keys and "
+                    "values runs them in eager mode. use_cache=False has them compiled"
+                )
             return False
         if not _is_new(cache):
             warn_once(

@@ -82,7 +82,7 @@ def _gradients(
         grad_rank, _ = _product(
             forward,
             grad,
-            operands=[b],
+            operands=[b.contiguous()],
             format=DENSE,
             shape=list(b.shape),
             transposed=True,

@@ -175,6 +175,21 @@ def test_an_evaluation_that_makes_a_cache_says_that_layers_are_not_compiled(
     assert bool(told) == any("an evaluation by layers" in line for line in told) == cached
 
 
+def test_an_evaluation_of_an_encoder_says_nothing_of_a_cache(told: list[str]) -> None:
+    """Its configuration has `use_cache` too."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    model = BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
+    assert model.config.use_cache
+    warn_once.cache_clear()
+    layered(model)
+    with no_codegen(), torch.no_grad(), testing.CompileTrace() as trace:
+        model(input_ids=IDS, labels=IDS)
+    assert trace.graphs
+    assert not told
+
+
 def test_a_cache_of_another_name() -> None:
     """Layers of GPT-NeoX, Falcon and others are given it as `layer_past`."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM

@@ -9,7 +9,7 @@ from torch import nn
 
 from inductor_q.diagnostics.checks.finding import Finding
 from inductor_q.diagnostics.checks.modules import compiled_alone, instances, several, tidy
-from inductor_q.integrations.methods import is_replaced
+from inductor_q.integrations.methods import has_own_forward
 
 NAME = "target_parameters"
 NAMES = "LoraConfig(target_parameters=[...])  # the ends of names in model.named_parameters()"
@@ -44,7 +44,7 @@ def check(model: nn.Module) -> Iterator[Finding]:
     if over:
         found = f"LoRA over {several(over, '4-bit expert parameter')}: gradients are lost"
         yield Finding(NAME, "fail", found, PACKED)
-    elif traced := [w for w in _compiled(model, wrappers) if not is_replaced(w[1], "forward")]:
+    elif traced := [w for w in _compiled(model, wrappers) if has_own_forward(w[1])]:
         paths = [f"{path}.{w.parameter_name}" for path, w in traced]
         found = (
             f"LoRA on {several(paths, 'parameter')}: PEFT registers and removes a parametrization "
