@@ -220,6 +220,18 @@ class AlreadyAdapted(QfuseError, ValueError):
     )
 
 
+class AdaptedByPeft(QfuseError, ValueError):
+    """A call would replace a parameter below one of PEFT's layers, which then finds none."""
+
+    what: str
+    asked: str
+    message = (
+        "{asked} would replace {what}, which has an adapter of PEFT's (target_parameters, or "
+        'target_modules="all-linear"). Call it before get_peft_model(), with a LoraConfig that '
+        "names other modules; or keep PEFT's adapters and call experts.use_qfuse(model) instead"
+    )
+
+
 class StillMerged(QfuseError, ValueError):
     """A call would leave merged adapters in the weights of experts for good."""
 

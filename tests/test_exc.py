@@ -161,6 +161,14 @@ CASES: list[tuple[exc.QfuseError, str, type[Exception]]] = [
         ValueError,
     ),
     (
+        exc.AdaptedByPeft(what="layers.0.mlp.experts.down_proj", asked="quantize"),
+        "quantize would replace layers.0.mlp.experts.down_proj, which has an adapter of PEFT's "
+        '(target_parameters, or target_modules="all-linear"). Call it before get_peft_model(), '
+        "with a LoraConfig that names other modules; or keep PEFT's adapters and call "
+        "experts.use_qfuse(model) instead",
+        ValueError,
+    ),
+    (
         exc.AlreadyAdapted(what="layers.0.mlp.experts.down_proj"),
         "layers.0.mlp.experts.down_proj has an adapter already, which a new one would discard. "
         "Train the parameters lora_A and lora_B that it has, give other targets, or make the model "

@@ -21,6 +21,7 @@ from inductor_q.experts.modules import (
     PROJECTIONS,
     as_stack,
     check_not_merged,
+    check_not_wrapped,
     expert_layers,
     packed_experts,
     path_of,
@@ -87,6 +88,7 @@ def quantize(
         StillMerged: PEFT's `merge_adapter` has merged adapters into a target, where there are
             `weights`, or into any expert, where there is a `checkpoint`, which is read as a whole.
             Nothing is changed then.
+        AdaptedByPeft: PEFT has an adapter over a target (`target_parameters`). Nor is it then.
     """
     asked, format = format, format_of_stacks(format)  # an unknown one changes nothing
     _check_settings(asked, model)
@@ -94,6 +96,7 @@ def quantize(
         check_not_merged(model, "quantize(checkpoint=...)")
     elif weights is not None:
         check_not_merged(model, "quantize(weights=...)", targets)
+    check_not_wrapped(model, "quantize", targets)
     taken = take_over(model)
     _check_not_packed(model, format, targets, taken)  # nor does a model with nothing to pack
     for layer in expert_layers(model).values():
@@ -241,8 +244,10 @@ def add_lora(
         NoExperts, UnknownProjection, UnreadExperts.
         AlreadyAdapted: one of them has an adapter. Nothing is changed then, nor for the next.
         StillMerged: PEFT's `merge_adapter` has merged adapters of experts.
+        AdaptedByPeft: PEFT has an adapter over a target (`target_parameters`).
     """
     check_not_merged(model, "add_lora")
+    check_not_wrapped(model, "add_lora", targets)
     take_over(model)
     for layer_name, layer in expert_layers(model).items():
         for name in projections(layer, targets):

@@ -15,7 +15,13 @@ from torch.nn.utils import parametrize
 from inductor_q.capture import expert_blocks, holds_experts, packed_weight
 from inductor_q.capture.caching import caching_hooks
 from inductor_q.capture.library import Stored
-from inductor_q.exc import NoExperts, StillMerged, UnknownProjection, UnreadExperts
+from inductor_q.exc import (
+    AdaptedByPeft,
+    NoExperts,
+    StillMerged,
+    UnknownProjection,
+    UnreadExperts,
+)
 from inductor_q.experts.packing import expert_shape, operand_names
 from inductor_q.experts.stack import ExpertStack
 from inductor_q.kernels.calls import DENSE
@@ -34,6 +40,19 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     if not found:
         raise NoExperts(model=type(model).__name__)
     return found
+
+
+def check_not_wrapped(model: nn.Module, asked: str, targets: Collection[str] = PROJECTIONS) -> None:
+    """Raise where PEFT has a layer over a targeted parameter, which `asked` would replace.
+
+    Raises:
+        AdaptedByPeft: it has.
+    """
+    for path, wrapper in model.named_modules():
+        name: Any = getattr(wrapper, "parameter_name", None)
+        base_of: Any = getattr(wrapper, "get_base_layer", None)
+        if name in targets and base_of is not None and holds_experts(base_of()):
+            raise AdaptedByPeft(what=path_of(path.replace(".base_layer", ""), name), asked=asked)
 
 
 def check_not_merged(model: nn.Module, asked: str, targets: Collection[str] = PROJECTIONS) -> None:

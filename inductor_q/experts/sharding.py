@@ -15,6 +15,7 @@ from inductor_q.experts.model import use_qfuse
 from inductor_q.experts.modules import (
     as_stack,
     check_not_merged,
+    check_not_wrapped,
     expert_layers,
     projections,
     put_stack,
@@ -47,9 +48,11 @@ def shard(model: nn.Module) -> nn.Module:
             not divide the number of experts, they are sharded already, or one's blocks reach into
             another. Nothing is changed then.
         StillMerged: PEFT's `merge_adapter` has merged adapters of experts. Nor is anything then.
+        AdaptedByPeft: PEFT has adapters over experts (`target_parameters`). Nor is anything then.
     """
     layers = expert_layers(model)
     check_not_merged(model, "shard")
+    check_not_wrapped(model, "shard")
     if not dist.is_initialized():
         raise CannotShard(what=type(model).__name__, problem="there is no process group")
     ranks = dist.get_world_size()

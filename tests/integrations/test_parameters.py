@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import inductor_q
-from inductor_q import experts, testing
+from inductor_q import exc, experts, testing
 from inductor_q.capture.experts_graph import ADAPTED_EXPERTS
 from inductor_q.integrations import prepare_parameters
 from inductor_q.integrations.methods import has_own_forward
@@ -425,9 +425,18 @@ def test_experts_in_four_bits_are_left_to_peft() -> None:
     assert list(wrappers(net)) and not any(map(is_plain, wrappers(net)))
 
 
-def test_a_packed_projection_under_an_adapter_of_peft_is_an_error() -> None:
-    net = wrapped("qwen3_moe", target_parameters=FUSED)
-    prepare_parameters(experts.use_qfuse(net))
-    experts.add_lora(net, targets=["gate_up_proj"])
-    with pytest.raises(AttributeError, match="dtype"):
-        step(net, tokens())
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda net: experts.add_lora(net, targets=["gate_up_proj"]),
+        lambda net: experts.quantize(net, "nf4_b64"),
+        experts.shard,
+    ],
+    ids=["add_lora", "quantize", "shard"],
+)
+def test_a_parameter_that_peft_adapts_is_not_replaced(replace: Callable[[Any], object]) -> None:
+    net = experts.use_qfuse(wrapped("qwen3_moe", target_parameters=FUSED))
+    expected = step(net, tokens())
+    with pytest.raises(exc.AdaptedByPeft, match=r"\.0\.mlp\.experts\.(down|gate_up)_proj, which"):
+        replace(net)
+    assert_equal(step(net, tokens()), expected)
