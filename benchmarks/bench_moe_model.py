@@ -9,8 +9,10 @@ of Mixtral 8x7B in layers of Qwen3: few large experts, each with many tokens.
 untouched; ``packed`` is qfuse after ``experts.quantize``, which takes the packed weights over.
 
 ``attention + experts``: LoRA on both. The peers are what PEFT offers, ``target_parameters`` on
-experts in bf16 (it refuses packed ones), in eager and under stock Inductor, whose graph breaks;
-``packed`` has NF4 experts and ``experts.add_lora``.
+experts in bf16 (it refuses packed ones), in eager and under stock Inductor, whose graph breaks.
+Under qfuse ``prepared`` makes the same adapted weights in one graph, ``dense`` has PEFT's adapters
+beside the experts in the products of ``experts.use_qfuse``, and ``packed`` has NF4 experts and
+``experts.add_lora``.
 
 ``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``): with
 ``checkpointed``, a mask of padding, float32 adapters under autocast, LoRA dropout and gradient
@@ -36,16 +38,18 @@ import torch
 import inductor_q
 from benchmarks import bench_step, harness
 from benchmarks.recipes import BENCHMARK, RECIPES, Recipe
-from inductor_q import testing
-from inductor_q.integrations import prepare_checkpointing
+from inductor_q import experts, testing
+from inductor_q.integrations import prepare_checkpointing, prepare_parameters
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("gate_up_proj", "down_proj")
 #: The peers that can take part, by what is adapted.
 CASES = {
     "attention": ("eager", "inductor", "qfuse", "packed"),
-    "attention + experts": ("eager", "inductor", "packed"),
+    "attention + experts": ("eager", "inductor", "prepared", "dense", "packed"),
 }
+#: Peers that qfuse compiles.
+OURS = ("qfuse", "prepared", "dense", "packed")
 RANK, ALPHA = 16, 32
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -147,16 +151,22 @@ def _run_case(
         before = harness.held_bytes(suite.device) or 0
         adapts_experts = "experts" in adapted
         packed = _kind(peer) == "packed"
-        model = moe_model(config, suite.device, recipe, packed=packed, experts=adapts_experts)
+        how = {"packed": packed, "adapts_experts": adapts_experts}
+        model = moe_model(config, suite.device, recipe, **how)
         static = harness.held_bytes(suite.device)
-        call = harness.compile_as(peer.replace("packed", "qfuse", 1) if packed else peer, model)
+        if _kind(peer) == "dense":
+            experts.use_qfuse(model)
+        if _kind(peer) in ("dense", "prepared"):
+            prepare_parameters(model)
+        ours = _kind(peer) in OURS
+        call = harness.compile_as(f"qfuse{peer.removeprefix(_kind(peer))}" if ours else peer, model)
         optimizer, step = bench_step.adamw(model), bench_step.loss_of(call, recipe)
         steps[peer] = bench_step.full_step(optimizer, step, ids, recipe.accumulated)
         with testing.CompileTrace() as trace:
             first = harness.first_call(steps[peer], suite.device)
         losses = [float(steps[peer]()) for _ in range(arguments.loss_steps)]
         extra[peer] = {"losses": losses, "breaks": len(trace.breaks), "first_step_s": first}
-        if _kind(peer) in ("qfuse", "packed"):
+        if ours:
             extra[peer] |= _eight_bits(suite, peer)
         peak = harness.peak_bytes(steps[peer], suite.device)
         if peak is not None and static is not None:
@@ -208,19 +218,17 @@ def moe_model(
     recipe: Recipe = BENCHMARK,
     *,
     packed: bool,
-    experts: bool,
+    adapts_experts: bool,
 ) -> Any:
     import transformers
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
-
-    from inductor_q import experts as our_experts
 
     torch.manual_seed(0)
     from_config: Any = transformers.AutoModelForCausalLM.from_config
     with torch.device(device):
         base = from_config(config, dtype=torch.bfloat16)
     base.set_experts_implementation("grouped_mm")
-    by_peft = experts and not packed
+    by_peft = adapts_experts and not packed
     if not by_peft:
         for module in list(base.modules()):
             for name in EXPERTS:
@@ -239,9 +247,9 @@ def moe_model(
         target_parameters=[f"mlp.experts.{name}" for name in EXPERTS] if by_peft else (),
     )
     if packed:
-        our_experts.quantize(model)
-        if experts:
-            our_experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=recipe.adapter_dtype)
+        experts.quantize(model)
+        if adapts_experts:
+            experts.add_lora(model, r=RANK, alpha=ALPHA, dtype=recipe.adapter_dtype)
     bench_step.checkpoint(model, recipe)
     if recipe != BENCHMARK:
         prepare_checkpointing(model)  # as trainers' callback: packed experts are in the graph

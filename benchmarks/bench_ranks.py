@@ -177,7 +177,7 @@ def _compare(suite: harness.Suite, arguments: argparse.Namespace, wrap: str) -> 
     for peer in [*peers, *reversed(peers)]:
         before = _allocated(suite.device)
         if is_moe:
-            model = moe_model(config, suite.device, recipe, packed=True, experts=True)
+            model = moe_model(config, suite.device, recipe, packed=True, adapts_experts=True)
         else:
             model = testing.qlora_model(
                 config,

@@ -178,11 +178,12 @@ def test_bench_moe_knows_its_peers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_moe_model(tmp_path: Path) -> None:
     out = tmp_path / "model.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
-    command += ["--backends", "eager", "packed", "--loss-steps", "2"]
+    peers = ("eager", "prepared", "dense", "packed")
+    command += ["--backends", *peers, "--loss-steps", "2"]
     bench_moe_model.main([*command, "--adapt", "attention + experts"])
-    rows = check_file(out, "bench_moe_model", {"eager", "packed"})
-    assert [row["extra"]["breaks"] for row in rows] == [0, 0]
-    assert rows[1]["extra"]["loss_deviation"] < 0.01
+    rows = check_file(out, "bench_moe_model", set(peers))
+    assert [row["extra"]["breaks"] for row in rows] == [0] * len(peers)
+    assert all(row["extra"]["loss_deviation"] < 0.01 for row in rows[1:])
 
 
 def test_bench_moe_model_has_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +240,7 @@ def test_recipes_of_bench_moe_model_train_the_model_of_their_name(
 ) -> None:
     chosen = RECIPES[recipe]
     config = bench_moe_model._config(1, on_gpu=False)
-    model = bench_moe_model.moe_model(config, CPU, chosen, packed=packed, experts=False)
+    model = bench_moe_model.moe_model(config, CPU, chosen, packed=packed, adapts_experts=False)
     assert {p.dtype for p in testing.adapter_parameters(model)} == {adapters}
     assert model.get_input_embeddings().weight.dtype == base
     assert model.is_gradient_checkpointing

@@ -49,7 +49,9 @@ TO_ROWS, TO_TOKENS = (False, True), (True, False)  # of grouped_in and grouped_o
 def model(recipe: str, packed: bool) -> Any:
     config = bench_moe_model._config(LAYERS, on_gpu=False)
     where = torch.device("cpu")
-    return bench_moe_model.moe_model(config, where, RECIPES[recipe], packed=packed, experts=False)
+    return bench_moe_model.moe_model(
+        config, where, RECIPES[recipe], packed=packed, adapts_experts=False
+    )
 
 
 @functools.cache
