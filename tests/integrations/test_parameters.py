@@ -176,6 +176,30 @@ def test_each_state_of_adapters(ours: bool) -> None:
         assert all(testing.relative_error(logits, other) > 1e-3 for other in seen[:index])
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_each_state_is_one_graph_and_a_known_one_none(ours: bool) -> None:
+    net = wrapped("qwen3_moe", target_parameters=FUSED)
+    if ours:
+        experts.use_qfuse(net)
+    inductor_q.compile(net)
+
+    def graphs() -> tuple[int, Tensor]:
+        with no_codegen(), testing.CompileTrace() as trace:
+            logits = step(net, tokens())[0]
+        assert (trace.breaks, trace.recompiles) == ([], [])
+        return trace.graphs, logits
+
+    first, adapted = graphs()
+    with net.disable_adapter():
+        off, plain = graphs()
+    net.merge_adapter()
+    merged, as_before = graphs()
+    net.unmerge_adapter()
+    assert (first, off, merged, graphs()[0]) == (1, 1, 1, 0)
+    assert testing.relative_error(as_before, adapted) < EXACT
+    assert testing.relative_error(plain, adapted) > 1e-3
+
+
 def test_an_adapter_that_comes_later_is_prepared_by_the_next_call() -> None:
     net = peft.get_peft_model(model("qwen3_moe", "grouped_mm"), lora())
     call = inductor_q.compile(net)
