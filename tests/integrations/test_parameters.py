@@ -241,18 +241,19 @@ def test_experts_of_ours_take_the_adapters_of_peft(family: str, settings: dict[s
     assert report.applied()["fuse_scatter2scatter"] == 8
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_their_products_are_as_near_as_with_an_adapted_weight(family: str) -> None:
+def test_their_products_are_as_near_as_with_an_adapted_weight(family: str, device: str) -> None:
     """In bfloat16, with one routing for all, since another would be an error of another kind."""
-    net = wrapped(family, target_parameters=FUSED)
+    net = wrapped(family, r=8, target_parameters=FUSED).to(device)
     layer = next(wrappers(net))  # the outer one of the first layer
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, HIDDEN, generator=generator)
-    ids = torch.rand(32, EXPERTS, generator=generator).argsort(1)[:, :2]
+    ids = torch.rand(32, EXPERTS, generator=generator).argsort(1)[:, :2].to(device)
     gates = torch.rand(32, 2, generator=generator)
 
     def outcome(dtype: torch.dtype) -> list[Tensor]:
-        rows, weights = (t.to(dtype).requires_grad_() for t in (x, gates))
+        rows, weights = (t.to(device, dtype).requires_grad_() for t in (x, gates))
         factors = [p for n, p in layer.named_parameters() if "lora_" in n]
         total = layer(rows, ids, weights)
         return [total, *torch.autograd.grad(total.square().sum(), [rows, weights, *factors])]
