@@ -38,6 +38,15 @@ CASES = [
     pytest.param("qwen3_moe", {"target_parameters": FUSED}, id="experts"),
     pytest.param("mixtral", {"target_parameters": ["1.mlp.experts.down_proj"]}, id="one"),
     pytest.param("gpt_oss", {"target_parameters": FUSED}, id="transposed"),
+    # As recipes for gpt-oss have it: experts of some layers.
+    pytest.param(
+        "gpt_oss",
+        {
+            "target_modules": "all-linear",
+            "target_parameters": [f"1.mlp.{name}" for name in FUSED],
+        },
+        id="some-layers",
+    ),
 ]
 
 
