@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 5950,
     "inductor_q/experts": 1440,
     "inductor_q/formats": 1920,
-    "inductor_q/integrations": 2900,
+    "inductor_q/integrations": 2910,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8310,
     "inductor_q/loading": 2605,

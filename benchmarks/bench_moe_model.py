@@ -150,23 +150,24 @@ def _run_case(
         gc.collect()
         before = harness.held_bytes(suite.device) or 0
         adapts_experts = "experts" in adapted
-        packed = _kind(peer) == "packed"
-        how = {"packed": packed, "adapts_experts": adapts_experts}
-        model = moe_model(config, suite.device, recipe, **how)
+        kind, packed = _kind(peer), _kind(peer) == "packed"
+        model = moe_model(
+            config, suite.device, recipe, packed=packed, adapts_experts=adapts_experts
+        )
         static = harness.held_bytes(suite.device)
-        if _kind(peer) == "dense":
+        if kind == "dense":
             experts.use_qfuse(model)
-        if _kind(peer) in ("dense", "prepared"):
+        if kind in ("dense", "prepared"):
             prepare_parameters(model)
-        ours = _kind(peer) in OURS
-        call = harness.compile_as(f"qfuse{peer.removeprefix(_kind(peer))}" if ours else peer, model)
+        backend = peer.replace(kind, "qfuse", 1) if kind in OURS else peer
+        call = harness.compile_as(backend, model)
         optimizer, step = bench_step.adamw(model), bench_step.loss_of(call, recipe)
         steps[peer] = bench_step.full_step(optimizer, step, ids, recipe.accumulated)
         with testing.CompileTrace() as trace:
             first = harness.first_call(steps[peer], suite.device)
         losses = [float(steps[peer]()) for _ in range(arguments.loss_steps)]
         extra[peer] = {"losses": losses, "breaks": len(trace.breaks), "first_step_s": first}
-        if ours:
+        if kind in OURS:
             extra[peer] |= _eight_bits(suite, peer)
         peak = harness.peak_bytes(steps[peer], suite.device)
         if peak is not None and static is not None:

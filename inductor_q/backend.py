@@ -347,6 +347,7 @@ def _warn_of_breaks() -> None:
     if len(_reports) != 3 or not graph_breaks() or any(report.weights for report in _reports):
         return
     if alive := len(live.quantized_layers()):
+        by_others = any(each.model is None for each in _compiled_for)
         prevented = (
             ". inductor_q.compile(model) prevents most breaks, and in a Trainer "
             "inductor_q.integrations.QfuseCallback() does"
@@ -354,7 +355,7 @@ def _warn_of_breaks() -> None:
         log.warning(
             "qfuse: 0 of %d quantized layers fused so far; 3 graphs, %d breaks: `qfuse explain` "
             "names them%s",
-            *(alive, graph_breaks(), "" if began else prevented),
+            *(alive, graph_breaks(), prevented if by_others else ""),
         )
 
 

@@ -37,10 +37,14 @@ class Two(nn.Module):
         return y
 
 
-def run(model: nn.Module, **kwargs: bool) -> None:
+def reset() -> None:
     torch.compiler.reset()
     # Torch resets backends that it has looked up, not one that `observe` put in their place.
     inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]
+
+
+def run(model: nn.Module, **kwargs: bool) -> None:
+    reset()
     with no_codegen():
         compiled = torch.compile(model, backend=inductor_q.backend.qfuse)
         x = torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -230,8 +234,7 @@ def test_breaks_around_quantized_layers_warn(caplog: pytest.LogCaptureFixture, o
     caplog.set_level(logging.WARNING, "inductor_q")
     model = Outside()
     if ours:
-        torch.compiler.reset()
-        inductor_q.backend.qfuse.reset()  # type: ignore[attr-defined]
+        reset()
         with no_codegen():
             inductor_q.compile(model)(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
     else:

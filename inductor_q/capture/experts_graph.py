@@ -24,6 +24,7 @@ ADAPTED_EXPERTS = (
     "inductor_q.experts.use_qfuse(model) adds it to their products"
 )
 
+#: What PEFT's layer over a parameter adds an adapter by.
 _ADDS = (aten.baddbmm.default, aten.add.Tensor)
 _SWAPS = ([0, 2, 1], [0, -1, -2])
 

@@ -26,6 +26,7 @@ from inductor_q.experts.modules import (
     PROJECTIONS,
     as_stack,
     check_not_merged,
+    check_not_wrapped,
     expert_layers,
     path_of,
     projections,
@@ -112,12 +113,14 @@ def load_adapter(
         CorruptAdapter: tensors are missing, are left over or have other shapes. The experts are
             as they were then.
         StillMerged: PEFT's `merge_adapter` has merged adapters of experts. Nothing is changed then.
+        AdaptedByPeft: PEFT has adapters over experts (`target_parameters`). Nor is anything then.
         NoExperts, UnreadExperts.
     """
     from peft import PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     check_not_merged(model, "load_adapter")
+    check_not_wrapped(model, "load_adapter")
     folder = Path(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     state = load_file(folder / WEIGHTS)

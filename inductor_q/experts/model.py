@@ -88,7 +88,8 @@ def quantize(
         StillMerged: PEFT's `merge_adapter` has merged adapters into a target, where there are
             `weights`, or into any expert, where there is a `checkpoint`, which is read as a whole.
             Nothing is changed then.
-        AdaptedByPeft: PEFT has an adapter over a target (`target_parameters`). Nor is it then.
+        AdaptedByPeft: PEFT has an adapter over a target (`target_parameters`). Nothing is changed
+            then.
     """
     asked, format = format, format_of_stacks(format)  # an unknown one changes nothing
     _check_settings(asked, model)

@@ -33,15 +33,15 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def prepare_parameters(model: nn.Module) -> None:
     """Give PEFT's layers over parameters of `model` a forward that can be traced.
 
-    PEFT still computes, and a graph breaks there, where the parameter is not in 16, 32 or 64 bits
-    of floating point, and where bitsandbytes' `replace_parameter_4bit`, FSDP2, DeepSpeed or
-    accelerate's offloading holds it while its module is called.
-    A model that `torch.save` has written whole comes back with PEFT's own: prepare it again, and
-    after `add_adapter`.
+    Where the parameter is not in 16, 32 or 64 bits of floating point, or where bitsandbytes'
+    `replace_parameter_4bit`, FSDP2, DeepSpeed or accelerate's offloading holds it while its module
+    is called, PEFT still computes, and the graph breaks. Prepare a model again after `add_adapter`,
+    and after `torch.load`, which restores the forward of PEFT.
 
-    Experts that `inductor_q.experts.use_qfuse` computes add what an adapter computes to their
-    products from then on, and no adapted weight is made, but for several active adapters at once,
-    adapters of biases, hooks on the experts, and a PEFT whose layers give no factors (0.18).
+    From then on, experts that `inductor_q.experts.use_qfuse` computes add what their adapters
+    compute to their products, and no adapted weight is made. One is still made for several active
+    adapters at once, for adapters of biases, for experts with hooks, and with a PEFT whose layers
+    give no factors (0.18).
     """
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     for wrapper in model.modules():
@@ -54,13 +54,11 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not _adapts(self) or not is_plain(self) or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, x, *args, **kwargs)
     kwargs.pop("adapter_names", None)
-    base = self.get_base_layer()
-    if (adapters := _factors(self)) is not None:
-        return functools.partial(experts_forward, adapters=adapters)(base, x, *args, **kwargs)
-    path, held = self.parameter_name, self.base_layer
-    while held is not base:  # another such layer, over another parameter
-        path, held = f"base_layer.{path}", held.base_layer
-    weights = {path: _adapted(self, _active(self))}
+    if (adapters := _adapters(self)) is not None:
+        ours = functools.partial(experts_forward, adapters=adapters)
+        return ours(self.get_base_layer(), x, *args, **kwargs)
+    inner = len([*_wrappers(self)]) - 1  # other such layers, over other parameters
+    weights = {"base_layer." * inner + self.parameter_name: _adapted(self)}
     return torch.func.functional_call(
         self.base_layer, weights, (x, *args), kwargs, tie_weights=False
     )
@@ -85,14 +83,32 @@ def _active(wrapper: Any) -> list[str]:
     return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
 
 
-def _adapted(wrapper: Any, names: list[str]) -> Tensor:
+def _wrappers(outermost: Any) -> Iterator[Any]:
+    held, base = outermost, outermost.get_base_layer()
+    while held is not base:
+        yield held
+        held = held.base_layer
+
+
+def _factors(wrapper: Any) -> tuple[Tensor, Tensor, float] | None:
+    """Return left, right and scaling of the only active adapter of experts, where PEFT adds these
+    and not their product."""
+    factors = getattr(wrapper, "get_delta_factors", None)
+    names = _active(wrapper)
+    if factors is None or len(names) != 1 or wrapper.num_experts == 1:
+        return None
+    found: tuple[Tensor, Tensor, float] = factors(names[0])
+    return found
+
+
+def _adapted(wrapper: Any) -> Tensor:
     """Return the adapted weight, by PEFT's own steps."""
     weight: Tensor = wrapper.get_param()
-    if len(names) == 1 and wrapper.num_experts > 1 and hasattr(wrapper, "get_delta_factors"):
-        left, right, scaling = wrapper.get_delta_factors(names[0])
+    if (factors := _factors(wrapper)) is not None:
+        left, right, scaling = factors
         with torch.autocast(weight.device.type, enabled=False):
             return torch.baddbmm(weight, left, right, alpha=scaling)
-    first, *others = (wrapper.get_delta_weight(name) for name in names)
+    first, *others = (wrapper.get_delta_weight(name) for name in _active(wrapper))
     adapted: Tensor = weight + sum(others, start=first)
     return adapted
 
@@ -100,7 +116,7 @@ def _adapted(wrapper: Any, names: list[str]) -> Tensor:
 # --- experts that are computed here ---------------------------------------------------------------
 
 
-def _factors(outermost: Any) -> dict[str, Adapter] | None:
+def _adapters(outermost: Any) -> dict[str, Adapter] | None:
     """Return the adapters of all projections; None where `experts_forward` does not compute them,
     or cannot with these adapters."""
     base = outermost.get_base_layer()
@@ -112,11 +128,11 @@ def _factors(outermost: Any) -> dict[str, Adapter] | None:
             return None
         if not _adapts(wrapper):
             continue
-        names, is_known = _active(wrapper), wrapper.parameter_name in PROJECTIONS
-        factors = getattr(wrapper, "get_delta_factors", None)
-        if len(names) != 1 or not is_known or not is_plain(wrapper) or factors is None:
+        is_projection = wrapper.parameter_name in PROJECTIONS and is_plain(wrapper)
+        factors = _factors(wrapper) if is_projection else None
+        if factors is None:
             return None
-        left, right, scaling = factors(names[0])
+        left, right, scaling = factors
         a, b = (left.mT, right.mT) if base.is_transposed else (right, left)
         # PEFT keeps experts innermost, which torch's grouped product does not read.
         found[wrapper.parameter_name] = Adapter(a.contiguous(), b.contiguous(), scaling)
@@ -131,10 +147,3 @@ def _is_ours(base: Any) -> bool:
         and "forward" not in vars(base)  # which Dynamo can tell, unlike `has_own_forward`
         and not is_hooked(base)
     )
-
-
-def _wrappers(outermost: Any) -> Iterator[Any]:
-    held, base = outermost, outermost.get_base_layer()
-    while held is not base:
-        yield held
-        held = held.base_layer

@@ -268,7 +268,7 @@ class Region:
 
     module: Any
     states: States
-    shares: bool = False  # with others like it, one after the other: the layers of a model
+    shares: bool = False  # its graph with layers like it: it is a layer of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cached = [name for name in _CACHES if kwargs.get(name) is not None]

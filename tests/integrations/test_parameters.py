@@ -96,7 +96,7 @@ def assert_equal(
 def test_values_and_gradients_are_those_of_peft(
     family: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """With adapters in float32 over weights in 16 bits, and without autocast, as well."""
+    """Adapters are in float32. Weights are too, or in 16 bits and under autocast."""
     net = wrapped(family, **settings)
     for name, parameter in net.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if "lora_" in name else dtype)
@@ -423,8 +423,8 @@ def test_layers_that_fsdp2_shards(tmp_path: Path, ours: str) -> None:
 
 
 def sharded(rank: int, port: int, ours: str) -> None:
-    address = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2}
-    torch.distributed.init_process_group("gloo", **address)  # type: ignore[arg-type]
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     net = wrapped("qwen3_moe", target_parameters=FUSED)
     expected = step(net, tokens())
     if ours:
@@ -473,8 +473,9 @@ def test_experts_in_four_bits_are_left_to_peft() -> None:
         lambda net: experts.add_lora(net, targets=["gate_up_proj"]),
         lambda net: experts.quantize(net, "nf4_b64"),
         experts.shard,
+        lambda net: experts.load_adapter(net, "nowhere"),
     ],
-    ids=["add_lora", "quantize", "shard"],
+    ids=["add_lora", "quantize", "shard", "load_adapter"],
 )
 def test_a_parameter_that_peft_adapts_is_not_replaced(replace: Callable[[Any], object]) -> None:
     net = experts.use_qfuse(wrapped("qwen3_moe", target_parameters=FUSED))
