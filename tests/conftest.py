@@ -34,6 +34,14 @@ def choose_again() -> None:
     forget()
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that another test compiled is there, and nothing of this one stays."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def count_again() -> None:
     """A break of an earlier test is not counted, whichever backend compiled around it."""

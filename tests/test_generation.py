@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,11 +21,7 @@ PROMPT, NEW = 12, 12
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def prompt(device: str) -> Tensor:

@@ -144,6 +144,11 @@ _FOR_A_TRAINER = (
 def fix_for(guard: Guard, where: Frame | None = None, *, by_trainer: bool = False) -> str:
     """Say what makes the guard stable: what mends the function itself, where it is a known trouble
     under any guard, or else the first remedy whose pattern is in the guard's text."""
+    if branch := _branches(guard):
+        how = (
+            _FOR_A_COLLATOR if by_trainer else f"pad dimension {branch['dim']} of {branch['name']}"
+        )
+        return _EVEN_IF_DYNAMIC.format(how=how)
     changes = re.search(_SIZE, guard.text) and not re.search(
         rf"{_OF_WEIGHTS}|{_SIZE_ONE}", guard.text
     )
@@ -163,6 +168,20 @@ def fix_for(guard: Guard, where: Frame | None = None, *, by_trainer: bool = Fals
     return remedy.format(**words)
 
 
+def _branches(guard: Guard) -> re.Match[str] | None:
+    """Find the size that code branches on though it is symbolic already.
+
+    A scan that halves its input does at each level (`torch._higher_order_ops.associative_scan`).
+    Every symbolic size has a guard of "2 <=": a size of 1 is compiled apart.
+    """
+    if divided := re.search(_SIZE_DIVIDED, guard.text):
+        return divided
+    bounded = re.search(_SIZE_BOUNDED, guard.text)
+    if bounded and (bounded["most"] or bounded["least"] != "2") and guard.after != "1":
+        return bounded
+    return None
+
+
 def _mark_dynamic(name: str, dim: str) -> str:
     """Say how to mark a tensor that the caller can name: an argument, by position or keyword."""
     own = re.fullmatch(r"kwargs\['(\w+)'\]|(?!(?:kwargs|args|self)$)([A-Za-z]\w*)", name)
@@ -172,6 +191,14 @@ def _mark_dynamic(name: str, dim: str) -> str:
 _OF_WEIGHTS = r"_parameters\['.* size mismatch"
 _SIZE = r"size mismatch|\.size\(\)"
 _SIZE_ONE = r"^2 <= |!= 1$|size mismatch .* actual 1$"
+_ONE_SIZE = r"(?P<name>[\w.\[\]']+)\.size\(\)\[(?P<dim>\d+)\]"
+_SIZE_DIVIDED = rf"{_ONE_SIZE} (?://|%)"
+_SIZE_BOUNDED = rf"^(?:(?P<least>\d+) <= )?{_ONE_SIZE}(?: <= (?P<most>\d+))?$"
+_EVEN_IF_DYNAMIC = (
+    "the code branches on this size, and each branch is a graph, under dynamic=True too: {how} to "
+    "a few sizes"
+)
+_FOR_A_COLLATOR = "pad batches (pad_to_multiple_of of the data collator)"
 
 _REMEDIES = (
     (
@@ -241,7 +268,12 @@ def _subject(text: str) -> tuple[str, str]:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
         return text, ""
-    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+    if not isinstance(tree, ast.Compare):
+        return text, ""
+    if len(tree.ops) == 2:  # 8 <= x.size()[0] <= 15
+        least, most = ast.unparse(tree.left), ast.unparse(tree.comparators[1])
+        return ast.unparse(tree.comparators[0]), f"{least} to {most}"
+    if len(tree.ops) != 1:
         return text, ""
     left, right = ast.unparse(tree.left), ast.unparse(tree.comparators[0])
     sign = {ast.Eq: "", ast.NotEq: "not ", ast.LtE: "<= ", ast.GtE: ">= ", ast.Is: ""}

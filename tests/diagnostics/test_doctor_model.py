@@ -4,7 +4,7 @@ the fault is real, and that the remedy ends both."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -26,11 +26,7 @@ EXPERTS = ("gate_up_proj", "down_proj")
 IDS = torch.arange(32).reshape(2, 16)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def finding(model: nn.Module, check: str) -> Finding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +24,12 @@ for extra in ("bitsandbytes", "peft", "transformers"):
 TOGETHER = 16  # tokens of prompt and text, so that caches are of one length
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+def warnings_again() -> None:
     warn_once.cache_clear()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.fixture

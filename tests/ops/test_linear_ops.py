@@ -28,9 +28,7 @@ from tests.support.quantized import DTYPES, assert_same_bits, by_table, needs_0_
 BACKENDS = [pytest.param("inductor", id="inductor"), pytest.param(qfuse, id="qfuse")]
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 #: The sum of a dot product of k terms may be off by k roundings; where eager is exact, so are we.

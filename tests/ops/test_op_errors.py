@@ -16,9 +16,7 @@ from tests.support.quantized import quantize
 QFUSE = torch.ops.qfuse
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 REMEDY = "The state belongs to another weight, blocksize or format: quantize the weight again."

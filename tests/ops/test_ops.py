@@ -34,9 +34,7 @@ QFUSE = torch.ops.qfuse
 BACKENDS = [pytest.param("inductor", id="inductor"), pytest.param(qfuse, id="qfuse")]
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def op_names(graph: fx.Graph) -> list[str]:
