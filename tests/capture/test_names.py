@@ -18,7 +18,7 @@ NAMES = re.compile(
 #: Where they stand outside of `capture/`, and why that decides nothing about a graph or a weight.
 ALLOWED = {
     "inductor_q/commands/cache.py": "packages whose versions say whether a cache fits",
-    "inductor_q/exc.py": "a text that names who has packed a weight",
+    "inductor_q/exc/compiling.py": "a text that names who has packed a weight",
     "inductor_q/integrations/checkpointing.py": "knows a layer whose forward writes to itself",
     "inductor_q/integrations/cpu_packing.py": "undoes what that library does to a module",
     "inductor_q/integrations/first_call.py": "does what that library's layers do once",
