@@ -24,7 +24,7 @@ BUDGET = {
     "inductor_q/capture": 2645,
     "inductor_q/commands": 1145,
     "inductor_q/decode": 720,
-    "inductor_q/diagnostics": 5950,
+    "inductor_q/diagnostics": 5980,
     "inductor_q/exc": 890,
     "inductor_q/experts": 1440,
     "inductor_q/formats": 1920,
