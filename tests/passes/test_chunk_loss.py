@@ -1,8 +1,7 @@
-"""chunk_loss: losses as libraries write them, in chunks; logits are read as in eager."""
+"""chunk_loss: losses as libraries write them, in chunks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,133 +14,27 @@ from inductor_q import testing
 from inductor_q.exc import OneBackward, UnreadableLogits
 from inductor_q.logits import Logits
 from tests.support.captured import CapturedStage
+from tests.support.chunked import (
+    ALONE,
+    CHUNKS,
+    HIDDEN,
+    LOSS,
+    PASS,
+    RETURNED,
+    VOCABULARY,
+    Adapted,
+    LossOnly,
+    Model,
+    Scaled,
+    Tied,
+    assert_same,
+    batch,
+    compiled,
+    found,
+    gradients,
+    shifted_loss,
+)
 from tests.support.compiling import compile_step
-
-PASS = "chunk_loss"
-HIDDEN, VOCABULARY = 64, 50
-CHUNKS: dict[str, Any] = {
-    "qfuse.thresholds": {
-        "chunk_loss.min_logits": 0,
-        "chunk_loss.elements": VOCABULARY * 8,
-        "chunk_loss.elements_of_rounded": VOCABULARY * 16,
-    }
-}
-LOSS = torch.ops.qfuse.linear_cross_entropy.default
-ALONE = "qfuse.linear_cross_entropy"
-RETURNED = f"{ALONE}, logits on demand"
-
-
-def causal_lm_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """As `transformers.loss.loss_utils.ForCausalLMLoss` has it."""
-    items = options.pop("items", None)
-    logits = logits.float()
-    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    logits, labels = logits.view(-1, logits.shape[-1]), labels.view(-1)
-    reduction = "mean" if items is None else "sum"
-    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction=reduction, **options)
-    return loss if items is None else loss / items
-
-
-def shifted_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """As loss functions wrote it before: the last position of each sequence is cut off."""
-    logits = logits[..., :-1, :].contiguous()
-    labels = labels.clamp(min=options.get("ignore_index", -100))
-    logits, labels = logits.view(-1, logits.size(-1)), labels[:, 1:].reshape(-1)
-    loss: Tensor = nn.CrossEntropyLoss(**options)(logits, labels)
-    return loss
-
-
-class Model(nn.Module):
-    """A language model that is a projection and a head."""
-
-    def __init__(self, loss: Callable[..., Tensor] = causal_lm_loss, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(HIDDEN, HIDDEN)
-        columns = options.pop("columns", VOCABULARY)
-        self.head = nn.Linear(HIDDEN, columns, bias=options.pop("bias", False))
-        self.head.requires_grad_(options.pop("trains", False))
-        self.loss, self.options = loss, options
-
-    def logits(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(torch.tanh(self.body(x)))
-        return found
-
-    def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
-        logits = self.logits(x)
-        return self.loss(logits, labels, **self.options, **given), logits
-
-
-class LossOnly(Model):
-    def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
-        return super().forward(x, labels, **given)[0]
-
-
-class Adapted(Model):
-    """LoRA beside the head, as PEFT computes it."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.a = nn.Linear(HIDDEN, 4, bias=False, dtype=dtype)
-        self.b = nn.Linear(4, VOCABULARY, bias=False, dtype=dtype)
-
-    def logits(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.body(x))
-        result: Tensor = self.head(x)
-        result = result + self.b(self.a(x.to(self.a.weight.dtype))) * 2.0
-        return result.to(x.dtype)
-
-
-class Scaled(Model):
-    """Logits times a number, as Cohere has them, or divided by one, as Granite does."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        return 0.3 * super().logits(x) / 8.0
-
-
-class Tied(Model):
-    """The head is the table of embeddings, which trains by both."""
-
-    def __init__(self) -> None:
-        super().__init__(trains=True)
-
-    def logits(self, x: Tensor) -> Tensor:
-        table = self.head.weight
-        seen = F.embedding(x[..., 0].long() % 7, table)
-        found: Tensor = self.head(torch.tanh(self.body(x)) + seen)
-        return found
-
-
-def batch(length: int = 13) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    labels = torch.randint(0, VOCABULARY, (3, length), generator=generator)
-    labels[0, :5] = -100
-    return torch.randn(3, length, HIDDEN, generator=generator), labels
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
-
-
-def compiled(model: Any, **options: Any) -> tuple[Any, CapturedStage]:
-    torch.compiler.reset()
-    backend = CapturedStage(PASS, **CHUNKS, **options)
-    return torch.compile(model, backend=backend, fullgraph=True), backend
-
-
-def assert_same(model: nn.Module, got: Any, expected: Any) -> None:
-    """The loss of two calls, and the gradients of all that trains."""
-    got, expected = (x[0] if isinstance(x, tuple) else x for x in (got, expected))
-    assert got.dtype == expected.dtype
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    ours, eagers = gradients(model, got), gradients(model, expected)
-    for name, exact in eagers.items():
-        torch.testing.assert_close(ours[name], exact, rtol=1e-4, atol=1e-5)
-
-
-def found(backend: CapturedStage) -> list[tuple[str, str]]:
-    return [(site.rejected, site.provider) for site in backend.sites]
 
 
 @pytest.mark.parametrize(
@@ -462,137 +355,6 @@ def test_without_gradients_logits_are_kept() -> None:
         _, logits = call(*batch())
     assert type(logits) is Tensor
     assert found(backend) == [("nothing trains here: the logits are kept", "")]
-
-
-def test_logits_are_computed_when_they_are_read() -> None:
-    model = Model(trains=True, bias=True)
-    call, _ = compiled(model)
-    (loss, logits), (_, expected) = call(*batch()), model(*batch())
-    assert isinstance(logits, Logits) and isinstance(logits.float(), Logits)
-    assert not logits._read
-    assert logits.shape == expected.shape and logits.dtype == expected.dtype
-    assert logits.requires_grad and logits.device == expected.device and len(logits) == 3
-    assert not logits._read
-    torch.testing.assert_close(logits.detach(), expected.detach())
-    torch.testing.assert_close(torch.argmax(logits, -1), expected.argmax(-1))
-    torch.testing.assert_close(copy.deepcopy(logits.detach()), expected.detach())
-    assert torch.equal(logits[..., :-1, :], logits[:, :-1])
-    # Gradients go through what is read, beside those of the loss.
-    regularized = loss + logits.float().square().mean()
-    eager_loss, eager_logits = model(*batch())
-    assert_same(model, regularized, eager_loss + eager_logits.square().mean())
-
-
-def test_what_was_computed_without_logits_cannot_be_asked_of_them() -> None:
-    call, _ = compiled(Model())
-    _, logits = call(*batch())
-    for ask in (logits.retain_grad, lambda: logits.grad):
-        with pytest.raises(UnreadableLogits, match=r"'qfuse\.loss': 'whole'"):
-            ask()
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["hooked first", "read first"])
-def test_hooks_of_logits_are_called_once_these_are_read(first: bool) -> None:
-    """FSDP gives every output one, and nobody reads the logits."""
-    call, _ = compiled(Model())
-    (loss, logits), seen = call(*batch()), []
-    if first:
-        logits.detach()
-        assert logits.sum().requires_grad
-    logits.register_hook(lambda gradient: seen.append(gradient.shape))
-    removed = logits.register_hook(lambda gradient: seen.append(None))
-    loss.backward(retain_graph=True)
-    assert not seen and first == bool(logits._read)
-    removed.remove()
-    logits.square().mean().backward()
-    assert seen == [logits.shape]
-
-
-def test_logits_without_gradients_take_no_hook() -> None:
-    call, _ = compiled(Model())
-    _, logits = call(*batch())
-    with pytest.raises(RuntimeError, match="doesn't require gradient"):
-        logits.detach().register_hook(print)
-
-
-def test_logits_of_weights_that_are_freed_are_refused() -> None:
-    """As FSDP frees those that it has gathered."""
-    model = Model()
-    call, _ = compiled(model)
-    _, logits = call(*batch())
-    model.head.weight.untyped_storage().resize_(0)
-    with pytest.raises(UnreadableLogits, match=r"FSDP has freed.*'qfuse\.loss': 'whole'"):
-        logits.sum()
-
-
-def written(optimizer: str, parameters: list[nn.Parameter]) -> None:
-    """Change parameters as an optimizer does; fused ones leave a tensor's version as it is."""
-    if optimizer == "in-place":
-        with torch.no_grad():
-            parameters[-1][0].mul_(2)  # a row alone
-        return
-    adam: Any = torch.optim.AdamW(parameters, lr=1e-2, fused=optimizer == "fused")
-    adam.step()
-
-
-@pytest.mark.parametrize("optimizer", ["fused", "foreach", "in-place"])
-@pytest.mark.parametrize("model", [Model(trains=True, bias=True), Tied(), Adapted()])
-def test_logits_of_a_head_that_has_changed_are_refused(model: Any, optimizer: str) -> None:
-    """Those that were read before are what they were, and those of the next step can be read."""
-    model = copy.deepcopy(model)
-    call, _ = compiled(model)
-    (loss, early), (_, late) = call(*batch()), call(*batch())
-    values = early.detach().clone()
-    loss.backward()
-    assert late[0, 0, 0].isfinite()  # backward changes nothing
-    _, late = call(*batch())
-    written(optimizer, [p for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(early.detach(), values)
-    for read in (torch.argmax, torch.detach):
-        with pytest.raises(UnreadableLogits, match=r"head was changed.*'qfuse\.loss': 'whole'"):
-            read(late.float())
-    _, logits = call(*batch())
-    torch.testing.assert_close(logits.detach(), model(*batch())[1].detach())
-
-
-def test_what_is_written_to_logits_is_read_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gradients or without: they are computed once, and never again without the change."""
-    call, _ = compiled(Model(trains=True))
-    (_, early), (_, late) = call(*batch()), call(*batch())
-    assert early.requires_grad and early.max().requires_grad  # computed with gradients
-    monkeypatch.setattr(early, "_product", None)
-    with torch.no_grad():
-        early.fill_(3.0)
-    assert bool((early == 3.0).all())
-    with torch.no_grad():
-        late.fill_(3.0)
-        assert bool((late == 3.0).all())
-    with pytest.raises(UnreadableLogits, match=r"written to under torch\.no_grad.*'whole'"):
-        late.max()
-
-
-def test_logits_of_a_frozen_head_are_read_behind_a_step() -> None:
-    """The model below has changed, and what the head has read of it is kept."""
-    model = Model()
-    call, _ = compiled(model)
-    loss, logits = call(*batch())
-    expected = model(*batch())[1]
-    loss.backward()
-    written("fused", [p for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(logits.detach(), expected.detach())
-
-
-def test_a_graph_behind_a_break_reads_logits_too() -> None:
-    class Breaks(Model):
-        def forward(self, x: Tensor, labels: Tensor, **given: Any) -> Any:
-            loss, logits = super().forward(x, labels)
-            torch._dynamo.graph_break()
-            return loss + logits.square().mean()
-
-    torch.compiler.reset()
-    model, backend = Breaks(), CapturedStage(PASS, **CHUNKS)
-    assert_same(model, torch.compile(model, backend=backend)(*batch()), model(*batch()))
-    assert ("", RETURNED) in found(backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
