@@ -79,7 +79,7 @@ def reward(out: Path, **settings: Any) -> Any:
     torch.manual_seed(0)
     from_config: Any = transformers.AutoModelForSequenceClassification.from_config
     base = from_config(config, dtype=torch.bfloat16).requires_grad_(False)
-    testing._quantize_projections(base, testing.PROJECTIONS)
+    testing.quantize_projections(base, testing.PROJECTIONS)
     adapter = peft.LoraConfig(task_type="SEQ_CLS", target_modules=list(testing.PROJECTIONS))
     arguments = trl.RewardConfig(output_dir=str(out), **{**COMMON, "max_length": 128, **settings})
     return trl.RewardTrainer(
