@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,33 @@ def test_router_logits_are_in_the_loss() -> None:
     with no_codegen():
         found = step(model)
     assert chunked()[-1] == 1
+    equal(found, expected)
+
+
+def test_a_decoder_that_another_thread_calls_meanwhile() -> None:
+    """It gets what the decoder returns: the forward that ends behind its decoder is not its own."""
+    model = qwen3()
+    expected = step(model)
+    layered(model, CHUNKED)
+    decoder = model.get_base_model().model
+    ids = torch.arange(24).reshape(2, 12)
+    others: list[Any] = []
+
+    def other() -> None:
+        with torch.no_grad():
+            others.append(decoder(input_ids=ids).last_hidden_state)
+
+    def once(*_: Any) -> None:
+        hook.remove()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    hook = decoder.norm.register_forward_hook(once)
+    with no_codegen():
+        found = step(model)
+    assert chunked()[-1] == 1
+    assert [type(each) for each in others] == [Tensor]
     equal(found, expected)
 
 
