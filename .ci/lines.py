@@ -28,7 +28,7 @@ BUDGET = {
     "inductor_q/exc": 890,
     "inductor_q/experts": 1440,
     "inductor_q/formats": 1920,
-    "inductor_q/integrations": 2910,
+    "inductor_q/integrations": 2935,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8310,
     "inductor_q/loading": 2605,

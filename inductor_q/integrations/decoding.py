@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
+from inductor_q.integrations.caches import cache_of
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.facts import facts_of
 from inductor_q.integrations.fp8 import prepare_unless_strict
@@ -88,7 +89,7 @@ class Decoding:
         if torch.compiler.is_compiling() or not self.is_step(args, kwargs):
             self.chosen = {}
             return (self.before or self.module._call_impl)(*args, **kwargs)
-        cache = kwargs["past_key_values"]
+        cache = cache_of(kwargs)
         if self.cache() is not cache:
             self.chosen = {}
             self.adopt(cache)
@@ -104,7 +105,7 @@ class Decoding:
 
     def is_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is for one token behind those of a static cache, without gradients."""
-        ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+        ids, cache = kwargs.get("input_ids"), cache_of(kwargs)
         if args or cache is None or not isinstance(ids, Tensor) or ids.shape[1:] != (1,):
             return False
         config, name = self.module.config, type(self.module).__name__

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inductor_q.integrations.caches import cache_of
 from inductor_q.integrations.mask_parts import without_a_look
 from inductor_q.integrations.methods import is_hooked
 from inductor_q.integrations.states import States, called_by, set_region
@@ -86,7 +87,7 @@ class LossRegion:
         """Whether this is a step of training with labels."""
         if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
             return False
-        return kwargs.get("past_key_values") is None and isinstance(kwargs.get("labels"), Tensor)
+        return cache_of(kwargs) is None and isinstance(kwargs.get("labels"), Tensor)
 
     def _is_left(self, kwargs: dict[str, Any]) -> bool:
         """Whether the loss is not to be compiled, or somebody else has a part in it."""

@@ -26,6 +26,7 @@ from inductor_q.capture.example import SPREAD
 from inductor_q.compiled_for import compiling
 from inductor_q.experts.forward import is_sharded
 from inductor_q.inductor_config import GRAPHS, wants_graphs
+from inductor_q.integrations.caches import caches_of, is_new
 from inductor_q.integrations.captured_outputs import prepare_asked, prepare_router_logits
 from inductor_q.integrations.checkpointing import has_llm_int8
 from inductor_q.integrations.dora import prepare_dora
@@ -44,7 +45,6 @@ from inductor_q.resolved import Resolved
 State = tuple[tuple[str, ...], Hashable, Hashable, Hashable, Hashable, bool, bool]
 
 _NEVER = 1 << 62
-_CACHES = ("past_key_values", "layer_past")  # what transformers' layers call a cache
 _ACTIVE = "_active_adapter"  # what PEFT's layers keep the list of active adapters in
 
 
@@ -271,11 +271,10 @@ class Region:
     shares: bool = False  # its graph with layers like it: it is a layer of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cached = [name for name in _CACHES if kwargs.get(name) is not None]
-        if torch.compiler.is_compiling() or not all(self._leaves_out(kwargs[n]) for n in cached):
+        caches = caches_of(kwargs)
+        if torch.compiler.is_compiling() or not all(map(self._leaves_out, caches.values())):
             return self.module._call_impl(*args, **kwargs)
-        for name in cached:
-            kwargs[name] = None
+        kwargs.update(dict.fromkeys(caches))
         if not self.shares and not self.states.collects:
             self.states.prepare_asked(kwargs)
         if self.states.lengths_vary:
@@ -296,16 +295,16 @@ class Region:
     def _leaves_out(self, cache: Any) -> bool:
         """Whether this is a layer that trains, and does without a cache; say once what follows."""
         if not (self.shares and self.module.training and torch.is_grad_enabled()):
-            if self.shares and self.states.evaluates and _is_new(cache):
+            if self.shares and self.states.evaluates and is_new(cache):
                 warn_once(
                     "inductor_q.compile: an evaluation by layers that makes a cache of keys and "
                     "values runs them in eager mode. use_cache=False has them compiled"
                 )
             return False
-        if not _is_new(cache):
+        if not is_new(cache):
             warn_once(
                 "inductor_q.compile: layers run in eager mode in a training step that reads keys "
-                "and values of tokens before it (past_key_values)"
+                "and values of tokens before it (a cache)"
             )
             return False
         warn_once(
@@ -313,22 +312,6 @@ class Region:
             "step returns is empty. model.config.use_cache = False leaves it out altogether"
         )
         return True
-
-
-def _is_new(cache: Any) -> bool:
-    """Whether a cache of transformers has no keys and values yet."""
-    # An encoder-decoder's has one for each of its decoder's attentions.
-    parts = [getattr(cache, f"{name}_attention_cache", None) for name in ("self", "cross")]
-    if None not in parts:
-        return all(map(_is_new, parts))
-    layers = getattr(cache, "layers", None)
-    return layers is not None and not any(map(_holds_something, layers))
-
-
-def _holds_something(layer: Any) -> bool:
-    """Whether a layer of a cache has keys and values, or the states of linear attention."""
-    states: Any = getattr(layer, "is_conv_states_initialized", {})
-    return bool(getattr(layer, "is_initialized", not states)) or any(states.values())
 
 
 def asks_for_graphs(settings: Mapping[str, Any], device: torch.device) -> str:
