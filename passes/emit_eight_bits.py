@@ -32,7 +32,7 @@ from inductor_q.passes.graph import (
     tensor,
 )
 from inductor_q.passes.products import Product
-from inductor_q.passes.recompute import keep_for_backward
+from inductor_q.passes.recompute import keep_once
 
 ROW_AMAX = torch.ops.qfuse.row_amax.default
 ROW_SCALE = torch.ops.qfuse.row_scale.default
@@ -139,17 +139,20 @@ def emit_product(
 def _emit_scales(
     graph: fx.Graph, products: Sequence[Product], dtype: torch.dtype, like: fx.Node
 ) -> fx.Node:
-    """Emit the scales of weights' rows in one vector, which backward reads.
+    """Emit the scales of weights' rows in one vector, for which forward and backward ask."""
 
-    Forward and backward both ask for it, and functorch makes one of what is the same.
-    """
-    if len(products) == 1:
-        return keep_for_backward(_emit_scale(graph, products[0], dtype, like))
-    if _decode_together(products, dtype) and _shares_largest(products[0]):
-        amax = emit(graph, ROW_AMAX, _side_by_side(products), like)
-        return keep_for_backward(_emit_to_scale(graph, amax, dtype, like))
-    scales = [_emit_scale(graph, product, dtype, like) for product in products]
-    return keep_for_backward(emit(graph, CAT, (scales, 0), like))
+    def make() -> fx.Node:
+        if len(products) == 1:
+            return _emit_scale(graph, products[0], dtype, like)
+        if _decode_together(products, dtype) and _shares_largest(products[0]):
+            amax = emit(graph, ROW_AMAX, _side_by_side(products), like)
+            return _emit_to_scale(graph, amax, dtype, like)
+        scales = [_emit_scale(graph, product, dtype, like) for product in products]
+        return emit(graph, CAT, (scales, 0), like)
+
+    key = (dtype, *map(weight_key, products))
+    source = next(iter(_weight(products[0]).all_input_nodes), _weight(products[0]))
+    return keep_once(source, key, like, make=make)
 
 
 def _emit_scale(graph: fx.Graph, product: Product, dtype: torch.dtype, like: fx.Node) -> fx.Node:
@@ -166,8 +169,12 @@ def emit_scale_of_stack(
     graph: fx.Graph, operands: Sequence[fx.Node], format: str, shape: Sequence[int], like: fx.Node
 ) -> fx.Node:
     """Emit the scales for e4m3 of the rows of a stack, which `shape` has as one matrix."""
-    amax = emit(graph, ROW_AMAX, (operands, format, shape), like)
-    return keep_for_backward(_emit_to_scale(graph, amax, torch.float8_e4m3fn, like))
+
+    def make() -> fx.Node:
+        amax = emit(graph, ROW_AMAX, (operands, format, shape), like)
+        return _emit_to_scale(graph, amax, torch.float8_e4m3fn, like)
+
+    return keep_once(operands[0], (*operands, format, *shape), like, make=make)
 
 
 def _emit_to_scale(graph: fx.Graph, amax: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:

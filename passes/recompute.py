@@ -8,7 +8,7 @@ its factor) is kept for its own backward anyway.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import fx
@@ -19,8 +19,11 @@ from inductor_q.passes.graph import VIEWS, is_nested, is_view
 
 RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
-# The key in `meta` of what `keep_for_backward` names.
+# The key in `meta` of what `keep_once` names.
 _KEPT = "qfuse_kept"
+
+# The key in `meta` of what `keep_once` has made of a node.
+_MADE = "qfuse_made"
 
 _ops = functools.cache(get_default_op_list)
 
@@ -30,16 +33,32 @@ def is_checkpointed(node: fx.Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_for_backward(small: fx.Node) -> fx.Node:
-    """Let backward read a small tensor of forward, which other passes and checkpointing would have
-    it compute again."""
-    small.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    small.meta[_KEPT] = True
-    return small
+def keep_once(
+    source: fx.Node, key: Hashable, like: fx.Node, *, make: Callable[[], fx.Node]
+) -> fx.Node:
+    """Return a small tensor of forward that backward reads, made for the first who asks.
+
+    Other passes and checkpointing would have backward compute it again. functorch makes one of what
+    is the same, but since torch 2.15 not of what forward alone reads, as for the last product of a
+    layer that is compiled by itself, and what backward does.
+
+    Args:
+        source: what it is made of; its `meta` remembers it.
+        key: what those have in common who ask for the same.
+        like: the node before which it is wanted.
+        make: emits it there.
+    """
+    known = source.meta.setdefault(_MADE, {})
+    found: fx.Node | None = known.get(key)
+    # A copied graph has copies of what is remembered, which name the nodes of the other one.
+    if found is None or found.graph is not like.graph or found._erased or not found < like:
+        found = known[key] = make()
+        found.meta |= {"recompute": CheckpointPolicy.MUST_SAVE, _KEPT: True}
+    return found
 
 
 def is_kept(node: fx.Node) -> bool:
-    """Whether `keep_for_backward` names a value. (A policy of the user's may keep others.)"""
+    """Whether `keep_once` names a value. (A policy of the user's may keep others.)"""
     return _KEPT in node.meta
 
 
