@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType
@@ -92,14 +92,17 @@ def reports() -> tuple[Report, ...]:
     return tuple(_reports)
 
 
-def reports_of(model: nn.Module) -> tuple[Report, ...]:
+def reports_of(model: nn.Module, every: Set[int] | None = None) -> tuple[Report, ...]:
     """Return the reports of the graphs of `model`.
 
     A model that has none, and no break that says why, may run a graph of a model that is gone:
     then it is the reports of such graphs.
+
+    Args:
+        every: the ids of the parameters of all live modules, if they are known already.
     """
     own = {id(p) for p in model.parameters()}
-    every = {id(p) for p in live.parameters()}
+    every = {id(p) for p in live.parameters()} if every is None else every
     found: dict[str, list[Report]] = {"own": [], "other": [], "gone": []}
     for report, compiled_for in zip(_reports, _compiled_for, strict=True):
         found[compiled_for.whose(model, own, every)].append(report)

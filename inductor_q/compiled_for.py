@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,7 +43,7 @@ class CompiledFor:
         return cls(parameters, _model.get())
 
     def whose(
-        self, model: nn.Module, own: set[int], every: set[int]
+        self, model: nn.Module, own: Set[int], every: Set[int]
     ) -> Literal["own", "other", "gone"]:
         """Say whether the graph counts for `model`, is for another one, or was for one that
         `inductor_q.compile` compiled and that is gone.

@@ -10,7 +10,8 @@ from typing import get_args
 from torch import nn
 
 from inductor_q import backend
-from inductor_q.capture.live import layers_of, quantized_layers
+from inductor_q.capture import live
+from inductor_q.capture.live import layers_of
 from inductor_q.graph_report import Report
 from inductor_q.verdict import Status, Verdict, counted, match
 
@@ -84,22 +85,44 @@ def report(model: nn.Module | None = None) -> ProcessReport:
             or of all where no graph read any. Breaks are those of the process since the last reset,
             or since `inductor_q.compile` or a callback first compiled `model`.
     """
-    found = quantized_layers() if model is None else layers_of(model)
     reports = backend.reports() if model is None else backend.reports_of(model)
+    judged = _judged(reports)
+    if model is not None:
+        layers = _by_path((layer.module for layer in layers_of(model)), judged)
+    else:
+        layers = _of_live_models()
+        named = {
+            match(path, judged) for path in layers
+        }  # others are of models that are gone by now
+        layers |= {path: verdict for path, verdict in judged.items() if path not in named}
+    breaks, limits = backend.graph_breaks(model), backend.functions_at_limit(model)
+    return ProcessReport(reports, layers, breaks, limits)
+
+
+def _of_live_models() -> dict[str, Verdict]:
+    """Judge the layers of every model of which some graph of its own has read a layer, or of all
+    models where there is no such one."""
+    models = {id(root): root for root in live.roots()}
+    every = {id(p) for root in models.values() for p in root.parameters()}
+    trees: dict[int, list[str]] = {}
+    for layer in layers_of(*models.values()):
+        trees.setdefault(layer.tree, []).append(layer.module)
+    own = {tree: _judged(backend.reports_of(models[tree], every)) for tree in trees}
+    read = [tree for tree, paths in trees.items() if any(match(p, own[tree]) for p in paths)]
+    layers: dict[str, Verdict] = {}
+    for tree in read or trees:
+        for path, verdict in _by_path(trees[tree], own[tree]).items():
+            layers[path] = _worse(layers.get(path), verdict)
+    return layers
+
+
+def _judged(reports: Iterable[Report]) -> dict[str, Verdict]:
+    """Judge each layer that a graph has read as its worst graph does."""
     judged: dict[str, Verdict] = {}
     for one in reports:
         for path, verdict in one.verdicts().items():
             judged[path] = _worse(judged.get(path), verdict)
-    trees: dict[int, list[str]] = {}
-    for layer in found:
-        trees.setdefault(layer.tree, []).append(layer.module)
-    read = [paths for paths in trees.values() if any(match(p, judged) for p in paths)]
-    layers = _by_path((p for paths in read or trees.values() for p in paths), judged)
-    if model is None:  # models that are gone by now
-        named = {match(path, judged) for path in layers}
-        layers |= {path: verdict for path, verdict in judged.items() if path not in named}
-    breaks, limits = backend.graph_breaks(model), backend.functions_at_limit(model)
-    return ProcessReport(reports, layers, breaks, limits)
+    return judged
 
 
 def _by_path(paths: Iterable[str], judged: dict[str, Verdict]) -> dict[str, Verdict]:

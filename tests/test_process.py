@@ -83,6 +83,18 @@ def test_a_model_is_not_credited_with_the_graphs_of_another() -> None:
     assert inductor_q.report(other).graphs == 2
 
 
+def test_a_process_counts_no_layers_of_a_model_that_nobody_compiled() -> None:
+    """Not even where their paths end as those of another model that is compiled."""
+    model, other = Two(), nn.Sequential(Two())
+    run(model)
+    found = inductor_q.report()
+    assert set(found.layers) == set(inductor_q.report(model).layers)
+    assert found.fused == 2
+    del model
+    gc.collect()
+    assert inductor_q.report(other).fused == 2, "nobody can tell which model it was"
+
+
 def test_a_model_that_is_gone_is_not_counted() -> None:
     """As in a notebook, where a run that was repaired comes after one that fused nothing, in whose
     model layers have the same paths. Where nobody else can have a graph, it still counts."""

@@ -44,12 +44,22 @@ class Quantized:
 
 def quantized_layers() -> tuple[Quantized, ...]:
     """Find every packed weight of every live module; paths count from the root of its tree."""
-    return layers_of(*_roots())
+    return layers_of(*roots())
+
+
+def roots() -> list[nn.Module]:
+    """Find the live modules that are in no other live module, the largest tree first."""
+    objects = gc.get_objects()  # millions: a test of each type once, not of each object
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+    modules = [obj for obj in objects if type(obj) in kinds]
+    inner = {id(child) for m in modules for child in vars(m).get("_modules", {}).values()}
+    roots = [m for m in modules if id(m) not in inner and "_modules" in vars(m)]
+    return sorted(roots, key=lambda m: -len(vars(m)["_modules"]))
 
 
 def parameters() -> Iterator[nn.Parameter]:
     """Find the parameters of every live module."""
-    return itertools.chain.from_iterable(root.parameters() for root in _roots())
+    return itertools.chain.from_iterable(root.parameters() for root in roots())
 
 
 def layers_of(*roots: nn.Module) -> tuple[Quantized, ...]:
@@ -88,16 +98,6 @@ def module_path(path: str, name: str = "") -> str:
     if name and (not parts or name not in MAIN_NAMES):
         parts.append(name)
     return ".".join(parts)
-
-
-def _roots() -> list[nn.Module]:
-    """Find the live modules that are in no other live module, the largest tree first."""
-    objects = gc.get_objects()  # millions: a test of each type once, not of each object
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
-    modules = [obj for obj in objects if type(obj) in kinds]
-    inner = {id(child) for m in modules for child in vars(m).get("_modules", {}).values()}
-    roots = [m for m in modules if id(m) not in inner and "_modules" in vars(m)]
-    return sorted(roots, key=lambda m: -len(vars(m)["_modules"]))
 
 
 def _unknown(tensor: torch.Tensor, owner: type) -> Packed:
