@@ -2,8 +2,8 @@
 
 What is here changes the model or the trainer that it is given and nothing else: no class, and no
 configuration, but for what the model would write there itself. There are two exceptions: the name
-of a backend, which accelerate is told when the first name of `trainer` is asked for, and that masks
-of transformers note what they are made of once a model is compiled by layers.
+of a backend, which accelerate is told as soon as both are imported, and that masks of transformers
+note what they are made of once a model is compiled by layers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.checkpointing import prepare_checkpointing
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.dora import prepare_dora
 from inductor_q.integrations.parameters import prepare_parameters
+from inductor_q.late import on_import
 
 if TYPE_CHECKING:
     from inductor_q.integrations.decoding import compile_decoding as compile_decoding
@@ -44,6 +46,8 @@ _LATER = {
     "local_device_map": "regions",
     "prepare_fp8": "fp8",
 }
+
+on_import("accelerate.utils.dataclasses", name_backend)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ tells accelerate that there is a backend of this name.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ from inductor_q.exc import (
     ReplicatedModel,
 )
 from inductor_q.experts.forward import is_sharded
-from inductor_q.integrations.backend_name import name_backend
 from inductor_q.integrations.cpu_packing import keep_unpacked
 from inductor_q.integrations.fp8 import prepare_unless_strict
 from inductor_q.integrations.lengths import lengths_vary
@@ -51,9 +49,6 @@ except ModuleNotFoundError as error:
     raise MissingExtra(
         package="transformers", extra="transformers", feature="QfuseCallback"
     ) from error
-
-if find_spec("accelerate"):
-    name_backend()
 
 
 class QfuseCallback(TrainerCallback):

@@ -317,7 +317,7 @@ def test_the_import_lets_the_backend_be_named(
     forget_backend()
     with pytest.raises(ValueError, match="'QFUSE' is not a valid DynamoBackend"):
         named()
-    name_backend()  # as the first import of QfuseCallback or compile_trainer does
+    name_backend()  # as the import of inductor_q.integrations does
     compiled = train(named, compiled=True)
     assert (compiled.graphs, compiled.breaks) == (1, [])
     assert "torch_compile_backend=" not in caplog.text  # as it says of another one
@@ -384,11 +384,12 @@ def test_biases_in_float32_break_no_graph(tmp_path: Path) -> None:
     assert inductor_q.report(nets[-1]).fused == 7
 
 
-@pytest.mark.parametrize("name", ["QfuseCallback", "compile_trainer"])
-def test_importing_what_trainers_need_names_the_backend(name: str) -> None:
-    """No callback need be made before the trainer, as none is for `compile_trainer`."""
+@pytest.mark.parametrize("first", ["inductor_q.integrations", "accelerate"])
+def test_importing_integrations_names_the_backend(first: str) -> None:
+    """No callback need be made before the trainer, and either import may be the first."""
     code = (
-        f"from inductor_q.integrations import {name}\n"
+        f"import {first}\n"
+        "import inductor_q.integrations\n"
         "from accelerate.utils import DynamoBackend\n"
         "print(DynamoBackend('QFUSE').value)\n"
     )
