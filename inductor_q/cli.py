@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ClosedOutput()
         if words and not words[0].startswith("-"):
             _check(words[0], top.get_default("commands"))
-        args = top.parse_args(words)
+        args, unknown = top.parse_known_args(words)
+        if unknown:  # said with the usage of the command, and not with that of all
+            of: argparse.ArgumentParser = top.get_default("commands").get(words[0], top)
+            of.error(f"unrecognized arguments: {' '.join(unknown)}")
         status: int = args.run(args)
         sys.stdout.flush()
     except QfuseError as error:

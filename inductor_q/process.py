@@ -71,8 +71,10 @@ class ProcessReport:
         if self.at_limit:
             functions = _several(self.at_limit, "function")
             line += f"; {functions} at the recompile limit, partly in eager mode"
-        for reason, count in self.reasons().most_common(1):
-            line += f"; {count} not fused: {reason}"
+        reasons = self.reasons()
+        for reason, count in reasons.most_common(1):
+            others = f" and {rest} for other reasons" if (rest := reasons.total() - count) else ""
+            line += f"; {count} not fused{others}: {reason}"
         return line if self.is_clean else f"{line}; run `qfuse explain` for the causes"
 
 

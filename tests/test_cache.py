@@ -303,7 +303,10 @@ def test_caches_of_another_machine_are_refused(
     assert f"CUDA: {torch.version.cuda} in the file, 99.9 here" in capsys.readouterr().out
     assert not (tmp_path / "other" / "fxgraph").exists()
     assert cli.main(["cache", "unpack", str(file)]) == 0
+    assert [f.name for f in (tmp_path / "other").rglob("*") if f.is_file()] == ["one"]
     assert (tmp_path / "other" / "fxgraph" / "one").read_text() == "1"
+    assert cli.main(["cache", "pack", str(tmp_path / "missing" / "caches.tar.gz")]) == 2
+    assert f"there is no folder {tmp_path / 'missing'}. " in f"{capsys.readouterr().err.strip()}. "
     whole = file.read_bytes()
     for damaged in (b"", b"no archive", whole[: len(whole) // 2]):
         file.write_bytes(damaged)

@@ -73,6 +73,18 @@ def test_a_command_that_is_almost_one(args: list[str], capsys: pytest.CaptureFix
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "usage"), [(["formats", "nf4"], "qfuse formats [-h]"), (["--foo"], "qfuse [-h] [-V]")]
+)
+def test_what_a_command_does_not_take_is_said_with_its_usage(
+    args: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(args)
+    assert left.value.code == 2
+    assert usage in capsys.readouterr().err
+
+
 def test_an_option_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     """It printed an empty table, exit status 0."""
     assert cli.main(["options", "qfuse.passes", "nosuch"]) == 2

@@ -13,7 +13,8 @@ from torch import nn
 
 import inductor_q
 from inductor_q import testing
-from inductor_q.process import UNSEEN
+from inductor_q.process import UNSEEN, ProcessReport
+from inductor_q.verdict import Verdict
 from tests.support.compiling import no_codegen
 from tests.support.packed import Gptq
 
@@ -175,6 +176,12 @@ def test_a_layer_that_no_graph_reads_counts() -> None:
         found.summary()
     )
     assert len(inductor_q.report().layers) >= 2  # other tests' models may live
+
+
+def test_layers_that_are_not_fused_for_other_reasons_are_counted() -> None:
+    layers = {name: Verdict("rejected", f"too {name[0]}") for name in ("few", "f", "many")}
+    said = ProcessReport(layers=layers).summary()
+    assert "2 not fused and 1 for other reasons: too f; run" in said
 
 
 def test_what_is_traced_anew_counts_once() -> None:

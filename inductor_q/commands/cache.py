@@ -68,6 +68,8 @@ def pack(path: Path) -> int:
     from inductor_q.exc import UnusableCaches
     from inductor_q.files import replacing
 
+    if not path.parent.is_dir():
+        raise UnusableCaches(path=str(path), problem=f"there is no folder {path.parent}")
     root = _folder()
     files = [file for file in sorted(root.rglob("*")) if _travels(file, root)]
     if not files:
@@ -103,6 +105,8 @@ def unpack(path: Path) -> int:
             print("nothing unpacked, since nothing would be found:", *differing, sep="\n  ")
             return DIFFERS
         for member in archive:
+            if member is head:  # iterating begins anew
+                continue
             target = (root / member.name.removeprefix("cache/")).resolve()
             if not member.isfile() or not target.is_relative_to(root.resolve()):
                 raise UnusableCaches(path=str(path), problem=f"it has {member.name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,12 @@ def build(name: str) -> nn.Module:
         factory = named(name)
     except NotNamed as error:
         raise NotAModelFactory(name=name, problem=str(error)) from None
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise NotAModelFactory(name=name, problem=f"it takes arguments ({error})") from None
+    except ValueError:
+        pass  # a callable in C that does not say what it takes
     model = factory()
     if not isinstance(model, nn.Module):
         raise NotAModelFactory(name=name, problem=f"it returned a {type(model).__name__}")

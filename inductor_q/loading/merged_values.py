@@ -37,7 +37,10 @@ def dtype_of_values(model: nn.Module) -> torch.dtype:
 
 
 def tell_of_values(dtype: torch.dtype, format: str, *, kept: bool) -> None:
-    beside = ". What was packed is kept beside them until the adapters are unmerged or unloaded"
+    beside = (
+        ". What was packed is kept beside them until the adapters are unmerged, or unloaded, as "
+        "merge_and_unload() does at its end"
+    )
     warn_once(
         "merging adapters makes values of packed weights: "
         f"{dtype} takes {dtype.itemsize} bytes an element, more than {format} did"

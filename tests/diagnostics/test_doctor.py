@@ -109,6 +109,9 @@ def failing():
 def not_a_model():
     return 3
 
+def of_a_size(size):
+    return nn.Linear(size, size)
+
 number = 3
 """
 
@@ -141,6 +144,7 @@ def test_a_factory_that_raises_has_its_own_traceback(tmp_path: Path) -> None:
         ("factories:missing", "no attribute 'missing'"),
         ("factories:number", "a int cannot be called"),
         ("factories:not_a_model", "it returned a int"),
+        ("factories:of_a_size", r"it takes arguments \(missing a required argument: 'size'\)"),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
     ],
 )
