@@ -51,7 +51,11 @@ class UnknownOp(UnknownName):
 
 
 class UnknownFormat(UnknownName):
-    message = "no quantization format {name!r}{hint} Known: {known!j}"
+    message = "no quantization format {name!r}{hint} Known: {some!j}"
+
+    @property
+    def some(self) -> Collection[str]:  # short names come first; `qfuse formats` lists all
+        return first_few(self.known, most=20)
 
 
 class UnknownAbsmax(UnknownName):
