@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -259,10 +260,14 @@ def _nothing_compiled(forced: str, *, broken: bool) -> str:
         if forced
         else ""
     )
-    return (
-        "nothing was compiled: the target never calls a function made by torch.compile; wrap the "
-        f'model: model = torch.compile(model, backend="qfuse"){force}'
-    )
+    how = 'wrap the model: model = torch.compile(model, backend="qfuse")'
+    if "transformers.trainer" in sys.modules:
+        how = (
+            "give its Trainer callbacks=[inductor_q.integrations.QfuseCallback()], or start the "
+            "script by qfuse run, which does; in a loop of its own " + how
+        )
+    never = "nothing was compiled: the target never calls a function made by torch.compile"
+    return f"{never}; {how}{force}"
 
 
 def _frame(entry: dict[str, Any]) -> Frame:

@@ -112,10 +112,15 @@ def test_too_many_cuda_graphs_are_a_warning_and_no_skip() -> None:
     assert any("observed 4 distinct sizes" in warning for warning in run.warnings)
 
 
-def test_nothing_compiled_says_how_to() -> None:
+@pytest.mark.parametrize("trains", [False, True])
+def test_nothing_compiled_says_how_to(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
+    if trains:  # the target has imported it
+        monkeypatch.setitem(sys.modules, "transformers.trainer", sys)
     run = observed(lambda: scale(torch.ones(4)), backend="eager")
     (warning,) = run.warnings
     assert "torch.compile" in warning
+    assert ("QfuseCallback()" in warning) == trains
     assert "--backend eager" in warning
 
 
