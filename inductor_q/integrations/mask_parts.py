@@ -62,17 +62,16 @@ class MaskParts:
     def mask(self, x: Tensor) -> Tensor:
         """Make the mask, bool [B, 1, S, S], for a layer's input `x` [B, S, features]."""
         function: Any = masking_utils.causal_mask_function
+        sequences = self.sequences
         if self.window is not None:
             function = masking_utils.sliding_window_causal_mask_function(self.window)
         if self.positions is not None:
             # In a graph these are numbers that only grow, which is what makes the rest provable.
             sequences = masking_utils.find_packed_sequence_indices(self.positions)
             assert sequences is not None, "positions are noted where there are several documents"
-            function = masking_utils.packed_sequence_compatibility_function(
-                function, self.positions, sequences
-            )
-        elif self.sequences is not None:
-            apart = masking_utils.packed_sequence_mask_function(self.sequences)
+            function = masking_utils.remap_positions_for_packed_sequence(function, self.positions)
+        if sequences is not None:
+            apart = masking_utils.packed_sequence_mask_function(sequences)
             function = masking_utils.and_masks(function, apart)
         rows, length = x.shape[:2]
         made: Any = masking_utils.sdpa_mask(

@@ -33,7 +33,7 @@ PACKAGES = (
     Package("triton", "3.6", ("3.6.0", "3.7.1", "3.9.0")),
     Package("bitsandbytes", "0.49", ("0.49.2", "0.50.2")),
     Package("peft", "0.18", ("0.21.2",)),
-    Package("transformers", "4.57", ("5.23.0",)),
+    Package("transformers", "4.57", ("5.23.0", "5.24.0")),
     Package("torchao", "0.15", ("0.18.0",)),
     Package("depyf", "0.19", ("0.20.0",)),
 )
