@@ -94,16 +94,20 @@ def _read_trees(live: Iterable[Quantized], read: Mapping[str, str]) -> set[int]:
     """Find the module trees that compiled graphs read, by paths, which two models may share.
 
     A tree counts only if graphs read more of it than the trees already counted explain; those of
-    which more is read come first. So a model that lives on from an earlier run is not taken for the
-    compiled one's twin.
+    which more is read come first, and of these the ones whose paths graphs have whole. So a model
+    that lives on from an earlier run is not taken for the compiled one's twin.
     """
     paths: dict[int, set[str]] = {}
     for weight in live:
         paths.setdefault(weight.tree, set()).add(weight.module)
-    hits = {tree: {p for p in own if match(p, read)} for tree, own in paths.items()}
+    hits = {tree: {match(p, read) for p in own} - {""} for tree, own in paths.items()}
+
+    def share(tree: int) -> tuple[float, int]:
+        return len(hits[tree]) / len(paths[tree]), len(paths[tree] & read.keys())
+
     explained: set[str] = set()
     trees = set()
-    for tree in sorted(hits, key=lambda t: -len(hits[t]) / len(paths[t])):
+    for tree in sorted(hits, key=share, reverse=True):
         if hits[tree] - explained:
             explained |= hits[tree]
             trees.add(tree)

@@ -11,6 +11,7 @@ from torch import nn
 
 from inductor_q import testing
 from inductor_q.backend import qfuse
+from inductor_q.capture.live import Quantized
 from inductor_q.diagnostics import coverage
 from inductor_q.diagnostics.explanation import Explanation
 from inductor_q.diagnostics.render import words
@@ -277,6 +278,15 @@ def test_layers_that_share_the_graph_of_a_nested_region() -> None:
     held = testing.count_saved_bytes(lambda: compiled(x), model)
     inputs = x.numel() * x.element_size()
     assert run.saved_bytes == held.total - inputs > 0
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_model_whose_paths_end_as_those_of_the_compiled_one_is_not_told_of(order: int) -> None:
+    """As the base of a model that PEFT had wrapped, which the garbage collector has not freed."""
+    names = ("base_model.model.model.layers.0.proj", "model.layers.0.proj", "layers.1.proj")
+    live = [Quantized(name, "linear", "nf4", tree=tree) for tree, name in enumerate(names)]
+    found = coverage.layers([], live[::order], {names[0]: "no pass ran"}, all_trees=False)
+    assert [(one.module, one.reason) for one in found] == [(names[0], "no pass ran")]
 
 
 def test_backends_that_cannot_be_looked_into() -> None:
