@@ -16,11 +16,11 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8800,
+    "benchmarks": 8805,
     "csrc": 4515,
     "docs": 2440,
     "examples": 1190,
-    "inductor_q": 5700,
+    "inductor_q": 5715,
     "inductor_q/capture": 2645,
     "inductor_q/commands": 1145,
     "inductor_q/decode": 720,
@@ -37,8 +37,8 @@ BUDGET = {
     "inductor_q/testing": 690,
     "inductor_q/tuning": 1150,
     "lowerings": 1135,
-    "passes": 8115,
-    "tests": 54950,
+    "passes": 8120,
+    "tests": 55000,
 }
 
 

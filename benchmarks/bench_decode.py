@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,6 +124,8 @@ class _Decoder:
 
         self.model = model
         self.cache: Any = StaticCache(config=config, max_cache_len=CACHE)
+        named = inspect.signature(base_model(self.model).forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"  # before 5.24
         generator = torch.Generator().manual_seed(seed)
         made = torch.randint(0, config.vocab_size, (batch, PROMPT + 1), generator=generator)
         self.ids = made.to(device)
@@ -161,7 +164,8 @@ class _Decoder:
 
     def _run(self, call: Any, ids: Tensor, **options: Any) -> Tensor:
         with torch.no_grad():
-            out = call(input_ids=ids, past_key_values=self.cache, use_cache=True, **options)
+            cache = {self.cache_name: self.cache}
+            out = call(input_ids=ids, use_cache=True, **cache, **options)
         logits: Tensor = out.logits
         return logits
 

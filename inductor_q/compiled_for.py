@@ -12,6 +12,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 _model: ContextVar[weakref.ref[nn.Module] | None] = ContextVar("model", default=None)
 
@@ -64,6 +65,14 @@ class CompiledFor:
         if compiled is None:
             return "gone"
         return "own" if is_part(compiled, model) or is_part(model, compiled) else "other"
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether somebody has compiled `model`, a part of it, or what it is a part of."""
+    parts = list(model.modules())
+    if any(isinstance(part, OptimizedModule) or part._compiled_call_impl for part in parts):
+        return True
+    return any(is_part(known, model) or is_part(model, known) for known in began)
 
 
 def is_part(part: nn.Module, model: nn.Module) -> bool:

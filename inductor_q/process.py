@@ -12,6 +12,7 @@ from torch import nn
 from inductor_q import backend
 from inductor_q.capture import live
 from inductor_q.capture.live import layers_of
+from inductor_q.compiled_for import is_compiled
 from inductor_q.graph_report import Report
 from inductor_q.verdict import Status, Verdict, counted, match
 
@@ -92,24 +93,28 @@ def report(model: nn.Module | None = None) -> ProcessReport:
     if model is not None:
         layers = _by_path((layer.module for layer in layers_of(model)), judged)
     else:
-        layers = _of_live_models()
-        named = {
-            match(path, judged) for path in layers
-        }  # others are of models that are gone by now
+        layers = _of_live_models(judged)
+        # Others are of models that are gone by now.
+        named = {match(path, judged) for path in layers}
         layers |= {path: verdict for path, verdict in judged.items() if path not in named}
     breaks, limits = backend.graph_breaks(model), backend.functions_at_limit(model)
     return ProcessReport(reports, layers, breaks, limits)
 
 
-def _of_live_models() -> dict[str, Verdict]:
-    """Judge the layers of every model of which some graph of its own has read a layer, or of all
-    models where there is no such one."""
+def _of_live_models(judged: dict[str, Verdict]) -> dict[str, Verdict]:
+    """Judge the layers of every model of which a graph has read a layer, or of all models where
+    there is no such one.
+
+    A graph is that of a model for which it was compiled. Another one that is compiled too may run
+    it, where its layers have the same paths.
+    """
     models = {id(root): root for root in live.roots()}
     every = {id(p) for root in models.values() for p in root.parameters()}
     trees: dict[int, list[str]] = {}
     for layer in layers_of(*models.values()):
         trees.setdefault(layer.tree, []).append(layer.module)
     own = {tree: _judged(backend.reports_of(models[tree], every)) for tree in trees}
+    own |= {tree: judged for tree in trees if not own[tree] and is_compiled(models[tree])}
     read = [tree for tree, paths in trees.items() if any(match(p, own[tree]) for p in paths)]
     layers: dict[str, Verdict] = {}
     for tree in read or trees:

@@ -43,6 +43,9 @@ LAYOUT = VIEWS | {PERMUTE, CLONE, aten.expand.default, aten.unsqueeze.default}
 # The key in `meta` under which `replace` leaves the node that stands in for another.
 _REPLACED = "qfuse_replaced_by"
 
+# The key in `meta` under which a pass remembers what it has made of a node.
+MADE = "qfuse_made"
+
 # The keys in `meta` that a new node inherits from the node it stands for.
 _INHERITED = (
     "stack_trace",
@@ -136,10 +139,12 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.meta[_REPLACED] = new
 
 
-def forget_replaced(graph: fx.Graph) -> None:
-    """Forget which nodes are read in the place of others, once no plan names these any more."""
+def forget_marks(graph: fx.Graph) -> None:
+    """Forget what only the plans of one pass read: which nodes are read in the place of others, and
+    what was made of a node."""
     for node in graph.nodes:
         node.meta.pop(_REPLACED, None)
+        node.meta.pop(MADE, None)
 
 
 def _current(node: fx.Node) -> fx.Node:

@@ -15,15 +15,12 @@ from torch import fx
 from torch._functorch.partitioners import get_default_op_list
 from torch.utils.checkpoint import CheckpointPolicy
 
-from inductor_q.passes.graph import VIEWS, is_nested, is_view
+from inductor_q.passes.graph import MADE, VIEWS, is_nested, is_view
 
 RECOMPUTED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 # The key in `meta` of what `keep_once` names.
 _KEPT = "qfuse_kept"
-
-# The key in `meta` of what `keep_once` has made of a node.
-_MADE = "qfuse_made"
 
 _ops = functools.cache(get_default_op_list)
 
@@ -43,15 +40,14 @@ def keep_once(
     layer that is compiled by itself, and what backward does.
 
     Args:
-        source: what it is made of; its `meta` remembers it.
+        source: what it is made of; its `meta` remembers it for the rest of the pass.
         key: what those have in common who ask for the same.
         like: the node before which it is wanted.
         make: emits it there.
     """
-    known = source.meta.setdefault(_MADE, {})
+    known = source.meta.setdefault(MADE, {})
     found: fx.Node | None = known.get(key)
-    # A copied graph has copies of what is remembered, which name the nodes of the other one.
-    if found is None or found.graph is not like.graph or found._erased or not found < like:
+    if found is None or not found < like:
         found = known[key] = make()
         found.meta |= {"recompute": CheckpointPolicy.MUST_SAVE, _KEPT: True}
     return found

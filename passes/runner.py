@@ -26,7 +26,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from inductor_q.context import Context
 from inductor_q.graph_report import PassRecord
-from inductor_q.passes.graph import forget_replaced, is_nested
+from inductor_q.passes.graph import forget_marks, is_nested
 
 #: The stage of Dynamo's graph, which may mutate and switch modes: AOTAutograd removes dead nodes.
 CAPTURED = "captured"
@@ -102,7 +102,7 @@ def run(step: Pass, graph: fx.Graph, context: Context, *, edit: bool = True) -> 
     if applied and edit:
         for site in applied:
             step.apply(graph, site, context)
-        forget_replaced(graph)
+        forget_marks(graph)
         if step.stage != CAPTURED:
             stable_topological_sort(graph)
             graph.eliminate_dead_code()

@@ -427,7 +427,7 @@ def test_error(error: exc.QfuseError, text: str, builtin: type[Exception]) -> No
     assert isinstance(error, builtin)
     # What a traceback shows, also for the KeyError family.
     assert traceback.format_exception_only(type(error), error)[0].startswith(
-        f"inductor_q.exc.{type(error).__name__}: {text.splitlines()[0]}"
+        f"{type(error).__module__}.{type(error).__name__}: {text.splitlines()[0]}"
     )
     for twin in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
         assert type(twin) is type(error)

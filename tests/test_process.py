@@ -96,6 +96,22 @@ def test_a_process_counts_no_layers_of_a_model_that_nobody_compiled() -> None:
     assert inductor_q.report(other).fused == 2, "nobody can tell which model it was"
 
 
+def test_a_compiled_model_that_runs_the_graph_of_another_is_counted() -> None:
+    """Dynamo compiles nothing for the second model of a class: its parameters are inputs too."""
+    model, other = Two(), nn.Sequential(Two())
+    reset()
+    x = torch.ones(4, 64, dtype=torch.bfloat16, requires_grad=True)
+    with no_codegen():
+        for each in (model, other[0]):
+            each.compile(backend=inductor_q.backend.qfuse)
+            each(x).sum().backward()
+    found = inductor_q.report()
+    assert found.graphs == 2
+    paths = {*inductor_q.report(model).layers, *inductor_q.report(other).layers}
+    assert len(paths) == 4 and paths <= found.layers.keys()
+    assert {found.layers[path].status for path in paths} == {"fused"}
+
+
 def test_a_model_that_is_gone_is_not_counted() -> None:
     """As in a notebook, where a run that was repaired comes after one that fused nothing, in whose
     model layers have the same paths. Where nobody else can have a graph, it still counts."""

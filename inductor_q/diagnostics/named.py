@@ -58,7 +58,7 @@ def build(name: str) -> nn.Module:
     except NotNamed as error:
         raise NotAModelFactory(name=name, problem=str(error)) from None
     try:
-        inspect.signature(factory).bind()
+        inspect.signature(factory, follow_wrapped=False).bind()
     except TypeError as error:
         raise NotAModelFactory(name=name, problem=f"it takes arguments ({error})") from None
     except ValueError:

@@ -142,13 +142,12 @@ _FOR_A_TRAINER = (
 
 
 def fix_for(guard: Guard, where: Frame | None = None, *, by_trainer: bool = False) -> str:
-    """Say what makes the guard stable: what mends the function itself, where it is a known trouble
-    under any guard, or else the first remedy whose pattern is in the guard's text."""
-    if branch := _branches(guard):
-        how = (
-            _FOR_A_COLLATOR if by_trainer else f"pad dimension {branch['dim']} of {branch['name']}"
-        )
-        return _EVEN_IF_DYNAMIC.format(how=how)
+    """Say what makes the guard stable: padding, where a Trainer's lengths change; what mends the
+    function itself, where it is a known trouble under any guard; padding where code branches on a
+    size; or else the first remedy whose pattern is in the guard's text."""
+    branch = _branches(guard)
+    if branch and by_trainer:
+        return _EVEN_IF_DYNAMIC.format(how=_FOR_A_COLLATOR)
     changes = re.search(_SIZE, guard.text) and not re.search(
         rf"{_OF_WEIGHTS}|{_SIZE_ONE}", guard.text
     )
@@ -156,6 +155,9 @@ def fix_for(guard: Guard, where: Frame | None = None, *, by_trainer: bool = Fals
         return _FOR_A_TRAINER
     if where is not None and (known := fixes.fix_for("", "", (), (where,))):
         return known
+    if branch:
+        how = f"pad dimension {branch['dim']} of {branch['name']}"
+        return _EVEN_IF_DYNAMIC.format(how=how)
     index = re.search(r"index (\d+)|size\(\)\[(\d+)\]", guard.text)
     dim = (index[1] or index[2]) if index else "0"
     words = {
@@ -177,9 +179,9 @@ def _branches(guard: Guard) -> re.Match[str] | None:
     if divided := re.search(_SIZE_DIVIDED, guard.text):
         return divided
     bounded = re.search(_SIZE_BOUNDED, guard.text)
-    if bounded and (bounded["most"] or bounded["least"] != "2") and guard.after != "1":
-        return bounded
-    return None
+    if bounded is None or (bounded["least"], guard.after) == ("2", "1"):
+        return None
+    return bounded if bounded["most"] or bounded["least"] != "2" else None
 
 
 def _mark_dynamic(name: str, dim: str) -> str:
@@ -195,8 +197,8 @@ _ONE_SIZE = r"(?P<name>[\w.\[\]']+)\.size\(\)\[(?P<dim>\d+)\]"
 _SIZE_DIVIDED = rf"{_ONE_SIZE} (?://|%)"
 _SIZE_BOUNDED = rf"^(?:(?P<least>\d+) <= )?{_ONE_SIZE}(?: <= (?P<most>\d+))?$"
 _EVEN_IF_DYNAMIC = (
-    "the code branches on this size, and each branch is a graph, under dynamic=True too: {how} to "
-    "a few sizes"
+    "the code branches on this size (or mark_dynamic bounds it), and each branch is a graph, under "
+    "dynamic=True too: {how} to a few sizes"
 )
 _FOR_A_COLLATOR = "pad batches (pad_to_multiple_of of the data collator)"
 
@@ -270,7 +272,7 @@ def _subject(text: str) -> tuple[str, str]:
         return text, ""
     if not isinstance(tree, ast.Compare):
         return text, ""
-    if len(tree.ops) == 2:  # 8 <= x.size()[0] <= 15
+    if [type(op) for op in tree.ops] == [ast.LtE, ast.LtE]:  # 8 <= x.size()[0] <= 15
         least, most = ast.unparse(tree.left), ast.unparse(tree.comparators[1])
         return ast.unparse(tree.comparators[0]), f"{least} to {most}"
     if len(tree.ops) != 1:

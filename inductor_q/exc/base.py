@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 from typing_extensions import dataclass_transform
 
-_PACKAGE = __name__.rpartition(".")[0]
-
 
 class _Template(string.Formatter):
     """Format with `str.format` over the attributes of an error; `!j` joins items by commas."""
@@ -38,8 +36,6 @@ class QfuseError(Exception):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         dataclass(kw_only=True, eq=False, repr=False)(cls)
-        if cls.__module__.startswith(_PACKAGE):
-            cls.__module__ = _PACKAGE  # the name that a traceback shows is the one to import
 
     def __post_init__(self) -> None:
         self.args = (str(self),)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: Since transformers 5.24 all models say "cache". Before, models said "past_key_values", and so did
-#: layers but for those of GPT-NeoX, Falcon and others.
+#: Since transformers 5.24 models and layers say "cache". Before, models with attention said
+#: "past_key_values", and so did layers but for those of GPT-NeoX, Falcon and others.
 _NAMES = ("cache", "past_key_values", "layer_past")
 
 
 def caches_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the caches that a call gives by name."""
     given = {name: kwargs[name] for name in _NAMES if kwargs.get(name) is not None}
-    if not hasattr(given.get("cache"), "get_seq_length"):
+    if not type(given.get("cache")).__module__.startswith("transformers."):
         given.pop("cache", None)  # a word that other libraries' layers may mean something else by
     return given
 

@@ -2,8 +2,7 @@
 
     trainer = SFTTrainer(model, args=arguments, train_dataset=data, callbacks=[QfuseCallback()])
 
-This module imports transformers, and is imported only when somebody asks for what is in it. It then
-tells accelerate that there is a backend of this name.
+This module imports transformers, and is imported only when somebody asks for what is in it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class QfuseCallback(TrainerCallback):
     What is compiled, and what is prepared for it, is as of `inductor_q.compile`. After the first
     step one line says how many layers are fused, in how many graphs with how many breaks; at the
     end another one does where that has changed. Of two callbacks of one trainer the later one
-    compiles, and says so. Importing this class lets
+    compiles, and says so. Importing `inductor_q.integrations` lets
     `TrainingArguments(torch_compile_backend="qfuse")` be said.
 
     CUDA graphs ("triton.cudagraphs") are for training: evaluation, which keeps its predictions,

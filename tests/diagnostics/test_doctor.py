@@ -159,6 +159,20 @@ def test_a_name_that_is_no_factory(
         build(name)
 
 
+def test_a_factory_whose_decorator_gives_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of hydra does."""
+    (tmp_path / "decorated.py").write_text(
+        "import functools\nfrom torch import nn\n"
+        "def of_size_8(f):\n    return functools.wraps(f)(lambda *args: f(8))\n"
+        "@of_size_8\ndef factory(size):\n    return nn.Linear(size, size)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert build("decorated:factory").in_features == 8
+
+
 def test_a_module_that_lacks_another_is_not_called_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,8 @@ def test_a_size_that_code_branches_on_is_one_graph_under_no_option() -> None:
         ("2 <= x.size()[0] <= 127", "1", "size 1 is compiled apart"),
         ("2 <= x.size()[0] <= 127", "200", "the code branches on this size"),
         ("128 <= x.size()[0]", "90", "the code branches on this size"),
+        ("128 <= x.size()[0]", "1", "the code branches on this size"),
+        ("x.size()[0] == y.size()[0] == 5", "", "pad dimension 0 of x.size()[0] == y.size()"),
         ("x.size()[0] <= 127", "200", "the code branches on this size"),
         ("(x.size()[0] % 8) == 0", "", "the code branches on this size"),
         ("x.size()[0] == 8", "9", "pad dimension 0 of x to a few sizes, or compile with dynamic"),

@@ -21,6 +21,14 @@ def test_every_name(name: str) -> None:
     assert cache_of({name: None}) is None
 
 
+def test_a_cache_that_has_no_length() -> None:
+    """As that of continuous batching, which layers are given too."""
+    kind = transformers.generation.continuous_batching.cache.PagedAttentionCache
+    cache = kind.__new__(kind)
+    assert not hasattr(cache, "get_seq_length")
+    assert cache_of({"cache": cache}) is cache and not is_new(cache)
+
+
 def test_a_cache_of_something_else() -> None:
     """Only transformers' is taken for one; layers of other libraries may use the word."""
     assert caches_of({"cache": {"keys": 1}, "past_key_values": None}) == {}

@@ -18,15 +18,9 @@ pytest.importorskip("transformers")
 
 from inductor_q import testing
 from inductor_q.integrations import prepare_checkpointing
-from tests.support.attention import GROUPED, positions
+from tests.support.attention import ALWAYS, DOCUMENTS, GROUPED, LAYERS, PASS, VALID_FIRST, positions
 from tests.support.captured import CapturedStage
 from tests.support.compiling import count_ops, no_codegen, partition
-
-LAYERS = 2
-PASS = "causal_attention"
-VALID_FIRST = f"sdpa, valid first{GROUPED.removeprefix('sdpa')}"
-DOCUMENTS = "FlexAttention of documents"
-ALWAYS: dict[str, Any] = {"qfuse.thresholds": {"causal_attention.min_positions": 0}}
 
 
 def sites(path: Path) -> list[dict[str, Any]]:

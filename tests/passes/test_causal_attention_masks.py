@@ -14,15 +14,19 @@ pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
-from tests.support.attention import GROUPED, batch, causal, plain_step  # noqa: E402
+from tests.support.attention import (  # noqa: E402
+    ALWAYS,
+    DOCUMENTS,
+    GROUPED,
+    LAYERS,
+    PASS,
+    VALID_FIRST,
+    WINDOW,
+    batch,
+    causal,
+    plain_step,
+)
 from tests.support.captured import CapturedStage  # noqa: E402
-
-LAYERS = 2
-PASS = "causal_attention"
-VALID_FIRST = f"sdpa, valid first{GROUPED.removeprefix('sdpa')}"
-DOCUMENTS = "FlexAttention of documents"
-ALWAYS: dict[str, Any] = {"qfuse.thresholds": {"causal_attention.min_positions": 0}}
-WINDOW = 16
 
 
 def plain(**sizes: Any) -> Any:

@@ -15,13 +15,8 @@ transformers: Any = pytest.importorskip("transformers")
 
 from inductor_q import testing  # noqa: E402
 from inductor_q.passes.causal_mask import MADE_OUTSIDE  # noqa: E402
-from tests.support.attention import causal, plain_step  # noqa: E402
+from tests.support.attention import ALWAYS, LAYERS, PASS, WINDOW, causal, plain_step  # noqa: E402
 from tests.support.captured import CapturedStage  # noqa: E402
-
-LAYERS = 2
-PASS = "causal_attention"
-WINDOW = 16
-ALWAYS: dict[str, Any] = {"qfuse.thresholds": {"causal_attention.min_positions": 0}}
 
 
 def multipack(config: Any, x: Tensor, sequences: Tensor, valid: Tensor | None) -> Tensor:

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor, fx
 
 GROUPED = "sdpa, grouped keys"
+VALID_FIRST = f"sdpa, valid first{GROUPED.removeprefix('sdpa')}"
+DOCUMENTS = "FlexAttention of documents"
+
+LAYERS = 2  # of the models of test_causal_attention*.py
+WINDOW = 16  # of their layers that have one
+PASS = "causal_attention"
+ALWAYS: dict[str, Any] = {"qfuse.thresholds": {"causal_attention.min_positions": 0}}
 
 
 def captured(fn: Callable[..., Any], *args: Any, dynamic: bool = False) -> fx.GraphModule:

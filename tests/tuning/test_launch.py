@@ -54,7 +54,7 @@ def test_variables_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_program_that_fails_has_its_last_error(tmp_path: Path) -> None:
     run = launcher(tmp_path, "no_such_script.py")(BASE, 1, 300)
-    assert run.error.startswith("exit status 1: inductor_q.exc.UnknownTarget: ")
+    assert run.error.startswith("exit status 1: inductor_q.exc.commands.UnknownTarget: ")
     assert "no_such_script.py" in run.error and run.cold and run.wall_s > 0
 
 
