@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -61,11 +62,12 @@ def graph_or_code(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of this process alone."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts one of its own there
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -425,16 +423,13 @@ MERGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("how", MERGES)
 def test_experts_under_fsdp_are_refused(how: str) -> None:
     whole = adapted("mixtral", "mxfp4")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(exc.CannotMerge, match=r"fully_shard has cut.*get_model_state_dict"):
-            MERGES[how](whole)
-    finally:
-        dist.destroy_process_group()
+    fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(exc.CannotMerge, match=r"fully_shard has cut.*get_model_state_dict"):
+        MERGES[how](whole)
     assert len(stacks(whole)) == 4
     assert not whole.base_model.model.model.layers[0].self_attn.q_proj.merged
 
