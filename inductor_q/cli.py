@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check(words[0], top.get_default("commands"))
         args, unknown = top.parse_known_args(words)
         if unknown:  # said with the usage of the command, and not with that of all
-            of: argparse.ArgumentParser = top.get_default("commands").get(words[0], top)
-            of.error(f"unrecognized arguments: {' '.join(unknown)}")
+            command: argparse.ArgumentParser = top.get_default("commands").get(words[0], top)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}")
         status: int = args.run(args)
         sys.stdout.flush()
     except QfuseError as error:

@@ -72,7 +72,7 @@ def is_compiled(model: nn.Module) -> bool:
     parts = list(model.modules())
     if any(isinstance(part, OptimizedModule) or part._compiled_call_impl for part in parts):
         return True
-    return any(is_part(known, model) or is_part(model, known) for known in began)
+    return counted_before(model) is not None
 
 
 def is_part(part: nn.Module, model: nn.Module) -> bool:

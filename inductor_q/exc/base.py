@@ -64,6 +64,11 @@ class Sourced(QfuseError):
 class UnknownName(Sourced, ValueError, KeyError):
     name: str
     known: Collection[str]
+    most: ClassVar[int] = 12  # of the known names, that `some` lists
+
+    @property
+    def some(self) -> Collection[str]:
+        return first_few(self.known, self.most)
 
     @property
     def hint(self) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from inductor_q.exc.base import QfuseError, UnknownName, first_few
+from inductor_q.exc.base import QfuseError, UnknownName
 
 
 class UnknownOption(UnknownName):
@@ -52,10 +50,7 @@ class UnknownOp(UnknownName):
 
 class UnknownFormat(UnknownName):
     message = "no quantization format {name!r}{hint} Known: {some!j}"
-
-    @property
-    def some(self) -> Collection[str]:  # short names come first; `qfuse formats` lists all
-        return first_few(self.known, most=20)
+    most = 20  # the short names, which come first; `qfuse formats` lists all
 
 
 class UnknownAbsmax(UnknownName):
@@ -64,10 +59,6 @@ class UnknownAbsmax(UnknownName):
 
 class UnknownLayer(UnknownName):
     message = "no linear layer matches {name!r}{where}{hint} Known: {some!j}"
-
-    @property
-    def some(self) -> Collection[str]:
-        return first_few(self.known)
 
 
 class UnknownProjection(UnknownName):
