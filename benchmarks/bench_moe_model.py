@@ -150,9 +150,9 @@ def _run_case(
         gc.collect()
         before = harness.held_bytes(suite.device) or 0
         adapts_experts = "experts" in adapted
-        kind, packed = _kind(peer), _kind(peer) == "packed"
+        kind = _kind(peer)
         model = moe_model(
-            config, suite.device, recipe, packed=packed, adapts_experts=adapts_experts
+            config, suite.device, recipe, packed=kind == "packed", adapts_experts=adapts_experts
         )
         static = harness.held_bytes(suite.device)
         if kind == "dense":

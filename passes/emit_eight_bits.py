@@ -145,8 +145,7 @@ def _emit_scales(
         if len(products) == 1:
             return _emit_scale(graph, products[0], dtype, like)
         if _decode_together(products, dtype) and _shares_largest(products[0]):
-            amax = emit(graph, ROW_AMAX, _side_by_side(products), like)
-            return _emit_to_scale(graph, amax, dtype, like)
+            return _emit_packed_scale(graph, _side_by_side(products), dtype, like)
         scales = [_emit_scale(graph, product, dtype, like) for product in products]
         return emit(graph, CAT, (scales, 0), like)
 
@@ -162,22 +161,24 @@ def _emit_scale(graph: fx.Graph, product: Product, dtype: torch.dtype, like: fx.
         return emit_scale_of_rows(graph, weight, like, dtype)
     if _stored_codes(weight, dtype) is not None:
         return emit(graph, ROW_SCALE, weight.args[:3], like)
-    return _emit_to_scale(graph, emit(graph, ROW_AMAX, weight.args[:3], like), dtype, like)
+    return _emit_packed_scale(graph, weight.args[:3], dtype, like)
 
 
 def emit_scale_of_stack(
     graph: fx.Graph, operands: Sequence[fx.Node], format: str, shape: Sequence[int], like: fx.Node
 ) -> fx.Node:
     """Emit the scales for e4m3 of the rows of a stack, which `shape` has as one matrix."""
-
-    def make() -> fx.Node:
-        amax = emit(graph, ROW_AMAX, (operands, format, shape), like)
-        return _emit_to_scale(graph, amax, torch.float8_e4m3fn, like)
-
+    packed, dtype = (operands, format, shape), torch.float8_e4m3fn
+    make = functools.partial(_emit_packed_scale, graph, packed, dtype, like)
     return keep_once(operands[0], (*operands, format, *shape), like, make=make)
 
 
-def _emit_to_scale(graph: fx.Graph, amax: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+def _emit_packed_scale(
+    graph: fx.Graph, packed: tuple[Any, ...], dtype: torch.dtype, like: fx.Node
+) -> fx.Node:
+    """Emit the scales of rows by their largest numbers: operands, format, shape and parts, if any,
+    are those of `qfuse::row_amax`."""
+    amax = emit(graph, ROW_AMAX, packed, like)
     (scale,) = inline(graph, functools.partial(rounding.to_scale, dtype=dtype), [amax], like)
     return scale
 
