@@ -113,7 +113,8 @@ def load_adapter(
         CorruptAdapter: tensors are missing, are left over or have other shapes. The experts are
             as they were then.
         StillMerged: PEFT's `merge_adapter` has merged adapters of experts. Nothing is changed then.
-        AdaptedByPeft: PEFT has adapters over experts (`target_parameters`). Nor is anything then.
+        AdaptedByPeft: PEFT has adapters over experts (`target_parameters`). Nothing is changed
+            then.
         NoExperts, UnreadExperts.
     """
     from peft import PeftModel, set_peft_model_state_dict
