@@ -1,10 +1,10 @@
-// Multiply rows with the 4-bit weights of their experts, which are decoded inside the loop (Hopper).
+// Multiply rows with the packed weights of their experts, which are decoded inside the loop (Hopper).
 //
 //   out[row, feature] = sum_c x[row, c] W[e][feature, c]       forward:    c over K, features N
 //   out[row, feature] = sum_c x[row, c] W[e][c, feature]       transposed: c over N, features K (dX)
 //
-// The weight is the left operand of wgmma, in registers. The warps that multiply decode it from packed
-// nibbles, so no decoded weight exists in memory. Rows are the right operand; a producer warpgroup
+// The weight is the left operand of wgmma, in registers. The warps that multiply decode it from nibbles or
+// from bytes of e4m3, so no decoded weight exists in memory. Rows are the right operand; a producer warpgroup
 // gathers them into swizzled shared memory. A tile is 128 features by up to kMaxRows rows of one expert
 // (qfuse::tile_map), and its number of rows is rounded up to one of a few specializations. An adapter is
 // one more stage, in which x is its projection onto the rank and W is the adapter's other factor.
@@ -12,24 +12,33 @@
 // The codebook is held as bf16, as one plane of low bytes and one of high bytes, and prmt looks up four
 // nibbles at a time. A scale is the sum of two bf16; the product with it is rounded once. The host writes
 // scales in that form (kernels/expert_scales_triton.py), and stretches the codebook by the factor with which
-// bf16 holds its values best (kernels/scatter2scatter_cuda.py).
+// bf16 holds its values best (kernels/scatter2scatter_cuda.py). bf16 holds every e4m3 exactly.
 
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
 constexpr int kFeatures = 128;  // features of a tile; each consumer warpgroup has 64
 constexpr int kDepth = 64;      // length of the sum in a stage
-constexpr int kPitch = 80;      // bytes between packed rows of a transposed stage: avoids bank conflicts
 constexpr int kRowBytes = 128;  // bytes of a row of x in a stage
 
+// What the codes are: two nibbles in a byte, of which the first is the high or the low one, or a byte each.
+enum Codes { kHighFirst, kLowFirst, kE4M3 };
+
 // A form of the kernel, and how it lays out shared memory. Of 64 elements of a row of the weight, each
-// 64 / kScales_ share a scale; the first of two elements lies in the low nibble of a byte, or in the high one.
-template <bool kTransposed_, int kMaxRows_, int kStages_, int kScales_, bool kLowFirst_>
+// 64 / kScales_ share a scale.
+template <bool kTransposed_, int kMaxRows_, int kStages_, int kScales_, Codes kCodes_>
 struct Form {
-  static constexpr bool kTransposed = kTransposed_, kLowFirst = kLowFirst_;
+  static constexpr bool kTransposed = kTransposed_;
+  static constexpr Codes kCodes = kCodes_;
   static constexpr int kMaxRows = kMaxRows_, kStages = kStages_, kScales = kScales_;
   static constexpr int kX = kMaxRows * kRowBytes;
-  static constexpr int kWeight = kTransposed ? kDepth * kPitch : kFeatures * kDepth / 2;
+  // A stage has a part of so many packed rows, in chunks of 16 bytes. The pitch of a transposed one avoids
+  // bank conflicts.
+  static constexpr int kPerByte = kCodes == kE4M3 ? 1 : 2;
+  static constexpr int kPacked = kTransposed ? kDepth : kFeatures;
+  static constexpr int kChunks = (kTransposed ? kFeatures : kDepth) / kPerByte / 16;
+  static constexpr int kPitch = kChunks * 16 + (kTransposed ? 16 : 0);
+  static constexpr int kWeight = kPacked * kPitch;
   static constexpr int kScaleBytes = kScales * kFeatures * 4;
   static constexpr int kStage = (kX + kWeight + kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kOut = kStages * kStage;
@@ -38,7 +47,7 @@ struct Form {
 
 struct Problem {
   const uint8* x;         // bf16 rows
-  const uint8* qweight;   // [E, N, K / 2]
+  const uint8* qweight;   // [E, N, K / 2], or [E, N, K] of bytes
   const uint32* scales;   // [E, K * kScales / 64, N], bf16 pairs
   const uint8* xa;        // bf16 [slots, rank], or null
   const uint16* lora;     // bf16 [E, N, rank], or [E, rank, K] where transposed
@@ -84,6 +93,23 @@ __device__ __forceinline__ uint32 scale(uint32 v, uint32 high, uint32 low) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(small) : "r"(v), "r"(low));
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(v), "r"(high), "r"(small));
   return d;
+}
+
+// Returns the two e4m3 in the upper bytes of the halves of `codes` as bf16. Their exponent and mantissa, put
+// where bf16 has its own, are 2^-120 of the number, also where it is subnormal.
+__device__ __forceinline__ uint32 from_e4m3(uint32 codes) {
+  const uint32 magnitude = codes >> 4 & 0x07f007f0;
+  const uint32 no_number = (magnitude + 0x00100010 & 0x08000800) >> 11;  // of the largest magnitude alone
+  const uint32 tiny = (codes & 0x80008000) | magnitude, factor = 0x7b807b80;  // 2^120, twice
+  uint32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(tiny), "r"(factor));
+  return d | no_number * 0x7f80;  // an exponent of ones
+}
+
+// Returns where a stage holds a chunk of a row of bytes. A warp reads a word of each of 16 rows at a time, of
+// two words each, and finds them in different banks.
+__device__ __forceinline__ uint32 byte_chunk(int row, int chunk) {
+  return (row ^ (row >> 3 & 1)) * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
 struct Codebook {
@@ -138,7 +164,9 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
   const int chunk = thread & 7, row0 = thread >> 3;  // the thread copies 16 bytes of every 16th row of x
   const int depth = kTransposed ? p.n : p.k;
   const int steps = depth / kDepth, scale_blocks = p.k / kDepth * kScales;
-  const int64 pitch = p.k / 2;
+  const int64 pitch = p.k / F::kPerByte;
+  constexpr int kChunks = F::kChunks, kAtOnce = 128 / kChunks, kCopies = F::kPacked / kAtOnce;
+  const int packed_chunk = thread % kChunks, packed0 = thread / kChunks;
   // The high word of slot * reciprocal is slot / top_k, exactly for slots below 2^32 / top_k.
   const uint32 reciprocal = p.top_k > 1 ? 0xffffffffu / p.top_k + 1 : 0;
   // A warp needs the slots of 4 rows of every 16. Each of its threads loads one or two of them, and
@@ -170,25 +198,25 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
       source[j] = __shfl_sync(0xffffffffu, slots[j / 8], j % 8 * 4 + (thread >> 3 & 3));
     slots_of(next, slots);
     const int4 later = load_tile(p, t + 2 * gridDim.x, total, blocks);
-    const uint8* weight[2];
+    const uint8* weight[kCopies];
     const uint32* scales;
-    // A thread copies 16 bytes of each of two packed rows, which have 32 bytes in a stage, or, transposed, 64.
-    // The first 32 * kScales threads copy four scales, of four rows that share a block.
+    // A thread copies a chunk of each kAtOnce-th packed row, and the first 32 * kScales threads four scales,
+    // of four rows that share a block.
     if (!kTransposed) {
-      for (int h = 0; h < 2; h++) {
-        const int row = min(feature0 + (thread >> 1) + 64 * h, p.n - 1);
-        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + row) * pitch + (thread & 1) * 16;
+      for (int h = 0; h < kCopies; h++) {
+        const int row = min(feature0 + packed0 + kAtOnce * h, p.n - 1);
+        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + row) * pitch + packed_chunk * 16;
       }
       const int row = min(feature0 + (thread & 31) * 4, p.n - 4);
       scales = p.scales + (static_cast<int64>(tile.x) * scale_blocks + (thread >> 5)) * p.n + row;
     } else {
-      const int column = min(feature0 / 2 + (thread & 3) * 16, p.k / 2 - 16);
-      for (int h = 0; h < 2; h++)
-        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + (thread >> 2) + 32 * h) * pitch + column;
+      const int column = min(feature0 / F::kPerByte + packed_chunk * 16, p.k / F::kPerByte - 16);
+      for (int h = 0; h < kCopies; h++)
+        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + packed0 + kAtOnce * h) * pitch + column;
       const int block = min(feature0 / kDepth * kScales + (thread >> 4), scale_blocks - 1);
       scales = p.scales + (static_cast<int64>(tile.x) * scale_blocks + block) * p.n + (thread & 15) * 4;
     }
-    const int64 weight_step = kTransposed ? kDepth * pitch : kDepth / 2;
+    const int64 weight_step = kTransposed ? kDepth * pitch : kDepth / F::kPerByte;
     const int64 scale_step = kTransposed ? kDepth : static_cast<int64>(kScales) * p.n;
     for (int step = 0; step < steps + (p.xa != nullptr); step++) {
       barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
@@ -199,12 +227,15 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
 #pragma unroll
         for (int j = 0; j < kMaxRows / 16; j++)
           if (j < passes) copy16(to + j * 16 * kRowBytes, column + static_cast<int64>(source[j]) * depth * 2);
-        const uint32 at = stage + F::kX + (kTransposed ? (thread >> 2) * kPitch + (thread & 3) * 16 : thread * 16);
-        copy16(at, weight[0]);
-        copy16(at + (kTransposed ? 32 * kPitch : 64 * kDepth / 2), weight[1]);
+#pragma unroll
+        for (int h = 0; h < kCopies; h++) {
+          const int row = packed0 + kAtOnce * h;
+          const bool is_mixed = !kTransposed && F::kCodes == kE4M3;
+          copy16(stage + F::kX + (is_mixed ? byte_chunk(row, packed_chunk) : row * F::kPitch + packed_chunk * 16),
+                 weight[h]);
+          weight[h] += weight_step;
+        }
         if (thread < 32 * kScales) copy16(stage + F::kX + F::kWeight + thread * 16, scales);
-        weight[0] += weight_step;
-        weight[1] += weight_step;
         scales += scale_step;
       } else {  // the stage of the adapter has zeros behind its rank
 #pragma unroll 1
@@ -244,12 +275,13 @@ struct Place {
 // Decodes features 2g and 2g + 1 of a stage of the weight. They become the left operands of four wgmmas,
 // of which the i-th begins at a[4 * i].
 template <class F>
-__device__ __forceinline__ void decode(const Codebook& codebook, const uint8* weight, const uint32* scales,
-                                       const Place& at, uint32 (&a)[16]) {
+__device__ __forceinline__ void decode_nibbles(const Codebook& codebook, const uint8* weight, const uint32* scales,
+                                               const Place& at, uint32 (&a)[16]) {
   // They join the bytes of the first and of the second element of each of two packed bytes, or of both
   // elements of one.
-  constexpr uint32 kFirsts = F::kLowFirst ? 0x6240 : 0x7351, kSeconds = F::kLowFirst ? 0x7351 : 0x6240;
-  constexpr uint32 kByte0 = F::kLowFirst ? 0x5140 : 0x4051, kByte1 = F::kLowFirst ? 0x7362 : 0x6273;
+  constexpr bool kLow = F::kCodes == kLowFirst;
+  constexpr uint32 kFirsts = kLow ? 0x6240 : 0x7351, kSeconds = kLow ? 0x7351 : 0x6240;
+  constexpr uint32 kByte0 = kLow ? 0x5140 : 0x4051, kByte1 = kLow ? 0x7362 : 0x6273;
   uint32 low, high;
   if (!F::kTransposed) {
     const uint32 own = at.q | (4 + at.q) << 4;  // selects byte q of two words: elements 2q and 2q + 1 of 8
@@ -276,7 +308,7 @@ __device__ __forceinline__ void decode(const Codebook& codebook, const uint8* we
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int n = i * 16 + half * 8 + 2 * at.q;
-        const uint32 codes = bytes[n * kPitch] | static_cast<uint32>(bytes[(n + 1) * kPitch]) << 8;
+        const uint32 codes = bytes[n * F::kPitch] | static_cast<uint32>(bytes[(n + 1) * F::kPitch]) << 8;
         const uint2 s = *reinterpret_cast<const uint2*>(of_block + n);
         const uint32 s_high = permute(s.x, s.y, 0x5410), s_low = permute(s.x, s.y, 0x7632);
         codebook.look_up(codes, low, high);
@@ -284,6 +316,55 @@ __device__ __forceinline__ void decode(const Codebook& codebook, const uint8* we
         a[4 * i + 2 * half + 1] = scale(permute(low, high, kSeconds), s_high, s_low);
       }
   }
+}
+
+// Does the same where codes are bytes of e4m3.
+template <class F>
+__device__ __forceinline__ void decode_bytes(const uint8* weight, const uint32* scales, const Place& at,
+                                             uint32 (&a)[16]) {
+  if (!F::kTransposed) {
+    // Of 8 elements in a row, bytes 2q and 2q + 1 are those of one word; a half each.
+    const uint32 own = at.q & 1 ? 0x3424 : 0x1404;
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+      const int feature = at.feature() + row;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32 s = scales[i * F::kScales / 4 * kFeatures + feature];
+        const uint32 s_high = permute(s, s, 0x1010), s_low = permute(s, s, 0x3232);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const uint8* from = weight + byte_chunk(feature, i) + half * 8 + (at.q >> 1) * 4;
+          const uint32 codes = permute(*reinterpret_cast<const uint32*>(from), 0, own);
+          a[4 * i + 2 * half + row] = scale(from_e4m3(codes), s_high, s_low);
+        }
+      }
+    }
+  } else {
+    const uint8* bytes = weight + at.feature();
+    const uint32* of_block = scales + (at.warpgroup * F::kScales + at.warp * F::kScales / 4) * kDepth;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int n = i * 16 + half * 8 + 2 * at.q;
+        const uint32 upper = *reinterpret_cast<const uint16*>(bytes + n * F::kPitch);
+        const uint32 lower = *reinterpret_cast<const uint16*>(bytes + (n + 1) * F::kPitch);
+        const uint2 s = *reinterpret_cast<const uint2*>(of_block + n);
+        const uint32 s_high = permute(s.x, s.y, 0x5410), s_low = permute(s.x, s.y, 0x7632);
+        a[4 * i + 2 * half] = scale(from_e4m3(permute(upper, lower, 0x4202)), s_high, s_low);
+        a[4 * i + 2 * half + 1] = scale(from_e4m3(permute(upper, lower, 0x5212)), s_high, s_low);
+      }
+  }
+}
+
+template <class F>
+__device__ __forceinline__ void decode(const Codebook& codebook, const uint8* weight, const uint32* scales,
+                                       const Place& at, uint32 (&a)[16]) {
+  if constexpr (F::kCodes == kE4M3)
+    decode_bytes<F>(weight, scales, at, a);
+  else
+    decode_nibbles<F>(codebook, weight, scales, at, a);
 }
 
 // Loads the adapter's other factor as the left operand. It comes from global memory, once for each tile.
@@ -396,12 +477,12 @@ __device__ void consume(const Problem& p, const Codebook& codebook, const uint8*
 }
 
 // A multiprocessor runs kCtas programs of 384 threads: one where tiles are wide, two where they are narrow.
-template <bool kTransposed, int kMaxRows, int kStages, int kCtas, int kScales, bool kLowFirst>
+template <bool kTransposed, int kMaxRows, int kStages, int kCtas, int kScales, Codes kCodes>
 __global__ void __launch_bounds__(384, kCtas)
     scatter2scatter(const uint8* x, const uint8* qweight, const uint32* scales, const uint8* xa, const uint16* lora,
                     const uint16* bias, uint8* out, const int64* order, const int4* tiles,
                     const uint32* codebook_planes, int64 n, int64 k, int64 rank, int64 top_k) {
-  using F = Form<kTransposed, kMaxRows, kStages, kScales, kLowFirst>;
+  using F = Form<kTransposed, kMaxRows, kStages, kScales, kCodes>;
   extern __shared__ uint8 raw[];
   const uint32 shared = (shared_address(raw) + 1023) & ~1023u;
   const uint32 full = shared + F::kBarriers, empty = full + 8 * kStages;
@@ -430,8 +511,10 @@ __global__ void __launch_bounds__(384, kCtas)
   Codebook codebook;
   // The planes come from a lane that the compiler cannot know to be the same for all threads. Otherwise it
   // would keep half of them in uniform registers, which prmt cannot read, and copy them at each look-up.
-  const uint32 own = codebook_planes[threadIdx.x & 7];
-  for (int i = 0; i < 8; i++) codebook.planes[i] = __shfl_sync(0xffffffffu, own, i + (threadIdx.x & 96));
+  if constexpr (kCodes != kE4M3) {
+    const uint32 own = codebook_planes[threadIdx.x & 7];
+    for (int i = 0; i < 8; i++) codebook.planes[i] = __shfl_sync(0xffffffffu, own, i + (threadIdx.x & 96));
+  }
   const uint8* memory = raw + (shared - shared_address(raw));
   if (kTurns<kMaxRows> && threadIdx.x >= 128) turn_give(0);  // warpgroup 0 has the first turn
   Ring ring;

@@ -28,13 +28,15 @@ def weight_tile(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     LOOK_UP: tl.constexpr,
+    BYTES: tl.constexpr,
     EVEN: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Load [ROWS, COLUMNS] of an expert as stored, in `dtype`, from `column` on, zero where masked.
 
     GROUP columns share one of the scales [E, columns / GROUP, rows]; it is 0 for a dense weight.
-    LOOK_UP maps bytes to the values of their first and second codes.
+    LOOK_UP maps bytes to the values of their first and second codes or, with BYTES, a code and its
+    scale to a value.
     """
     first = (expert * rows + row.to(tl.int64))[:, None]
     if GROUP == 0:
@@ -42,7 +44,8 @@ def weight_tile(
         mask = row_mask[:, None] & (EVEN | (c < columns))
         tile = tl.load(weight + first * columns + c, mask=mask, other=0).to(dtype)
     else:
-        c = column // 2 + tl.arange(0, COLUMNS // 2)[None, :]
+        PER_BYTE: tl.constexpr = 1 if BYTES else 2
+        c = column // PER_BYTE + tl.arange(0, COLUMNS // PER_BYTE)[None, :]
         mask = row_mask[:, None] & (EVEN | (c < row_bytes))
         packed = tl.load(weight + first * row_bytes + c, mask=mask, other=0)
         GROUPS: tl.constexpr = COLUMNS // GROUP if COLUMNS > GROUP else 1
@@ -50,9 +53,13 @@ def weight_tile(
         mask = row_mask[:, None] & (EVEN | (group * GROUP < columns))
         at = (expert * (columns // GROUP) + group) * rows + row[:, None]
         scale = tl.load(scales + at, mask=mask, other=0)
-        even, odd = LOOK_UP(packed)
-        tile = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, COLUMNS // GROUPS))
-        tile = (tile.to(tl.float32) * scale[:, :, None]).to(dtype)
+        if BYTES:
+            codes = tl.reshape(packed, (ROWS, GROUPS, COLUMNS // GROUPS))
+            tile = LOOK_UP(codes.to(tl.int32), scale[:, :, None], None).to(dtype)
+        else:
+            even, odd = LOOK_UP(packed)
+            tile = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, COLUMNS // GROUPS))
+            tile = (tile.to(tl.float32) * scale[:, :, None]).to(dtype)
     return tl.reshape(tile, (ROWS, COLUMNS))
 
 
@@ -82,6 +89,7 @@ def expert_gemm(
     RANK: tl.constexpr,
     GROUP: tl.constexpr,
     LOOK_UP: tl.constexpr,
+    BYTES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TOP_K: tl.constexpr,
     BIAS: tl.constexpr,
@@ -132,6 +140,7 @@ def expert_gemm(
                     FEATURES,
                     GROUP,
                     LOOK_UP,
+                    BYTES,
                     EVEN,
                     dtype,
                 )
@@ -151,6 +160,7 @@ def expert_gemm(
                     DEPTH,
                     GROUP,
                     LOOK_UP,
+                    BYTES,
                     EVEN,
                     dtype,
                 )

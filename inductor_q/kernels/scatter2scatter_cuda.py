@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from inductor_q.csrc import driver, nvrtc
 from inductor_q.formats import QuantFormat
+from inductor_q.formats.minifloat import E4M3
 from inductor_q.kernels import nibbles
 from inductor_q.kernels.expert_calls import Scatter2Scatter
 from inductor_q.kernels.expert_scales_triton import ExpandScales, group_of
@@ -46,14 +47,23 @@ class Config:
     programs: int
 
 
-#: One per height of a tile map's parts. They were measured on an H200 with 128 experts 1536 x 2048
-#: and 4 to 256 rows each (bench_moe).
+#: One per height of a tile map's parts, for nibbles. They were measured on an H200 with 128 experts
+#: 1536 x 2048 and 4 to 256 rows each (bench_moe).
 CONFIGS = (
     Config(rows=256, stages=4, programs=1),
     Config(rows=128, stages=6, programs=1),
     Config(rows=64, stages=6, programs=2),
     Config(rows=32, stages=8, programs=2),
 )
+#: The same for bytes of e4m3, with as many stages as fit: a start value.
+BYTE_CONFIGS = (
+    Config(rows=256, stages=3, programs=1),
+    Config(rows=128, stages=6, programs=1),
+    Config(rows=64, stages=5, programs=2),
+    Config(rows=32, stages=6, programs=2),
+)
+#: What the kernel calls codes of a byte each.
+BYTES = "kE4M3"
 
 
 class Cuda(Provider[Scatter2Scatter]):
@@ -67,7 +77,9 @@ class Cuda(Provider[Scatter2Scatter]):
         return "" if _may_be_hopper() else NOT_HOPPER
 
     def unknown(self, fmt: QuantFormat | None) -> str:
-        return "the weight is dense" if fmt is None else nibbles.refuses(fmt)
+        if fmt is None:
+            return "the weight is dense"
+        return "" if _is_e4m3(fmt) else nibbles.refuses(fmt)
 
     def refuses(self, call: Scatter2Scatter) -> str:
         refused = self.unknown(call.fmt) or _other_shape(call) or _other_operands(call)
@@ -120,8 +132,22 @@ def _other_operands(call: Scatter2Scatter) -> str:
     return ""
 
 
+def _is_e4m3(fmt: QuantFormat) -> bool:
+    """Whether codes are bytes of e4m3 with one scale, in no other order than that of elements."""
+    return fmt.codec == E4M3 and not nibbles.refuses_bytes(fmt)
+
+
+def _codes(call: Scatter2Scatter) -> str:
+    """Name the codes as csrc/scatter2scatter.cu does."""
+    assert call.fmt is not None
+    if _is_e4m3(call.fmt):
+        return BYTES
+    return "kHighFirst" if call.fmt.nibbles == nibbles.HIGH_FIRST else "kLowFirst"
+
+
 def _config(call: Scatter2Scatter) -> Config:
-    return next(c for c in CONFIGS if c.rows == call.tile_rows)
+    configs = BYTE_CONFIGS if _codes(call) == BYTES else CONFIGS
+    return next(c for c in configs if c.rows == call.tile_rows)
 
 
 def _scales_of_a_stage(call: Scatter2Scatter) -> int:
@@ -129,29 +155,29 @@ def _scales_of_a_stage(call: Scatter2Scatter) -> int:
     return DEPTH // min(DEPTH, group_of(call.fmt, call.shape[2]))
 
 
-def _shared_bytes(transposed: bool, config: Config, scales: int) -> int:
+def shared_bytes(transposed: bool, config: Config, scales: int, codes: str) -> int:
     """Add up what csrc/scatter2scatter.cu holds: stages of x, weight, scales; output; barriers."""
-    weight = 64 * 80 if transposed else 64 * 64
+    row = (FEATURES if transposed else DEPTH) // (1 if codes == BYTES else 2)
+    weight = DEPTH * (row + 16) if transposed else FEATURES * row
     stage = -(-(config.rows * 128 + weight + 512 * scales) // 1024) * 1024
     return config.stages * stage + 2 * config.rows * 128 + 1024 + 16 * config.stages
 
 
-def kernel_name(transposed: bool, config: Config, scales: int, low_first: bool) -> str:
+def kernel_name(transposed: bool, config: Config, scales: int, codes: str) -> str:
     """Name the specialization of csrc/scatter2scatter.cu for a config and a kind of format.
 
     Args:
         scales: how many scales DEPTH elements of a row have.
-        low_first: whether the first of two elements lies in the low nibble of a byte.
+        codes: what that file calls the codes.
     """
-    flag, order = ("true" if each else "false" for each in (transposed, low_first))
+    flag = "true" if transposed else "false"
     sizes = f"{config.rows}, {config.stages}, {config.programs}, {scales}"
-    return f"scatter2scatter<{flag}, {sizes}, {order}>"
+    return f"scatter2scatter<{flag}, {sizes}, {codes}>"
 
 
 def _kernel_of(call: Scatter2Scatter) -> str:
-    assert call.fmt is not None
-    low_first = call.fmt.nibbles != nibbles.HIGH_FIRST
-    return kernel_name(call.transposed, _config(call), _scales_of_a_stage(call), low_first)
+    config, scales = _config(call), _scales_of_a_stage(call)
+    return kernel_name(call.transposed, config, scales, _codes(call))
 
 
 def _function(kernel: str, device: int | None) -> Any:
@@ -194,7 +220,8 @@ class _Plan:
         properties = torch.cuda.get_device_properties(device)
         self._result = (call.rows, call.out_features)
         self._qweight = fmt.operands.index("qweight")
-        self._planes, factor = _codebook(fmt, device)
+        codes = _codes(call)
+        self._planes, factor = (None, 1.0) if codes == BYTES else _codebook(fmt, device)
         scales = _scales_of_a_stage(call)
         self._scales = ExpandScales(call, DEPTH // scales, factor, pairs=True)
         self._project, self._rows_out = project_rows, plan_rows_out(call)
@@ -205,7 +232,7 @@ class _Plan:
             threads=THREADS,
             pointers=10,
             numbers=(n, k, -(-call.rank // 16) * 16, source_slots(call)),
-            shared=_shared_bytes(call.transposed, config, scales),
+            shared=shared_bytes(call.transposed, config, scales, codes),
         )
 
     def __call__(self, call: Scatter2Scatter) -> tuple[Tensor, Tensor]:

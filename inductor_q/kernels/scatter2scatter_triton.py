@@ -1,8 +1,9 @@
-"""scatter2scatter with Triton: 4-bit experts are decoded inside the GEMM, on any NVIDIA GPU.
+"""scatter2scatter with Triton: packed experts are decoded inside the GEMM, on any NVIDIA GPU.
 
 It does what csrc/scatter2scatter.cu does on Hopper alone: no decoded expert exists in memory,
 nothing waits for the host, and the memory beside inputs and results is a float per scale. It takes
-dense experts and float16, too. The code that looks values up is printed from a format's codebook.
+dense experts and float16, too. What looks values up is printed from a format's codebook, and what
+decodes codes of a byte each from the format.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inductor_q.decode.triton import device_functions
 from inductor_q.formats import QuantFormat
 from inductor_q.kernels import nibbles, tiles
 from inductor_q.kernels.dequantize_triton import compile_source
@@ -46,8 +48,11 @@ class Triton(Provider[Scatter2Scatter]):
         return "codes are looked up in PTX, which AMD has not" if torch.version.hip else ""
 
     def unknown(self, fmt: QuantFormat | None) -> str:
-        """Return why it takes no such weights; empty for dense ones, and nibbles of a codebook."""
-        return "" if fmt is None else nibbles.refuses(fmt)
+        """Return why it takes no such weights; empty for dense ones, nibbles of a codebook, and
+        bytes."""
+        if fmt is None or not nibbles.refuses_bytes(fmt):
+            return ""
+        return nibbles.refuses(fmt)
 
     def refuses(self, call: Scatter2Scatter) -> str:
         if refused := self.unknown(call.fmt) or unfit(call):
@@ -169,7 +174,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         bias,
         call.in_features,
         call.out_features,
-        call.shape[2] // 2,
+        call.shape[2] * (call.fmt.packing.bits if call.fmt else 8) // 8,
         0 if projected is None else projected.shape[1],
         *((0, 0, 0) if factor is None else factor.stride()),
         call.rank,
@@ -180,6 +185,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         RANK=0 if projected is None else _padded_rank(call.rank),
         GROUP=group,
         LOOK_UP=None if kernel is None else kernel.look_up,
+        BYTES=call.fmt is not None and call.fmt.in_bytes,
         TRANSPOSED=call.transposed,
         TOP_K=source_slots(call),
         BIAS=bias is not None,
@@ -220,7 +226,7 @@ _LOOK_UP_HALF = """
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What looks up values of a format in one dtype; `factor` undoes the stretch of its values."""
+    """What finds values of a format in one dtype; `factor` undoes the stretch of its values."""
 
     look_up: Any
     factor: float
@@ -228,6 +234,9 @@ class _Kernel:
 
 @functools.cache
 def _kernel(fmt: QuantFormat, dtype: torch.dtype) -> _Kernel:
+    if fmt.in_bytes:
+        source = device_functions(fmt).source
+        return _Kernel(compile_source(f"<qfuse experts {fmt.name}>", source, "value_fn"), 1.0)
     assert fmt.lut16 is not None, f"{fmt.name=}"
     values, stretch = nibbles.fit(fmt.lut16, dtype)
     name = f"<qfuse experts {fmt.name} {dtype} look_up>"

@@ -88,10 +88,17 @@ SOURCES = {
     "scatter2scatter.cu": Source(
         ("sm_90a",),
         [
-            scatter2scatter_cuda.kernel_name(transposed, config, scales, low_first)
+            scatter2scatter_cuda.kernel_name(transposed, config, scales, codes)
+            for configs, forms in (
+                (
+                    scatter2scatter_cuda.CONFIGS,
+                    (("kHighFirst", 1), ("kLowFirst", 2), ("kLowFirst", 4)),
+                ),
+                (scatter2scatter_cuda.BYTE_CONFIGS, (("kE4M3", 1), ("kE4M3", 2))),
+            )
             for transposed in (False, True)
-            for config in scatter2scatter_cuda.CONFIGS
-            for scales, low_first in ((1, False), (2, True), (4, True))
+            for config in configs
+            for codes, scales in forms
         ],
     ),
 }

@@ -104,6 +104,8 @@ def test_refuses_what_it_does_not_fit_with_a_reason(monkeypatch: pytest.MonkeyPa
         {"quant": "fp4", "blocksize": 32},
         {"quant": "mxfp4"},
         {"quant": "nvfp4_rows"},
+        {"quant": "fp8_e4m3_row"},
+        {"quant": "mxfp8_e4m3"},
     ],
     ids=str,
 )
@@ -116,6 +118,53 @@ def test_gpu_kernel_is_as_near_as_the_loop(sizes: Sizes, form: dict[str, Any]) -
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gpu_every_form_of_other_groups(quant: str, transposed: bool) -> None:
     assert_serves_a_form(KERNEL, quant=quant, transposed=transposed, gates=True)
+
+
+#: With out-features of which a tile of 128 x 128 has all or none.
+BYTES = {
+    **{
+        name: replace(sizes, in_features=max(128, sizes.in_features))
+        for name, sizes in TILED.items()
+    },
+    "several narrow tiles a program": SHAPES["several narrow tiles a program"],
+    "several wide tiles a program": SHAPES["several wide tiles a program"],
+    "wide, then narrow": Sizes(40, 640, 384, 700, 4, 16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", BYTES.values(), ids=BYTES)
+def test_gpu_bytes_of_e4m3_are_as_near_as_the_loop(sizes: Sizes, transposed: bool) -> None:
+    sizes = replace(sizes, out_features=-(-sizes.out_features // 128) * 128)
+    form: dict[str, Any] = {"quant": "fp8_e4m3_128x128", "transposed": transposed, "bias": True}
+    assert_serves_as_near_as_the_loop(KERNEL, sizes, grouped=(False, True), **form)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gpu_every_e4m3_is_decoded_exactly(transposed: bool) -> None:
+    """The unit matrix times rows of every number, with scales that two bfloat16 hold; a code that
+    is no number spoils every sum that it is in."""
+    sizes = Sizes(experts=2, in_features=128, out_features=128, tokens=128, top_k=1, rank=0)
+    form: dict[str, Any] = {"transposed": transposed, "lora": False, "grouped": (False, True)}
+    case = on_gpu(sizes, quant="fp8_e4m3_row", **form)
+    codes = torch.arange(256, device="cuda", dtype=torch.uint8).view(2, 1, 128).repeat(1, 128, 1)
+    codes[:, ::2] += 128
+    exponents = torch.arange(256, device="cuda") // 2 - 64
+    scale = torch.ldexp(1 + torch.rand(256, device="cuda").to(BF16).float(), exponents)
+    is_number = codes & 127 != 127
+    for numbers in (torch.where(is_number, codes, 0), codes):
+        for expert in range(2):
+            unit = replace(
+                case,
+                x=torch.eye(128, device="cuda", dtype=BF16),
+                operands=[numbers.flatten(), scale],
+                routing=route(torch.full((128, 1), expert, device="cuda"), 2),
+            )
+            weight = unit.weight(BF16)[expert]
+            expected = weight.t().where(weight.isfinite().all(1), torch.nan)
+            assert torch.equal(unit(provider="cuda").nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.gpu

@@ -69,18 +69,18 @@ def test_printed_look_up_has_the_value_of_every_code(name: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("group", [64, 0], ids=["packed", "dense"])
+@pytest.mark.parametrize("weight", ["nf4_b64", "fp8_e4m3_128x128", DENSE])
 @pytest.mark.parametrize(("arch", "even"), [(75, True), (80, True), (90, False), (120, True)])
 def test_compiles_and_takes_no_more_than_was_computed(
-    arch: int, even: bool, group: int, transposed: bool
+    arch: int, even: bool, weight: str, transposed: bool
 ) -> None:
     from inductor_q.kernels.expert_gemm_triton import expert_gemm
 
-    work = WORK if group else replace(WORK, weight_bits=16, group=0)
-    work = replace(work, transposed=transposed)
+    bits, group = {"nf4_b64": (4, 64), DENSE: (16, 0)}.get(weight, (8, 128))
+    work = replace(WORK, weight_bits=bits, group=group, transposed=transposed)
     tile = tiles.start(work, device(arch))
     dtype, name = (FP16, "*fp16") if arch == 75 else (BF16, "*bf16")
-    kernel = scatter2scatter_triton._kernel(FORMATS["nf4_b64"], dtype)
+    kernel = scatter2scatter_triton._kernel(FORMATS[weight], dtype) if group else None
     constants = {
         "PARTS": 2,
         "ROWS": tile.rows,
@@ -88,7 +88,8 @@ def test_compiles_and_takes_no_more_than_was_computed(
         "DEPTH": tile.depth,
         "RANK": work.rank,
         "GROUP": work.group,
-        "LOOK_UP": kernel.look_up if group else None,
+        "LOOK_UP": kernel.look_up if kernel else None,
+        "BYTES": bits == 8,
         "TRANSPOSED": transposed,
         "TOP_K": 8 if transposed else 0,
         "BIAS": not transposed,
@@ -185,6 +186,15 @@ def test_gpu_every_format(quant: str, nested: bool, blocksize: int, rows: int) -
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4_rows"])
 def test_gpu_codes_with_the_low_nibble_first(name: str) -> None:
     assert_serves_as_near_as_the_loop(KERNEL, FIT, quant=name, bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["fp8_e4m3_128x128", "fp8_e4m3_row", "int8_absmax", "mxfp8_e4m3"])
+def test_gpu_codes_of_a_byte_each(name: str, transposed: bool, dtype: torch.dtype) -> None:
+    form: dict[str, Any] = {"quant": name, "transposed": transposed, "dtype": dtype}
+    assert_serves_as_near_as_the_loop(KERNEL, FIT, bias=True, **form)
 
 
 @pytest.mark.gpu

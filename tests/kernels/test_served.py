@@ -29,6 +29,9 @@ INT4 = {
     *("int4_g32", "int4_g64", "int4_g128"),
     *(f"int4_plain_g{group}" for group in (32, 64, 128, 256)),
 }
+E4M3 = {"fp8_e4m3_128x128", "fp8_e4m3_row", "fp8_e4m3_tensor"}
+#: A byte each, with one scale.
+BYTES = E4M3 | {"fp8_e5m2_row", "fp8_e5m2_tensor", "mxfp8_e4m3", "mxfp8_e5m2", "int8_absmax"}
 EVERY = NIBBLES | PLANES | OTHERS
 
 SERVED: dict[tuple[str, str, str], set[str]] = {
@@ -40,8 +43,8 @@ SERVED: dict[tuple[str, str, str], set[str]] = {
     ("scatter2scatter", "cpu", "reference"): EVERY | {DENSE},
     ("scatter2scatter", "cpu", "grouped_mm"): {DENSE},
     ("scatter2scatter", "cpu", "dequantize"): EVERY | {DENSE},
-    ("scatter2scatter", "cuda", "cuda"): NIBBLES | E2M1,
-    ("scatter2scatter", "cuda", "triton"): NIBBLES | E2M1 | {DENSE},
+    ("scatter2scatter", "cuda", "cuda"): NIBBLES | E2M1 | E4M3 | {"mxfp8_e4m3"},
+    ("scatter2scatter", "cuda", "triton"): NIBBLES | E2M1 | BYTES | {DENSE},
     ("scatter2scatter", "cuda", "grouped_mm"): {DENSE},
     ("scatter2scatter", "cuda", "dequantize"): EVERY | {DENSE},
     ("scatter2scatter", "cuda", "reference"): EVERY | {DENSE},

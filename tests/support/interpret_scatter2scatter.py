@@ -65,6 +65,8 @@ SHAPES = {
 }
 #: nf4 with a scale for every 64, nested, is what the other cases have.
 FORMATS = (("nf4", False, 64), ("nf4", True, 32), ("fp4", False, 128), ("fp4", True, 4096))
+#: Codes of a byte each: a scale for a tile, a row, 32 of a row.
+BYTES = ("fp8_e4m3_128x128", "fp8_e4m3_row", "int8_absmax", "mxfp8_e4m3")
 
 
 class Interpreted(scatter2scatter_triton.Triton):
@@ -84,6 +86,9 @@ def cases() -> Iterator[Layer]:
         yield make(quant=quant, nested=nested, blocksize=blocksize, adapter=torch.float32)
     for quant, transposed in (("mxfp4", False), ("nvfp4_rows", True)):
         yield make(quant=quant, transposed=transposed, bias=True)
+    tiled = replace(FIT, in_features=256, out_features=128)
+    for quant, transposed in itertools.product(BYTES, [False, True]):
+        yield make(tiled, quant=quant, transposed=transposed, bias=True)
 
 
 def make(sizes: Sizes = FIT, **kwargs: Any) -> Layer:
