@@ -221,7 +221,10 @@ class _Plan:
         self._result = (call.rows, call.out_features)
         self._qweight = fmt.operands.index("qweight")
         codes = _codes(call)
-        self._planes, factor = (None, 1.0) if codes == BYTES else _codebook(fmt, device)
+        self._planes: Tensor | None = None
+        factor = 1.0
+        if codes != BYTES:
+            self._planes, factor = _codebook(fmt, device)
         scales = _scales_of_a_stage(call)
         self._scales = ExpandScales(call, DEPTH // scales, factor, pairs=True)
         self._project, self._rows_out = project_rows, plan_rows_out(call)
