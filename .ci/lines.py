@@ -17,7 +17,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: apart from the folder around it.
 BUDGET = {
     "benchmarks": 8805,
-    "csrc": 4515,
+    "csrc": 4620,
     "docs": 2440,
     "examples": 1190,
     "inductor_q": 5715,
@@ -30,7 +30,7 @@ BUDGET = {
     "inductor_q/formats": 1920,
     "inductor_q/integrations": 2935,
     "inductor_q/kbit": 1000,
-    "inductor_q/kernels": 8310,
+    "inductor_q/kernels": 8400,
     "inductor_q/loading": 2610,
     "inductor_q/ops": 3040,
     "inductor_q/presets": 740,
@@ -38,7 +38,7 @@ BUDGET = {
     "inductor_q/tuning": 1150,
     "lowerings": 1135,
     "passes": 8120,
-    "tests": 55000,
+    "tests": 55100,
 }
 
 
