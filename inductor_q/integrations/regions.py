@@ -33,7 +33,7 @@ from inductor_q.integrations.mask_parts import (
     note_parts,
 )
 from inductor_q.integrations.neftune import prepare_neftune
-from inductor_q.integrations.parameters import prepare_parameters
+from inductor_q.integrations.parameters import prefer_products, prepare_parameters
 from inductor_q.integrations.problem_type import classifier_of
 from inductor_q.integrations.states import (
     Region,
@@ -46,7 +46,7 @@ from inductor_q.integrations.states import (
 )
 from inductor_q.loading.merged_experts import stacks_of
 from inductor_q.log import warn_once
-from inductor_q.options import check_options, current_device
+from inductor_q.options import asked, check_options, current_device
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -102,6 +102,8 @@ def compile(
     prepare_checkpointing(model)
     prepare_neftune(model.modules())
     prepare_parameters(model)
+    if not is_sharded and asked("qfuse.numerics", options) != "strict":
+        prefer_products(model)
     keep_unpacked(model)
     prepare_first_call(model)
     prepare_unless_strict(model, options)
