@@ -66,6 +66,12 @@ def compile(
     the configuration asks for them) are prepared for one graph, and bitsandbytes is kept from
     repacking 4-bit weights on a CPU. A classifier's `problem_type`, where it is None, is written
     before a call and not in it.
+    Experts that PEFT adapts (`target_parameters`) are computed as `experts.use_qfuse` has it where
+    that is faster: in 16 bits, on an NVIDIA GPU of compute capability 9.0 (an H200 was measured) or
+    later, where "grouped_mm", transformers' default, computes all layers of the configuration and
+    PEFT adapts them all. A model that FSDP has sharded keeps its experts as they are, and so does
+    "qfuse.numerics": "strict"; `set_experts_implementation("grouped_mm")` undoes it until the next
+    compile.
     transformers' layers of FP8 checkpoints multiply with their decoded weights from then on
     (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics" is "strict". `generate` and
     other calls with a cache of keys and values run in eager mode: they would need a graph for every

@@ -219,14 +219,17 @@ def test_what_the_user_chose(implementation: str) -> None:
 @pytest.mark.parametrize(
     ("family", "names"),
     [
+        ("gpt_oss", ["experts.down_proj_bias"]),
         ("qwen3_moe", [f"1.mlp.{name}" for name in FUSED]),
         ("gpt_oss", ["experts.gate_up_proj_bias", "experts.down_proj"]),
         ("qwen3_moe", ["mlp.gate.weight"]),
     ],
-    ids=["of one layer", "of biases", "of routers"],
+    ids=["biases", "one-layer", "beside-biases", "routers"],
 )
 def test_adapters_of_other_parameters(family: str, names: list[str]) -> None:
     net = adapted(family, target_parameters=names)
+    with net.disable_adapter():  # where nothing is added, and later is
+        inductor_q.compile(net)
     inductor_q.compile(net)
     assert net.get_base_model().config._experts_implementation == DEFAULT
 
