@@ -319,7 +319,7 @@ def use_qfuse(model: nn.Module) -> nn.Module:
 
 
 def compute_here(layers: Iterable[Any]) -> None:
-    """Compute layers with scatter2scatter, and those that share a configuration with one of them."""
+    """Compute layers with scatter2scatter, and all others that share a configuration with one."""
     register()
     for layer in layers:
         layer.config._experts_implementation = IMPLEMENTATION

@@ -16,8 +16,8 @@ FUSED = ["experts.gate_up_proj", "experts.down_proj"]
 def lora(**settings: Any) -> Any:
     from peft import LoraConfig
 
-    given = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "init_lora_weights": False}
-    return LoraConfig(**given | settings)
+    given: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    return LoraConfig(**{**given, "init_lora_weights": False, **settings})
 
 
 def wrapped(family: str, implementation: str = "grouped_mm", **settings: Any) -> Any:
