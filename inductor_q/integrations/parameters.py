@@ -216,7 +216,7 @@ def _is_fit(outermost: Any) -> bool:
     with torch.no_grad():
         return (
             getattr(prepared, "__func__", None) is forward
-            and any(wrapper.parameter_name in PROJECTIONS for wrapper in _wrappers(outermost))
+            and all(wrapper.parameter_name in PROJECTIONS for wrapper in _wrappers(outermost))
             and all(_is_whole(each) and each.itemsize == 2 and gains(each.device) for each in held)
             and _of_projections(outermost, DEFAULT) is not None
         )

@@ -240,7 +240,7 @@ def test_experts_in_fp8_under_a_recipe(tmp_path: Path, capsys: pytest.CaptureFix
     assert suite.notes[1].startswith(f"{peers[1]}: {products} of {products} products")
     with pytest.raises(SystemExit):
         bench_moe_model.main([*command, "--backends", "pakced"])
-    assert "--backends pakced: known are dense, eager" in capsys.readouterr().err
+    assert "--backends pakced: known are compiled, dense, eager" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["untouched", "quantized"])
