@@ -11,13 +11,16 @@ untouched; ``packed`` is qfuse after ``experts.quantize``, which takes the packe
 ``attention + experts``: LoRA on both. The peers are what PEFT offers, ``target_parameters`` on
 experts in bf16 (it refuses packed ones), in eager and under stock Inductor, whose graph breaks.
 Under qfuse ``prepared`` makes the same adapted weights in one graph, ``dense`` has PEFT's adapters
-beside the experts in the products of ``experts.use_qfuse``, and ``packed`` has NF4 experts and
-``experts.add_lora``.
+beside the experts in the products of ``experts.use_qfuse``, ``compiled`` is what
+``inductor_q.compile(model)`` makes of the model by itself (one of these two, by the device), and
+``packed`` has NF4 experts and ``experts.add_lora``.
 
 ``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``): with
 ``checkpointed``, a mask of padding, float32 adapters under autocast, LoRA dropout and gradient
-checkpointing. One with dropout takes ``attention`` alone, since PEFT has none for
-``target_parameters``; its losses deviate from eager's by other dropout masks, too.
+checkpointing. Losses under dropout deviate from eager's by other dropout masks, too. PEFT has none
+for ``target_parameters``, so ``attention + experts`` runs without dropout on either, for every
+peer; the settings of a result have the dropout of each case. Under a recipe with dropout
+``--adapt`` is ``attention`` unless it says otherwise.
 
 A peer may have options (``qfuse[qfuse.compute=fp8]``, ``packed[...]``). How many of its products
 are in eight bits, and why others are not, is in its result and in a note.
@@ -37,6 +40,7 @@ import torch
 
 import inductor_q
 from benchmarks import bench_step, harness
+from benchmarks.peers import peer_options
 from benchmarks.recipes import BENCHMARK, RECIPES, Recipe
 from inductor_q import experts, testing
 from inductor_q.integrations import prepare_checkpointing, prepare_parameters
@@ -46,10 +50,10 @@ EXPERTS = ("gate_up_proj", "down_proj")
 #: The peers that can take part, by what is adapted.
 CASES = {
     "attention": ("eager", "inductor", "qfuse", "packed"),
-    "attention + experts": ("eager", "inductor", "prepared", "dense", "packed"),
+    "attention + experts": ("eager", "inductor", "prepared", "dense", "compiled", "packed"),
 }
 #: Peers that qfuse compiles.
-OURS = ("qfuse", "prepared", "dense", "packed")
+OURS = ("qfuse", "prepared", "dense", "compiled", "packed")
 RANK, ALPHA = 16, 32
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -90,15 +94,13 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
     parser.add_argument("--layers", type=int, help="default: 4 on a GPU, 1 on CPU")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-len", type=int, help="default: 2048 on a GPU, 32 on CPU")
-    parser.add_argument("--adapt", nargs="+", choices=CASES, help="default: all there is")
+    default = "default: all, or under a recipe with dropout attention"
+    parser.add_argument("--adapt", nargs="+", choices=CASES, help=default)
     parser.add_argument("--loss-steps", type=int, default=10)
     parser.add_argument("--recipe", choices=RECIPES, default="benchmark")
     arguments = parser.parse_args(argv)
     recipe = RECIPES[arguments.recipe]
-    possible = ["attention"] if recipe.dropout else list(CASES)
-    adapt = arguments.adapt or possible
-    if not set(adapt) <= set(possible):
-        parser.error(f"--recipe {arguments.recipe}: PEFT has no dropout for target_parameters")
+    adapt = arguments.adapt or (["attention"] if recipe.dropout else list(CASES))
     known = {peer for peers in CASES.values() for peer in peers}
     if unknown := [peer for peer in arguments.backends if _kind(peer) not in known]:
         parser.error(f"--backends {unknown[0]}: known are {', '.join(sorted(known))}, with options")
@@ -119,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> harness.Suite:
         "adapter_dtype": recipe.adapters if recipe.autocast else "bf16",
         "loss_steps": arguments.loss_steps,
         "recipe": {"name": arguments.recipe, **dataclasses.asdict(recipe)},
+        "dropout": {adapted: _recipe(arguments, adapted).dropout for adapted in adapt},
     }
     generator = torch.Generator().manual_seed(arguments.seed)
     ids = torch.randint(
@@ -140,7 +143,7 @@ def _run_case(
     ids: torch.Tensor,
 ) -> None:
     torch.compiler.reset()
-    recipe = RECIPES[arguments.recipe]
+    recipe = _recipe(arguments, adapted)
     possible = CASES[adapted]  # eager comes first, with which losses are compared
     peers = [peer for peer in arguments.backends if _kind(peer) in possible]
     peers.sort(key=lambda peer: possible.index(_kind(peer)))
@@ -159,8 +162,11 @@ def _run_case(
             experts.use_qfuse(model)
         if kind in ("dense", "prepared"):
             prepare_parameters(model)
-        backend = peer.replace(kind, "qfuse", 1) if kind in OURS else peer
-        call = harness.compile_as(backend, model)
+        if kind == "compiled":
+            call: Any = inductor_q.compile(model, options=peer_options(peer), dynamic=False)
+        else:
+            backend = peer.replace(kind, "qfuse", 1) if kind in OURS else peer
+            call = harness.compile_as(backend, model)
         optimizer, step = bench_step.adamw(model), bench_step.loss_of(call, recipe)
         steps[peer] = bench_step.full_step(optimizer, step, ids, recipe.accumulated)
         with testing.CompileTrace() as trace:
@@ -187,6 +193,12 @@ def _run_case(
     case = {"LoRA on": adapted, "layers": config.num_hidden_layers, "tokens": tokens}
     suite.add(case, timings, roof=recipe.accumulated * _roof(suite, config, ids), extra=extra)
     bench_step.summarize(suite, peers, extra)
+
+
+def _recipe(arguments: argparse.Namespace, adapted: str) -> Recipe:
+    """Return the recipe of a case, without dropout where PEFT has none."""
+    recipe = RECIPES[arguments.recipe]
+    return dataclasses.replace(recipe, dropout=0.0) if "experts" in adapted else recipe
 
 
 def _kind(peer: str) -> str:

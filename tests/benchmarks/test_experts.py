@@ -174,11 +174,15 @@ def test_bench_moe_knows_its_peers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no peer scattermoe; known: bitsandbytes" in capsys.readouterr().err
 
 
+#: Each kind of peer that has adapters of experts.
+OVER_EXPERTS = ["eager", "prepared", "dense", "compiled", "packed"]
+
+
 @pytest.mark.slow
 def test_bench_moe_model(tmp_path: Path) -> None:
     out = tmp_path / "model.json"
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
-    peers = ("eager", "prepared", "dense", "packed")
+    peers = OVER_EXPERTS
     command += ["--backends", *peers, "--loss-steps", "2"]
     bench_moe_model.main([*command, "--adapt", "attention + experts"])
     rows = check_file(out, "bench_moe_model", set(peers))
@@ -186,7 +190,7 @@ def test_bench_moe_model(tmp_path: Path) -> None:
     assert all(row["extra"]["loss_deviation"] < 0.01 for row in rows[1:])
 
 
-def test_bench_moe_model_has_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_moe_model_has_recipes(tmp_path: Path) -> None:
     command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(tmp_path)]
     command += ["--backends", "eager", "--loss-steps", "2", "--recipe", "checkpointed"]
     suite = bench_moe_model.main(command)
@@ -196,9 +200,21 @@ def test_bench_moe_model_has_recipes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["case"]["LoRA on"] == "attention"
     assert suite.settings["adapter_dtype"] == "fp32"
     assert suite.settings["recipe"]["name"] == "checkpointed"
-    with pytest.raises(SystemExit):
-        bench_moe_model.main([*command, "--adapt", "attention + experts"])
-    assert "no dropout for target_parameters" in capsys.readouterr().err
+    assert suite.settings["dropout"] == {"attention": 0.05}
+
+
+@pytest.mark.parametrize("peers", [["eager"], pytest.param(OVER_EXPERTS, marks=pytest.mark.slow)])
+def test_bench_moe_model_adapts_experts_without_dropout(tmp_path: Path, peers: list[str]) -> None:
+    out = tmp_path / "model.json"
+    command = ["--device", "cpu", "--quick", "--rounds", "1", "--out", str(out)]
+    command += ["--loss-steps", "2", "--recipe", "checkpointed", "--adapt", "attention + experts"]
+    with no_codegen():
+        suite = bench_moe_model.main([*command, "--backends", *peers])
+    rows = check_file(out, "bench_moe_model_checkpointed", {*peers})
+    assert suite.settings["dropout"] == {"attention + experts": 0.0}
+    found = {row["peer"]: row["extra"] for row in rows}
+    assert all(found[peer]["breaks"] == 0 for peer in peers)
+    assert all(extra["loss_deviation"] < 0.01 for extra in found.values())
 
 
 def test_experts_in_fp8_under_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +240,7 @@ def test_experts_in_fp8_under_a_recipe(tmp_path: Path, capsys: pytest.CaptureFix
     assert suite.notes[1].startswith(f"{peers[1]}: {products} of {products} products")
     with pytest.raises(SystemExit):
         bench_moe_model.main([*command, "--backends", "pakced"])
-    assert "--backends pakced: known are dense, eager" in capsys.readouterr().err
+    assert "--backends pakced: known are compiled, dense, eager" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["untouched", "quantized"])
