@@ -96,14 +96,15 @@ __device__ __forceinline__ uint32 scale(uint32 v, uint32 high, uint32 low) {
 }
 
 // Returns the two e4m3 in the upper bytes of the halves of `codes` as bf16. Their exponent and mantissa, put
-// where bf16 has its own, are 2^-120 of the number, also where it is subnormal.
+// where bf16 has its own, are 2^-120 of the number, also where it is subnormal. A magnitude above the largest
+// number's is none: it adds a NaN.
 __device__ __forceinline__ uint32 from_e4m3(uint32 codes) {
-  const uint32 magnitude = codes >> 4 & 0x07f007f0;
-  const uint32 no_number = (magnitude + 0x00100010 & 0x08000800) >> 11;  // of the largest magnitude alone
-  const uint32 tiny = (codes & 0x80008000) | magnitude, factor = 0x7b807b80;  // 2^120, twice
-  uint32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(tiny), "r"(factor));
-  return d | no_number * 0x7f80;  // an exponent of ones
+  const uint32 magnitude = codes >> 4 & 0x07f007f0, tiny = (codes & 0x80008000) | magnitude;
+  const uint32 largest = 0x07e007e0, factor = 0x7b807b80;  // 2^120
+  uint32 no_number, d;
+  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(no_number) : "r"(magnitude), "r"(largest));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(tiny), "r"(factor), "r"(no_number));
+  return d;
 }
 
 // Returns where a stage holds a chunk of a row of bytes. A warp reads a word of each of 16 rows at a time, of

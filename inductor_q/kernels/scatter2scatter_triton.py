@@ -37,6 +37,9 @@ GROUPED_GEMM_MAJORS = (9, 10)
 #: and r = 16: 334 us to 618 with 32 rows, 937 to 863 with 256; a line through both crosses at about
 #: 200 (benchmarks/results/moe_providers-h200.json).
 FEW_ROWS = 192
+#: The same for codes of a byte: 517 us to 682 with 64 rows, 1288 to 919 with 256, and with backward
+#: a line crosses at 85 (benchmarks/results/moe_fp8_128x128-h200.json).
+FEW_ROWS_OF_BYTES = 96
 
 
 class Triton(Provider[Scatter2Scatter]):
@@ -88,7 +91,10 @@ def is_slow(call: Scatter2Scatter) -> bool:
         return False
     if torch.cuda.get_device_capability(device)[0] not in GROUPED_GEMM_MAJORS:
         return False
-    return call.fmt is None or call.rows > FEW_ROWS * call.num_experts
+    if call.fmt is None:
+        return True
+    few = FEW_ROWS_OF_BYTES if call.fmt.in_bytes else FEW_ROWS
+    return call.rows > few * call.num_experts
 
 
 def unfit(call: Scatter2Scatter) -> str:
