@@ -118,7 +118,7 @@ def test_bench_adapter(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPa
         shown = figures.adapter(op, f"refused-{device}").splitlines()
         assert shown[0].count("kernel / torch") == 2 and "r = 64" in shown[0]
         assert shown[2].startswith(f"| {rows[0]['case']['N']} | 1024 |")
-        assert ("|  |  |  |" in shown[2]) is ("64 ranks are too many." in "".join(shown))
+        assert ("|  |  |  |" in shown[2]) is ("cuBLAS serves the op" in "".join(shown))
     assert "cuBLAS serves the op: 64 ranks are too many." in shown[4]
 
 
