@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 #: The most lines that the source files of a folder may have together; a name with a slash counts
 #: apart from the folder around it.
 BUDGET = {
-    "benchmarks": 8820,
+    "benchmarks": 8815,
     "csrc": 4620,
     "docs": 2440,
     "examples": 1190,
@@ -26,9 +26,9 @@ BUDGET = {
     "inductor_q/decode": 720,
     "inductor_q/diagnostics": 6000,
     "inductor_q/exc": 890,
-    "inductor_q/experts": 1445,
+    "inductor_q/experts": 1440,
     "inductor_q/formats": 1920,
-    "inductor_q/integrations": 3010,
+    "inductor_q/integrations": 2935,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8400,
     "inductor_q/loading": 2610,
@@ -38,7 +38,7 @@ BUDGET = {
     "inductor_q/tuning": 1150,
     "lowerings": 1135,
     "passes": 8120,
-    "tests": 55420,
+    "tests": 55130,
 }
 
 

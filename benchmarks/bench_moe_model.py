@@ -11,9 +11,8 @@ untouched; ``packed`` is qfuse after ``experts.quantize``, which takes the packe
 ``attention + experts``: LoRA on both. The peers are what PEFT offers, ``target_parameters`` on
 experts in bf16 (it refuses packed ones), in eager and under stock Inductor, whose graph breaks.
 Under qfuse ``prepared`` makes the same adapted weights in one graph, ``dense`` has PEFT's adapters
-beside the experts in the products of ``experts.use_qfuse``, ``compiled`` is what
-``inductor_q.compile(model)`` makes of the model by itself (one of these two, by the device), and
-``packed`` has NF4 experts and ``experts.add_lora``.
+beside the experts in the products of ``experts.use_qfuse``, and ``packed`` has NF4 experts and
+``experts.add_lora``.
 
 ``--recipe`` takes a step that people run instead of the bare one (``benchmarks/recipes.py``): with
 ``checkpointed``, a mask of padding, float32 adapters under autocast, LoRA dropout and gradient
@@ -40,7 +39,6 @@ import torch
 
 import inductor_q
 from benchmarks import bench_step, harness
-from benchmarks.peers import peer_options
 from benchmarks.recipes import BENCHMARK, RECIPES, Recipe
 from inductor_q import experts, testing
 from inductor_q.integrations import prepare_checkpointing, prepare_parameters
@@ -50,10 +48,10 @@ EXPERTS = ("gate_up_proj", "down_proj")
 #: The peers that can take part, by what is adapted.
 CASES = {
     "attention": ("eager", "inductor", "qfuse", "packed"),
-    "attention + experts": ("eager", "inductor", "prepared", "dense", "compiled", "packed"),
+    "attention + experts": ("eager", "inductor", "prepared", "dense", "packed"),
 }
 #: Peers that qfuse compiles.
-OURS = ("qfuse", "prepared", "dense", "compiled", "packed")
+OURS = ("qfuse", "prepared", "dense", "packed")
 RANK, ALPHA = 16, 32
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -162,11 +160,8 @@ def _run_case(
             experts.use_qfuse(model)
         if kind in ("dense", "prepared"):
             prepare_parameters(model)
-        if kind == "compiled":
-            call: Any = inductor_q.compile(model, options=peer_options(peer), dynamic=False)
-        else:
-            backend = peer.replace(kind, "qfuse", 1) if kind in OURS else peer
-            call = harness.compile_as(backend, model)
+        backend = peer.replace(kind, "qfuse", 1) if kind in OURS else peer
+        call = harness.compile_as(backend, model)
         optimizer, step = bench_step.adamw(model), bench_step.loss_of(call, recipe)
         steps[peer] = bench_step.full_step(optimizer, step, ids, recipe.accumulated)
         with testing.CompileTrace() as trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,17 +312,12 @@ def use_qfuse(model: nn.Module) -> nn.Module:
         UnreadExperts: transformers has swizzled them, not loaded them, or has them in FP8 with
             other scales than for blocks of 128 x 128.
     """
+    register()
     mend_merges()
     take_over(model)
-    compute_here(expert_layers(model).values())
-    return model
-
-
-def compute_here(layers: Iterable[Any]) -> None:
-    """Compute layers with scatter2scatter, and all others that share a configuration with one."""
-    register()
-    for layer in layers:
+    for layer in expert_layers(model).values():
         layer.config._experts_implementation = IMPLEMENTATION
+    return model
 
 
 def stacks(model: nn.Module) -> Iterator[tuple[str, ExpertStack]]:

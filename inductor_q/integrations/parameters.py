@@ -7,8 +7,7 @@ the adapted weight in the parameter's place (`torch.func.functional_call`). The 
 from what PEFT computes it from, and is bitwise the same.
 
 It is as large as the parameter, and so is its gradient. Experts that `experts.use_qfuse` computes
-need neither: their products take A and B as they are. `inductor_q.compile` has experts computed so
-where that was measured to be faster.
+need neither: their products take A and B as they are.
 """
 
 from __future__ import annotations
@@ -24,16 +23,11 @@ from torch import Tensor, nn
 
 from inductor_q import capture
 from inductor_q.experts.forward import IMPLEMENTATION, Adapter, experts_forward
-from inductor_q.experts.model import compute_here
-from inductor_q.experts.modules import PROJECTIONS, projections
+from inductor_q.experts.modules import PROJECTIONS
 from inductor_q.integrations.methods import has_own_forward, is_hooked, name_of_forward
-from inductor_q.log import log
 
 #: PEFT adds to FP8 in a wider dtype, and clamps.
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-#: Who computes experts in transformers, unless somebody has asked for another.
-DEFAULT = "grouped_mm"
 
 
 def prepare_parameters(model: nn.Module) -> None:
@@ -48,18 +42,11 @@ def prepare_parameters(model: nn.Module) -> None:
     compute to their products, and no adapted weight is made. One is still made for several active
     adapters at once, for adapters of biases, for experts with hooks, and with a PEFT whose layers
     give no factors (0.18).
-
-    Who computes experts stays as it is, so a compile of one's own may keep torch's grouped product
-    under adapted weights. `inductor_q.compile` and `QfuseCallback` choose.
     """
-    for wrapper in _layers_of_peft(model):
-        if has_own_forward(wrapper):
-            setattr(wrapper, name_of_forward(wrapper), MethodType(forward, wrapper))
-
-
-def _layers_of_peft(model: nn.Module) -> Iterator[Any]:
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
-    return (module for module in model.modules() if type(module) is kind)
+    for wrapper in model.modules():
+        if type(wrapper) is kind and has_own_forward(wrapper):
+            setattr(wrapper, name_of_forward(wrapper), MethodType(forward, wrapper))
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -79,10 +66,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def is_plain(wrapper: Any) -> bool:
     """Whether the parameter below a layer of PEFT's is a whole tensor that its module holds."""
-    return _is_whole(wrapper.get_base_layer()._parameters.get(wrapper.parameter_name))
-
-
-def _is_whole(held: Any) -> bool:
+    held = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
     return (
         type(held) in (Tensor, nn.Parameter)
         and held.dtype in _DTYPES
@@ -135,13 +119,8 @@ def _adapted(wrapper: Any) -> Tensor:
 def _adapters(outermost: Any) -> dict[str, Adapter] | None:
     """Return the adapters of all projections; None where `experts_forward` does not compute them,
     or cannot with these adapters."""
-    return _of_projections(outermost, IMPLEMENTATION)
-
-
-def _of_projections(outermost: Any, implementation: str) -> dict[str, Adapter] | None:
-    """Return them for experts of this implementation; None where their products cannot add them."""
     base = outermost.get_base_layer()
-    if not _is_computed_by(base, implementation):
+    if not _is_ours(base):
         return None
     found = {}
     for wrapper in _wrappers(outermost):
@@ -160,63 +139,11 @@ def _of_projections(outermost: Any, implementation: str) -> dict[str, Adapter] |
     return found
 
 
-def _is_computed_by(base: Any, implementation: str) -> bool:
-    """Whether this is who computes a layer of experts, and nothing happens around it."""
+def _is_ours(base: Any) -> bool:
+    """Whether `experts_forward` computes a layer of experts, and nothing happens around it."""
     return (
         capture.holds_experts(base)
-        and base.config._experts_implementation == implementation
+        and base.config._experts_implementation == IMPLEMENTATION
         and "forward" not in vars(base)  # which Dynamo can tell, unlike `has_own_forward`
         and not is_hooked(base)
     )
-
-
-# --- experts that come to be computed here --------------------------------------------------------
-
-
-def prefer_products(model: nn.Module) -> None:
-    """Compute experts that PEFT adapts as `experts.use_qfuse` does, where that is faster.
-
-    These are layers that `prepare_parameters` has prepared, with fused parameters that are whole,
-    in 16 bits and on a device that gains by it, whose products can add the adapters. transformers'
-    default must be what computes them: whoever has chosen another keeps it. One configuration says
-    who computes all layers that share it, so where one of these is otherwise, all stay.
-    """
-    outermost: dict[Any, Any] = {}
-    for wrapper in _layers_of_peft(model):
-        outermost.setdefault(wrapper.get_base_layer(), wrapper)
-    if not outermost:
-        return
-    layers: list[Any] = [module for module in model.modules() if capture.holds_experts(module)]
-    fit = {layer for layer in layers if layer in outermost and _is_fit(outermost[layer])}
-    others = {id(layer.config) for layer in layers if layer not in fit}
-    chosen = [layer for layer in fit if id(layer.config) not in others]
-    if chosen:
-        compute_here(chosen)
-        log.info(
-            "%d layers of experts with adapters of PEFT's are computed by qfuse's products from "
-            "now on, which take A and B as they are, where an adapted weight of all experts would "
-            "be made in each step",
-            len(chosen),
-        )
-
-
-def gains(device: torch.device) -> bool:
-    """Whether such experts are faster with products of ours on a device, as far as is known.
-
-    It was measured on an H200 only: compute capability 9.0. Later ones are taken to be like it.
-    """
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _is_fit(outermost: Any) -> bool:
-    base = outermost.get_base_layer()
-    held = [base._parameters.get(name) for name in projections(base)]
-    prepared = getattr(outermost, name_of_forward(outermost))
-    with torch.no_grad():
-        return (
-            getattr(prepared, "__func__", None) is forward
-            and all(wrapper.parameter_name in PROJECTIONS for wrapper in _wrappers(outermost))
-            and all(_is_whole(each) and each.itemsize == 2 and gains(each.device) for each in held)
-            and _of_projections(outermost, DEFAULT) is not None
-        )

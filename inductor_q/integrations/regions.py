@@ -33,7 +33,7 @@ from inductor_q.integrations.mask_parts import (
     note_parts,
 )
 from inductor_q.integrations.neftune import prepare_neftune
-from inductor_q.integrations.parameters import prefer_products, prepare_parameters
+from inductor_q.integrations.parameters import prepare_parameters
 from inductor_q.integrations.problem_type import classifier_of
 from inductor_q.integrations.states import (
     Region,
@@ -46,7 +46,7 @@ from inductor_q.integrations.states import (
 )
 from inductor_q.loading.merged_experts import stacks_of
 from inductor_q.log import warn_once
-from inductor_q.options import asked, check_options, current_device
+from inductor_q.options import check_options, current_device
 
 Regions = Literal["auto", "model", "layers"]
 
@@ -66,12 +66,6 @@ def compile(
     the configuration asks for them) are prepared for one graph, and bitsandbytes is kept from
     repacking 4-bit weights on a CPU. A classifier's `problem_type`, where it is None, is written
     before a call and not in it.
-    Experts that PEFT adapts (`target_parameters`) are computed as `experts.use_qfuse` has it where
-    that is faster: in 16 bits, on an NVIDIA GPU of compute capability 9.0 (an H200 was measured) or
-    later, where "grouped_mm", transformers' default, computes all layers of the configuration and
-    PEFT adapts them all. A model that FSDP has sharded keeps its experts as they are, and so does
-    "qfuse.numerics": "strict"; `set_experts_implementation("grouped_mm")` undoes it until the next
-    compile.
     transformers' layers of FP8 checkpoints multiply with their decoded weights from then on
     (`inductor_q.integrations.prepare_fp8`), but where "qfuse.numerics" is "strict". `generate` and
     other calls with a cache of keys and values run in eager mode: they would need a graph for every
@@ -108,8 +102,6 @@ def compile(
     prepare_checkpointing(model)
     prepare_neftune(model.modules())
     prepare_parameters(model)
-    if not is_sharded and asked("qfuse.numerics", options) != "strict":
-        prefer_products(model)
     keep_unpacked(model)
     prepare_first_call(model)
     prepare_unless_strict(model, options)

@@ -175,7 +175,7 @@ def test_bench_moe_knows_its_peers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 #: Each kind of peer that has adapters of experts.
-OVER_EXPERTS = ["eager", "prepared", "dense", "compiled", "packed"]
+OVER_EXPERTS = ["eager", "prepared", "dense", "packed"]
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_experts_in_fp8_under_a_recipe(tmp_path: Path, capsys: pytest.CaptureFix
     assert suite.notes[1].startswith(f"{peers[1]}: {products} of {products} products")
     with pytest.raises(SystemExit):
         bench_moe_model.main([*command, "--backends", "pakced"])
-    assert "--backends pakced: known are compiled, dense, eager" in capsys.readouterr().err
+    assert "--backends pakced: known are dense, eager" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["untouched", "quantized"])

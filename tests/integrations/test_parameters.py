@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from inductor_q.integrations import prepare_parameters
 from inductor_q.integrations.methods import has_own_forward
 from inductor_q.integrations.parameters import is_plain
 from inductor_q.kernels.dispatch import preferring
-from tests.support.adapted_parameters import FUSED, lora, wrapped, wrappers
 from tests.support.compiling import no_codegen, partition
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, model, tokens
 from tests.support.moe_steps import EXACT, step
@@ -31,6 +30,7 @@ peft = pytest.importorskip("peft")
 parametrize: Any = pytest.importorskip("bitsandbytes.nn.parametrize")
 transformers: Any = pytest.importorskip("transformers")
 
+FUSED = ["experts.gate_up_proj", "experts.down_proj"]
 BF16 = torch.bfloat16
 #: A prepared layer, in eager mode or compiled, against PEFT's own.
 CASES = [
@@ -59,6 +59,22 @@ GRAPHS = [
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def lora(**settings: Any) -> Any:
+    given = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "init_lora_weights": False}
+    return peft.LoraConfig(**given | settings)
+
+
+def wrapped(family: str, implementation: str = "grouped_mm", **settings: Any) -> Any:
+    net = peft.get_peft_model(model(family, implementation), lora(**settings))
+    assert list(wrappers(net))
+    return net
+
+
+def wrappers(net: nn.Module) -> Iterator[Any]:
+    kind = peft.tuners.lora.layer.ParamWrapper
+    return (module for module in net.modules() if isinstance(module, kind))
 
 
 def assert_equal(
