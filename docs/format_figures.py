@@ -38,7 +38,7 @@ EXPERTS = {
     "moe_mxfp4_large-h200": "compiled",
     "moe_nvfp4-h200": "qfuse",
     "moe_nvfp4_many-h200": "compiled",
-    "moe_fp8_128x128-h200": "compiled",
+    "moe_fp8_128x128-h200": "qfuse",
 }
 EIGHT_BITS = "formats_eight_bits-h200"
 

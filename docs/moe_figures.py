@@ -65,7 +65,8 @@ def moe() -> str:
 
 def few_tokens(name: str = "moe_few-h100") -> str:
     """Show forward of few tokens by peer, with an adapter and without."""
-    called = {"bitsandbytes": "bnb", "torchao": "torchao", "dequantize": "`dequantize`"}
+    called = {"bitsandbytes": "bnb", "torchao": "torchao", "transformers": "transformers"}
+    called["dequantize"] = "`dequantize`"
     called |= {"grouped_mm": "bf16", "qfuse": "qfuse"}
     peers = [peer for peer in called if rows(name, peer)]
     body = []
@@ -344,6 +345,33 @@ def recipes() -> str:
         ]
     header = ("", "", "eager", "stock Inductor", "qfuse", "qfuse / stock")
     return f"{table(header, body)}\n\n{source(*files)}"
+
+
+#: Steps in which PEFT adapts experts, and who computed these without an adapted weight there.
+ADAPTED = {
+    "moe_adapted-h200": ("bare", "compiled"),
+    "moe_adapted_again-h200": ("bare, another machine", "dense"),
+    "moe_adapted_checkpointed-h200": ("with gradient checkpointing", "compiled"),
+}
+
+
+def adapted() -> str:
+    """Show steps in which PEFT adapts experts in 16 bits, in each way that there is."""
+    body = []
+    for name, (label, products) in ADAPTED.items():
+        found = [row(name, peer) for peer in ("eager", "inductor", "prepared", products, "packed")]
+        steps = result(name)["settings"]["loss_steps"]
+        body += [
+            (label, "step", *(ms(r["timing"]["median"]) for r in found)),
+            ("", "peak memory", *(gb(r["extra"]["peak_bytes"]) for r in found)),
+            (
+                *("", f"loss, largest deviation in {steps} steps", ""),
+                *(percent(r["extra"]["loss_deviation"], 2) for r in found[1:]),
+            ),
+            ("", "graph breaks", *(str(r["extra"]["breaks"]) for r in found)),
+        ]
+    ours = ("qfuse, adapted weights", "qfuse, `use_qfuse`", "qfuse, `experts.quantize`: NF4")
+    return f"{table(('', '', 'eager', 'stock Inductor', *ours), body)}\n\n{source(*ADAPTED)}"
 
 
 def step_in_fp8() -> str:

@@ -253,13 +253,14 @@ def _rows_of_transposed() -> str:
     return _decoded_first("moe_large", "Mixtral", "dX", 8192, 16_384, 32_768) + " ms in Mixtral"
 
 
-def _few_rows() -> str:
-    name = "moe_providers-h200"
-    few = [_us(name, peer, T=512) for peer in ("triton", "dequantize")]
-    many = [_us(name, peer, T=4096) for peer in ("triton", "dequantize")]
-    return f"{' us to '.join(few)} with 32 rows, {' to '.join(many)} with 256"
+def _few_rows(name: str, tokens: int, rows: int, **case: str) -> str:
+    few, many = (
+        [_us(name, peer, T=t, **case) for peer in ("triton", "dequantize")] for t in (tokens, 4096)
+    )
+    return f"{' us to '.join(few)} with {rows} rows, {' to '.join(many)} with 256"
 
 
+FORWARD = {"pass": "fwd"}
 #: Figures of code that a result file has: the words as they have to stand there.
 FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
     "inductor_q/presets/nvidia.py": (
@@ -271,7 +272,10 @@ FROM_RESULTS: dict[str, tuple[Callable[[], str], ...]] = {
         *(_extend_k_cpu, _wide_cpu, _masks_cpu, _loss_cpu, _rows_cpu),
         *(partial(_rows_small_cpu, name) for name in ("mxfp4", "kbit4_e4m4")),
     ),
-    "inductor_q/kernels/scatter2scatter_triton.py": (_few_rows,),
+    "inductor_q/kernels/scatter2scatter_triton.py": (
+        partial(_few_rows, "moe_providers-h200", 512, 32),
+        partial(_few_rows, "moe_fp8_128x128-h200", 1024, 64, model="Qwen3-30B-A3B", **FORWARD),
+    ),
 }
 
 

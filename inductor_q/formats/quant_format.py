@@ -86,6 +86,12 @@ class QuantFormat:
         return self.packing.bits == 8
 
     @property
+    def scaled_bytes(self) -> bool:
+        """Whether each code is a byte, of which a computation and one scale make a value."""
+        looked_up = self.table is not None or self.codec.values is not None
+        return self.in_bytes and len(self.shared) == 1 and not looked_up
+
+    @property
     def planes(self) -> int:
         """Return how many bit planes hold the codes, in blocks of 32; 0 where none do."""
         return self.packing.planes

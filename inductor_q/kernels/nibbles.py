@@ -1,4 +1,4 @@
-"""Codes that kernels of products decode: nibbles that they look up, and bytes."""
+"""Formats whose nibbles kernels of products look up, and the values that they look up."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ def refuses(fmt: QuantFormat) -> str:
         return f"{fmt.name} is not packed as nibbles"
     if fmt.lut16 is None:
         return f"{fmt.name} has no fixed codebook of 16 values"
-    return ""
-
-
-def refuses_bytes(fmt: QuantFormat) -> str:
-    """Return why a code is not a byte, which one scale and nothing else makes a value; empty if it
-    is."""
-    if not fmt.in_bytes or len(fmt.shared) != 1 or fmt.table is not None:
-        return f"{fmt.name} is not packed as bytes with one scale"
     return ""
 
 

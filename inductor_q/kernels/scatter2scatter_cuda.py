@@ -134,7 +134,7 @@ def _other_operands(call: Scatter2Scatter) -> str:
 
 def _is_e4m3(fmt: QuantFormat) -> bool:
     """Whether codes are bytes of e4m3 with one scale, in no other order than that of elements."""
-    return fmt.codec == E4M3 and not nibbles.refuses_bytes(fmt)
+    return fmt.codec == E4M3 and fmt.scaled_bytes
 
 
 def _codes(call: Scatter2Scatter) -> str:

@@ -37,8 +37,8 @@ GROUPED_GEMM_MAJORS = (9, 10)
 #: and r = 16: 334 us to 618 with 32 rows, 937 to 863 with 256; a line through both crosses at about
 #: 200 (benchmarks/results/moe_providers-h200.json).
 FEW_ROWS = 192
-#: The same for codes of a byte: 517 us to 682 with 64 rows, 1288 to 919 with 256, and with backward
-#: a line crosses at 85 (benchmarks/results/moe_fp8_128x128-h200.json).
+#: The same for codes of a byte: 514 us to 680 with 64 rows, 1286 to 913 with 256. A line crosses at
+#: 123, and with backward at 85 (benchmarks/results/moe_fp8_128x128-h200.json).
 FEW_ROWS_OF_BYTES = 96
 
 
@@ -53,9 +53,7 @@ class Triton(Provider[Scatter2Scatter]):
     def unknown(self, fmt: QuantFormat | None) -> str:
         """Return why it takes no such weights; empty for dense ones, nibbles of a codebook, and
         bytes."""
-        if fmt is None or not nibbles.refuses_bytes(fmt):
-            return ""
-        return nibbles.refuses(fmt)
+        return "" if fmt is None or fmt.scaled_bytes else nibbles.refuses(fmt)
 
     def refuses(self, call: Scatter2Scatter) -> str:
         if refused := self.unknown(call.fmt) or unfit(call):
