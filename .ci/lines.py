@@ -27,7 +27,7 @@ BUDGET = {
     "inductor_q/diagnostics": 6000,
     "inductor_q/exc": 890,
     "inductor_q/experts": 1440,
-    "inductor_q/formats": 1920,
+    "inductor_q/formats": 1930,
     "inductor_q/integrations": 2935,
     "inductor_q/kbit": 1000,
     "inductor_q/kernels": 8400,
