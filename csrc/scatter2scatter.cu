@@ -107,10 +107,12 @@ __device__ __forceinline__ uint32 from_e4m3(uint32 codes) {
   return d;
 }
 
-// Returns where a stage holds a chunk of a row of bytes. A warp reads a word of each of 16 rows at a time, of
-// two words each, and finds them in different banks.
-__device__ __forceinline__ uint32 byte_chunk(int row, int chunk) {
-  return (row ^ (row >> 3 & 1)) * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+// Returns where a stage holds a chunk of a packed row. Chunks of bytes change places, unless transposed, so that
+// the 16 words that a warp reads of 8 rows lie in different banks.
+template <class F>
+__device__ __forceinline__ uint32 packed_chunk(int row, int chunk) {
+  constexpr bool kMixed = F::kCodes == kE4M3 && !F::kTransposed;
+  return (kMixed ? row ^ (row >> 3 & 1) : row) * F::kPitch + ((kMixed ? chunk ^ (row >> 1 & 3) : chunk) << 4);
 }
 
 struct Codebook {
@@ -167,7 +169,7 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
   const int steps = depth / kDepth, scale_blocks = p.k / kDepth * kScales;
   const int64 pitch = p.k / F::kPerByte;
   constexpr int kChunks = F::kChunks, kAtOnce = 128 / kChunks, kCopies = F::kPacked / kAtOnce;
-  const int packed_chunk = thread % kChunks, packed0 = thread / kChunks;
+  const int own = thread % kChunks, packed0 = thread / kChunks;
   // The high word of slot * reciprocal is slot / top_k, exactly for slots below 2^32 / top_k.
   const uint32 reciprocal = p.top_k > 1 ? 0xffffffffu / p.top_k + 1 : 0;
   // A warp needs the slots of 4 rows of every 16. Each of its threads loads one or two of them, and
@@ -206,12 +208,12 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
     if (!kTransposed) {
       for (int h = 0; h < kCopies; h++) {
         const int row = min(feature0 + packed0 + kAtOnce * h, p.n - 1);
-        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + row) * pitch + packed_chunk * 16;
+        weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + row) * pitch + own * 16;
       }
       const int row = min(feature0 + (thread & 31) * 4, p.n - 4);
       scales = p.scales + (static_cast<int64>(tile.x) * scale_blocks + (thread >> 5)) * p.n + row;
     } else {
-      const int column = min(feature0 / F::kPerByte + packed_chunk * 16, p.k / F::kPerByte - 16);
+      const int column = min(feature0 / F::kPerByte + own * 16, p.k / F::kPerByte - 16);
       for (int h = 0; h < kCopies; h++)
         weight[h] = p.qweight + (static_cast<int64>(tile.x) * p.n + packed0 + kAtOnce * h) * pitch + column;
       const int block = min(feature0 / kDepth * kScales + (thread >> 4), scale_blocks - 1);
@@ -230,10 +232,7 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
           if (j < passes) copy16(to + j * 16 * kRowBytes, column + static_cast<int64>(source[j]) * depth * 2);
 #pragma unroll
         for (int h = 0; h < kCopies; h++) {
-          const int row = packed0 + kAtOnce * h;
-          const bool is_mixed = !kTransposed && F::kCodes == kE4M3;
-          copy16(stage + F::kX + (is_mixed ? byte_chunk(row, packed_chunk) : row * F::kPitch + packed_chunk * 16),
-                 weight[h]);
+          copy16(stage + F::kX + packed_chunk<F>(packed0 + kAtOnce * h, own), weight[h]);
           weight[h] += weight_step;
         }
         if (thread < 32 * kScales) copy16(stage + F::kX + F::kWeight + thread * 16, scales);
@@ -335,7 +334,7 @@ __device__ __forceinline__ void decode_bytes(const uint8* weight, const uint32* 
         const uint32 s_high = permute(s, s, 0x1010), s_low = permute(s, s, 0x3232);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const uint8* from = weight + byte_chunk(feature, i) + half * 8 + (at.q >> 1) * 4;
+          const uint8* from = weight + packed_chunk<F>(feature, i) + half * 8 + (at.q >> 1) * 4;
           const uint32 codes = permute(*reinterpret_cast<const uint32*>(from), 0, own);
           a[4 * i + 2 * half + row] = scale(from_e4m3(codes), s_high, s_low);
         }
