@@ -130,6 +130,26 @@ def test_without_hopper_experts_are_decoded_in_the_loop_and_it_is_told(
     assert told == ["cuda: csrc/scatter2scatter.cu is for compute capability 9.0 (Hopper)"]
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3_128x128", "fp8_e4m3_row", "mxfp8_e4m3"])
+def test_bytes_of_e4m3_are_decoded_in_the_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for transposed in (False, True):
+        form: dict[str, Any] = {"quant": name, "transposed": transposed}
+        assert served(layer(FIT, dtype=BF16, **form), 90, monkeypatch)[0] == "cuda"
+        for arch in (80, 89, 120):
+            assert served(layer(FIT, dtype=BF16, **form), arch, monkeypatch)[0] == "triton"
+
+
+def test_other_bytes_are_decoded_first_from_fewer_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has a grouped GEMM; nibbles still are decoded in the loop with so many rows."""
+    few, more = (replace(FIT, experts=2, tokens=rows) for rows in (90, 150))
+    for name, dtype in (("int8_absmax", BF16), ("fp8_e4m3_128x128", FP16)):
+        form: dict[str, Any] = {"quant": name, "dtype": dtype}
+        assert served(layer(few, **form), 90, monkeypatch)[0] == "triton"
+        first = "dequantize" if dtype is BF16 else "triton"  # which torch's is not for
+        assert served(layer(more, **form), 90, monkeypatch)[0] == first
+    assert served(layer(more, dtype=FP16), 90, monkeypatch)[0] == "triton"
+
+
 def test_the_order_goes_by_rows_where_torch_has_a_grouped_gemm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
