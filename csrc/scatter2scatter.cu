@@ -35,10 +35,10 @@ struct Form {
   // A stage has a part of so many packed rows, in chunks of 16 bytes. The pitch of a transposed one avoids
   // bank conflicts.
   static constexpr int kPerByte = kCodes == kE4M3 ? 1 : 2;
-  static constexpr int kPacked = kTransposed ? kDepth : kFeatures;
+  static constexpr int kPackedRows = kTransposed ? kDepth : kFeatures;
   static constexpr int kChunks = (kTransposed ? kFeatures : kDepth) / kPerByte / 16;
   static constexpr int kPitch = kChunks * 16 + (kTransposed ? 16 : 0);
-  static constexpr int kWeight = kPacked * kPitch;
+  static constexpr int kWeight = kPackedRows * kPitch;
   static constexpr int kScaleBytes = kScales * kFeatures * 4;
   static constexpr int kStage = (kX + kWeight + kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kOut = kStages * kStage;
@@ -96,14 +96,14 @@ __device__ __forceinline__ uint32 scale(uint32 v, uint32 high, uint32 low) {
 }
 
 // Returns the two e4m3 in the upper bytes of the halves of `codes` as bf16. Their exponent and mantissa, put
-// where bf16 has its own, are 2^-120 of the number, also where it is subnormal. A magnitude above the largest
-// number's is none: it adds a NaN.
+// where bf16 has its own, are 2^-120 of the number, also where it is subnormal. Codes above the largest number
+// are NaN.
 __device__ __forceinline__ uint32 from_e4m3(uint32 codes) {
   const uint32 magnitude = codes >> 4 & 0x07f007f0, tiny = (codes & 0x80008000) | magnitude;
   const uint32 largest = 0x07e007e0, factor = 0x7b807b80;  // 2^120
-  uint32 no_number, d;
-  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(no_number) : "r"(magnitude), "r"(largest));
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(tiny), "r"(factor), "r"(no_number));
+  uint32 nan, d;
+  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(nan) : "r"(magnitude), "r"(largest));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(tiny), "r"(factor), "r"(nan));
   return d;
 }
 
@@ -111,8 +111,8 @@ __device__ __forceinline__ uint32 from_e4m3(uint32 codes) {
 // the 16 words that a warp reads of 8 rows lie in different banks.
 template <class F>
 __device__ __forceinline__ uint32 packed_chunk(int row, int chunk) {
-  constexpr bool kMixed = F::kCodes == kE4M3 && !F::kTransposed;
-  return (kMixed ? row ^ (row >> 3 & 1) : row) * F::kPitch + ((kMixed ? chunk ^ (row >> 1 & 3) : chunk) << 4);
+  constexpr bool kSwizzled = F::kCodes == kE4M3 && !F::kTransposed;
+  return (kSwizzled ? row ^ (row >> 3 & 1) : row) * F::kPitch + ((kSwizzled ? chunk ^ (row >> 1 & 3) : chunk) << 4);
 }
 
 struct Codebook {
@@ -168,7 +168,7 @@ __device__ void produce(const Problem& p, int total, int blocks, uint32 shared, 
   const int depth = kTransposed ? p.n : p.k;
   const int steps = depth / kDepth, scale_blocks = p.k / kDepth * kScales;
   const int64 pitch = p.k / F::kPerByte;
-  constexpr int kChunks = F::kChunks, kAtOnce = 128 / kChunks, kCopies = F::kPacked / kAtOnce;
+  constexpr int kChunks = F::kChunks, kAtOnce = 128 / kChunks, kCopies = F::kPackedRows / kAtOnce;
   const int own = thread % kChunks, packed0 = thread / kChunks;
   // The high word of slot * reciprocal is slot / top_k, exactly for slots below 2^32 / top_k.
   const uint32 reciprocal = p.top_k > 1 ? 0xffffffffu / p.top_k + 1 : 0;

@@ -448,6 +448,12 @@ VALUES: dict[str, Callable[[], str]] = {
     "start.model": lambda: start_figures.start_over_depth("model", 4, 12),
     "memory.over": step_figures.memory_over_plan,
     "moe.same": moe_figures.same_kernels,
+    "moe.adapted.time": lambda: moe_figures.without_adapted_weights(
+        lambda r: r["timing"]["median"]
+    ),
+    "moe.adapted.peak": lambda: moe_figures.without_adapted_weights(
+        lambda r: r["extra"]["peak_bytes"]
+    ),
     "moe.merged": moe_figures.merged_is_slowest,
     "accumulate.without": lambda: ms(seconds("step-repeat-cpu", "qfuse[qfuse.passes=-accumulate]")),
     "accumulate.with": lambda: ms(seconds("step-repeat-cpu", "qfuse")),

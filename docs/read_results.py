@@ -47,6 +47,10 @@ REMARKS = {
     ),
     ("moe_providers-h200", "735648a"): "The provider `cuda` has become faster since.",
     ("moe_few_fp8_128x128-h200", "a3f5c26"): "Since then the decode takes fewer instructions.",
+    **dict.fromkeys(
+        (("moe_adapted-h200", "e129cbb"), ("moe_adapted_checkpointed-h200", "e129cbb")),
+        "At that commit `inductor_q.compile` called `use_qfuse` by itself, as it no longer does.",
+    ),
 }
 
 Row = dict[str, Any]

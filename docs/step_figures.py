@@ -39,7 +39,7 @@ RECIPES = {
 }
 #: Further recipes, shown once measured.
 MORE_RECIPES = {
-    "step_trainer_again-h200": "a trainer's defaults, with transformers 5.24",
+    "step_trainer_again-h200": "a trainer's defaults, newer",
     "step_surogate-h200": "Surogate's step: packed, accumulated over 4 batches, 8 layers",
     "step_trainer-cpu": "CPU, a trainer's defaults, a small model, 2 x 256 tokens",
     "step_checkpointed-cpu": "CPU, the same with gradient checkpointing",

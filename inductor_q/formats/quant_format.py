@@ -87,7 +87,7 @@ class QuantFormat:
 
     @property
     def scaled_bytes(self) -> bool:
-        """Whether each code is a byte, of which a computation and one scale make a value."""
+        """Whether each code is a byte whose value is computed, and one scale is all else."""
         looked_up = self.table is not None or self.codec.values is not None
         return self.in_bytes and len(self.shared) == 1 and not looked_up
 

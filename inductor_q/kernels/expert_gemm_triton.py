@@ -27,7 +27,7 @@ def weight_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    LOOK_UP: tl.constexpr,
+    DECODE: tl.constexpr,
     BYTES: tl.constexpr,
     EVEN: tl.constexpr,
     dtype: tl.constexpr,
@@ -35,8 +35,8 @@ def weight_tile(
     """Load [ROWS, COLUMNS] of an expert as stored, in `dtype`, from `column` on, zero where masked.
 
     GROUP columns share one of the scales [E, columns / GROUP, rows]; it is 0 for a dense weight.
-    LOOK_UP maps bytes to the values of their first and second codes or, with BYTES, a code and its
-    scale to a value.
+    DECODE maps bytes to the values of their first and second codes; with BYTES it maps a code, its
+    scale and a table, of which there is none, to a value.
     """
     first = (expert * rows + row.to(tl.int64))[:, None]
     if GROUP == 0:
@@ -55,9 +55,9 @@ def weight_tile(
         scale = tl.load(scales + at, mask=mask, other=0)
         if BYTES:
             codes = tl.reshape(packed, (ROWS, GROUPS, COLUMNS // GROUPS))
-            tile = LOOK_UP(codes.to(tl.int32), scale[:, :, None], None).to(dtype)
+            tile = DECODE(codes.to(tl.int32), scale[:, :, None], None).to(dtype)
         else:
-            even, odd = LOOK_UP(packed)
+            even, odd = DECODE(packed)
             tile = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, COLUMNS // GROUPS))
             tile = (tile.to(tl.float32) * scale[:, :, None]).to(dtype)
     return tl.reshape(tile, (ROWS, COLUMNS))
@@ -88,7 +88,7 @@ def expert_gemm(
     DEPTH: tl.constexpr,
     RANK: tl.constexpr,
     GROUP: tl.constexpr,
-    LOOK_UP: tl.constexpr,
+    DECODE: tl.constexpr,
     BYTES: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -139,7 +139,7 @@ def expert_gemm(
                     DEPTH,
                     FEATURES,
                     GROUP,
-                    LOOK_UP,
+                    DECODE,
                     BYTES,
                     EVEN,
                     dtype,
@@ -159,7 +159,7 @@ def expert_gemm(
                     FEATURES,
                     DEPTH,
                     GROUP,
-                    LOOK_UP,
+                    DECODE,
                     BYTES,
                     EVEN,
                     dtype,

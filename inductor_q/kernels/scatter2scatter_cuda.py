@@ -1,7 +1,7 @@
 """scatter2scatter on Hopper with csrc/scatter2scatter.cu: experts are decoded inside the GEMM.
 
 No decoded expert exists in memory, so it serves few rows per expert (bound by the packed weights)
-as well as many (bound by the products), and needs no memory beyond a float per absmax. The adapter
+as well as many (bound by the products), and needs no memory beyond 4 bytes per scale. The adapter
 rides in the same product: its projection onto the rank is one more stage of the contraction.
 """
 
@@ -55,7 +55,7 @@ CONFIGS = (
     Config(rows=64, stages=6, programs=2),
     Config(rows=32, stages=8, programs=2),
 )
-#: The same for bytes of e4m3, with as many stages as fit: a start value.
+#: The same for bytes of e4m3, whose stages are larger. No others were tried.
 BYTE_CONFIGS = (
     Config(rows=256, stages=3, programs=1),
     Config(rows=128, stages=6, programs=1),
@@ -133,7 +133,7 @@ def _other_operands(call: Scatter2Scatter) -> str:
 
 
 def _is_e4m3(fmt: QuantFormat) -> bool:
-    """Whether codes are bytes of e4m3 with one scale, in no other order than that of elements."""
+    """Whether codes are e4m3, a byte each, with one scale."""
     return fmt.codec == E4M3 and fmt.scaled_bytes
 
 

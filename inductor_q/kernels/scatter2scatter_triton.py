@@ -38,8 +38,9 @@ GROUPED_GEMM_MAJORS = (9, 10)
 #: 200 (benchmarks/results/moe_providers-h200.json).
 FEW_ROWS = 192
 #: The same for codes of a byte: 514 us to 680 with 64 rows, 1286 to 913 with 256. A line crosses at
-#: 123, and with backward at 85 (benchmarks/results/moe_fp8_128x128-h200.json).
-FEW_ROWS_OF_BYTES = 96
+#: 123, and for backward alone at 63; for experts 3072 x 4096 at 124 and at 52
+#: (benchmarks/results/moe_fp8_128x128-h200.json).
+FEW_ROWS_OF_BYTES = 64
 
 
 class Triton(Provider[Scatter2Scatter]):
@@ -48,7 +49,7 @@ class Triton(Provider[Scatter2Scatter]):
     def missing(self) -> str:
         if not importlib.util.find_spec("triton"):
             return "triton is not installed"
-        return "codes are looked up in PTX, which AMD has not" if torch.version.hip else ""
+        return "nibbles are looked up in PTX, which AMD has not" if torch.version.hip else ""
 
     def unknown(self, fmt: QuantFormat | None) -> str:
         """Return why it takes no such weights; empty for dense ones, nibbles of a codebook, and
@@ -188,7 +189,7 @@ def _launch(call: Scatter2Scatter, tile: tiles.Tile) -> tuple[Tensor, Tensor]:
         DEPTH=tile.depth,
         RANK=0 if projected is None else _padded_rank(call.rank),
         GROUP=group,
-        LOOK_UP=None if kernel is None else kernel.look_up,
+        DECODE=None if kernel is None else kernel.decode,
         BYTES=call.fmt is not None and call.fmt.in_bytes,
         TRANSPOSED=call.transposed,
         TOP_K=source_slots(call),
@@ -232,7 +233,7 @@ _LOOK_UP_HALF = """
 class _Kernel:
     """What finds values of a format in one dtype; `factor` undoes the stretch of its values."""
 
-    look_up: Any
+    decode: Any
     factor: float
 
 

@@ -36,7 +36,7 @@ EXPORT void decode{i}(const uint8* packed, const uint32* scales, const uint32* p
                       uint32* out) {{
   using F = Form<{transposed}, 32, 4, {scales}, {codes}>;
   alignas(16) static uint8 stage[F::kWeight];
-  for (int row = 0; row < F::kPacked; row++)
+  for (int row = 0; row < F::kPackedRows; row++)
     for (int chunk = 0; chunk < F::kChunks; chunk++)
       std::memcpy(stage + packed_chunk<F>(row, chunk),
                   packed + (row * F::kChunks + chunk) * 16, 16);

@@ -56,6 +56,19 @@ def test_header_is_what_its_generator_writes() -> None:
     assert written == generate_wgmma.header()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stages_fit_in_shared_memory(transposed: bool) -> None:
+    """A block has 227 KiB at most, and a multiprocessor 228 with one of them kept of each block."""
+    for configs, codes, most in (
+        (scatter2scatter_cuda.CONFIGS, "kLowFirst", 4),
+        (scatter2scatter_cuda.BYTE_CONFIGS, "kE4M3", 2),
+    ):
+        for config in configs:
+            taken = scatter2scatter_cuda.shared_bytes(transposed, config, most, codes)
+            assert taken <= 227 << 10
+            assert config.programs * (taken + 1024) <= 228 << 10
+
+
 def test_stretched_codebooks_are_close() -> None:
     for name, most in (("nf4_b64", 1.2e-3), ("fp4_b64", 1e-6)):
         table = FORMATS[name].lut16
@@ -144,15 +157,16 @@ def test_gpu_bytes_of_e4m3_are_as_near_as_the_loop(sizes: Sizes, transposed: boo
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gpu_every_e4m3_is_decoded_exactly(transposed: bool) -> None:
-    """The unit matrix times rows of every number, with scales that two bfloat16 hold; a code that
-    is no number spoils every sum that it is in."""
+    """The unit matrix times rows of every number, with scales of two bfloat16 each, of which the
+    smaller is a power of two and so multiplies exactly; a NaN spoils every sum that it is in."""
     sizes = Sizes(experts=2, in_features=128, out_features=128, tokens=128, top_k=1, rank=0)
     form: dict[str, Any] = {"transposed": transposed, "lora": False, "grouped": (False, True)}
     case = on_gpu(sizes, quant="fp8_e4m3_row", **form)
     codes = torch.arange(256, device="cuda", dtype=torch.uint8).view(2, 1, 128).repeat(1, 128, 1)
     codes[:, ::2] += 128
     exponents = torch.arange(256, device="cuda") // 2 - 64
-    scale = torch.ldexp(1 + torch.rand(256, device="cuda").to(BF16).float(), exponents)
+    steps = torch.arange(256, device="cuda") % 127
+    scale = torch.ldexp(1 + steps / 128 + 2**-10, exponents)
     is_number = codes & 127 != 127
     for numbers in (torch.where(is_number, codes, 0), codes):
         for expert in range(2):
@@ -164,7 +178,9 @@ def test_gpu_every_e4m3_is_decoded_exactly(transposed: bool) -> None:
             )
             weight = unit.weight(BF16)[expert]
             expected = weight.t().where(weight.isfinite().all(1), torch.nan)
-            assert torch.equal(unit(provider="cuda").nan_to_num(), expected.nan_to_num())
+            assert not KERNEL.refuses(unit.call())
+            got = unit(provider="cuda")
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

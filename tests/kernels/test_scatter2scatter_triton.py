@@ -27,6 +27,8 @@ from tests.support.tile_cases import BF16, DEVICES, FIT, FP16, TILED, WORK, devi
 
 triton = pytest.importorskip("triton")
 
+#: Codes of a byte each: a scale for a tile, a row, 32 of a row.
+BYTES = ("fp8_e4m3_128x128", "fp8_e4m3_row", "fp8_e5m2_row", "int8_absmax", "mxfp8_e5m2")
 SHAPES = {
     **TILED,
     "features no multiple of a tile": replace(FIT, in_features=320, out_features=200),
@@ -88,7 +90,7 @@ def test_compiles_and_takes_no_more_than_was_computed(
         "DEPTH": tile.depth,
         "RANK": work.rank,
         "GROUP": work.group,
-        "LOOK_UP": kernel.look_up if kernel else None,
+        "DECODE": kernel.decode if kernel else None,
         "BYTES": bits == 8,
         "TRANSPOSED": transposed,
         "TOP_K": 8 if transposed else 0,
@@ -191,7 +193,7 @@ def test_gpu_codes_with_the_low_nibble_first(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", ["fp8_e4m3_128x128", "fp8_e4m3_row", "int8_absmax", "mxfp8_e4m3"])
+@pytest.mark.parametrize("name", BYTES)
 def test_gpu_codes_of_a_byte_each(name: str, transposed: bool, dtype: torch.dtype) -> None:
     form: dict[str, Any] = {"quant": name, "transposed": transposed, "dtype": dtype}
     assert_serves_as_near_as_the_loop(KERNEL, FIT, bias=True, **form)

@@ -66,7 +66,7 @@ SHAPES = {
 #: nf4 with a scale for every 64, nested, is what the other cases have.
 FORMATS = (("nf4", False, 64), ("nf4", True, 32), ("fp4", False, 128), ("fp4", True, 4096))
 #: Codes of a byte each: a scale for a tile, a row, 32 of a row.
-BYTES = ("fp8_e4m3_128x128", "fp8_e4m3_row", "int8_absmax", "mxfp8_e4m3")
+BYTES = ("fp8_e4m3_128x128", "fp8_e5m2_row", "int8_absmax", "mxfp8_e4m3", "mxfp8_e5m2")
 
 
 class Interpreted(scatter2scatter_triton.Triton):

@@ -82,8 +82,8 @@ def random_weight(name: str, shape: Sequence[int], seed: int = 0) -> list[Tensor
     fmt = FORMATS[name]
     operands = fmt.sample(shape, torch.Generator().manual_seed(seed))
     found = dict(zip(fmt.operands, operands, strict=True))
-    if "fp8_e4m3" in name:
-        found["qweight"] &= 0xBF  # no NaN
+    if "fp8" in name:
+        found["qweight"] &= 0xBF  # no NaN, no infinity
     if name.startswith("mx"):
         found["scale"] = 124 + found["scale"] % 4
     if name.startswith("nvfp4"):
