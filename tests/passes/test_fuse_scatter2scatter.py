@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import inductor_q
@@ -21,14 +16,25 @@ from inductor_q import experts
 from inductor_q.experts.modules import expert_layers
 from inductor_q.integrations import prepare_checkpointing
 from inductor_q.kernels import PROVIDERS
-from inductor_q.kernels.expert_calls import unchecked
 from inductor_q.log import warn_once
 from tests.support.autocast import cuda_autocast
-from tests.support.compiling import Compiled, compile_step, no_codegen, op_name, step
+from tests.support.compiling import Compiled, compile_step, no_codegen, step
+from tests.support.expert_layers import (
+    BY_TOKEN,
+    CLOSE,
+    PASS,
+    TO_ROWS,
+    TO_TOKENS,
+    Experts,
+    check_errors,
+    compiled,
+    in_float64,
+    inputs,
+    products,
+    unpack,
+)
 from tests.support.moe_models import EXPERTS, HIDDEN, INTERMEDIATE, awaken, model, tokens
 
-PASS = "fuse_scatter2scatter"
-CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
 AS_STORED = {
     "fuse_scatter2scatter.min_elements_of_large": 1,
     "fuse_scatter2scatter.min_rows_of_large": 1,
@@ -38,34 +44,6 @@ TRANSPOSED = {
     "fuse_scatter2scatter.min_rows_of_large_transposed": 1,
 }
 DECODED_FIRST = AS_STORED | TRANSPOSED
-
-
-class Experts(nn.Module):
-    """The expert layer of a tiny model, with its choices, and an input that wants a gradient."""
-
-    def __init__(
-        self,
-        family: str,
-        implementation: str,
-        dtype: torch.dtype,
-        packed: bool = True,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__()
-        net = model(family).to(device, dtype)
-        self.experts: Any = expert_layers(net)["model.layers.0.mlp.experts"]
-        self.experts.requires_grad_(False)
-        if packed:
-            for name in ("gate_up_proj", "down_proj"):
-                replace_parameter_4bit(self.experts, name)
-            # What the hooks cache of a layer alone would leave the graph as outputs.
-            self.experts._forward_hooks.clear()
-            self.experts._forward_pre_hooks.clear()
-        self.experts.config._experts_implementation = implementation
-
-    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-        result: Tensor = self.experts(x, ids, gates)
-        return result
 
 
 @pytest.fixture
@@ -83,98 +61,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def inputs(dtype: torch.dtype, n: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    gates = torch.rand(n, 2, generator=generator).to(dtype).requires_grad_()
-    return x, torch.rand(n, EXPERTS, generator=generator).argsort(-1)[:, :2], gates
-
-
-def skip_unless_torch_compiles(layer: Experts, args: tuple[Tensor, ...]) -> None:
-    """transformers 5.17 multiplies groups in float32 on a CPU in a loop over their sizes."""
-    try:
-        torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)(*args)
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, GuardOnDataDependentSymNode):
-            pytest.skip("no backend compiles this transformers' grouped_mm here: it reads sizes")
-        raise
-    finally:
-        torch.compiler.reset()
-
-
-def compiled(
-    layer: Experts, dtype: torch.dtype, args: tuple[Tensor, ...] = (), **kwargs: Any
-) -> Compiled:
-    """One step, held to the layer in eager mode: in float32, or in 16 bits and in float64."""
-    args = args or inputs(dtype)
-    skip_unless_torch_compiles(layer, args)
-    expected = step(layer, *args)
-    result = compile_step(layer, *args, fullgraph=True, **kwargs)
-    if dtype is torch.float32:
-        torch.testing.assert_close(result.output, expected[0], **CLOSE)
-        assert_all_close(result.gradients, expected[1])
-    else:
-        check_errors(result, expected, in_float64(layer, args))
-    return result
-
-
-def assert_all_close(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], **CLOSE)
-
-
-Step = tuple[Tensor, dict[str, Tensor]]  # an output, and gradients by name
-
-
-def in_float64(layer: nn.Module, args: tuple[Tensor, ...]) -> Step:
-    """A step of the layer in eager mode in float64."""
-    exact: Any = copy.deepcopy(layer)
-    for name in list(exact.experts._modules.get("parametrizations") or ()):
-        unpack(exact.experts, name)
-    exact.experts.config._experts_implementation = "eager"
-    doubles = [a.detach().double().requires_grad_() if a.requires_grad else a for a in args]
-    return step(exact.double(), *doubles)
-
-
-def unpack(module: Any, name: str) -> None:
-    """Replace a parameter that bitsandbytes has packed by its values, decoded in float32."""
-    module.parametrizations[name][0].quant_state.dtype = torch.float32
-    weight = getattr(module, name).detach()
-    torch.nn.utils.parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-    setattr(module, name, nn.Parameter(weight, requires_grad=False))
-
-
-def check_errors(result: Compiled, eager: Step, exact: Step) -> None:
-    """Both round to 16 bits, in other places: no further from float64 than eager, and a quarter."""
-    names = ["output", *eager[1]]
-    ours, theirs, true = (
-        [output, *gradients.values()]
-        for output, gradients in ((result.output, result.gradients), eager, exact)
-    )
-    assert result.gradients.keys() == eager[1].keys() == exact[1].keys()
-    for name, mine, other, value in zip(names, ours, theirs, true, strict=True):
-        assert (mine - value).norm() <= 1.25 * (other - value).norm(), name
-
-
 def saved(result: Compiled) -> int:
     """The largest tensor that the forward graph hands to backward."""
     output: Any = result.partitioned[0].output_node()
     computed = [v for v in output.args[0] if v is not None and v.op != "placeholder"]
     return max(int(v.meta["val"].numel()) for v in computed)
-
-
-def products(result: Compiled) -> list[tuple[Any, ...]]:
-    """(top_k, grouped_in, grouped_out) of each scatter2scatter."""
-    nodes = [n for graph in result.joint for n in graph.nodes]
-    op = torch.ops.qfuse.scatter2scatter.default
-    calls = [unchecked(n.args) for n in nodes if n.target is op]
-    return [(call.top_k, call.grouped_in, call.grouped_out) for call in calls]
-
-
-#: Tokens in, sorted rows between the projections, tokens out; and back.
-TO_ROWS, TO_TOKENS = (2, False, True), (2, True, False)
-BY_TOKEN = [TO_ROWS, TO_TOKENS, TO_ROWS, TO_TOKENS]
 
 
 def copies(result: Compiled, slots: int) -> list[str]:
@@ -387,191 +278,6 @@ def test_a_layer_on_the_result_of_a_layer() -> None:
     result = compiled(Twice("qwen3_moe", "grouped_mm", torch.float32), torch.float32)
     assert sorted(products(result)) == sorted(BY_TOKEN * 2)
     assert not copies(result, 14) and not result.ops["transformers.grouped_mm_fallback"]
-
-
-Order = tuple[Tensor, Tensor]  # of sorted slots: the expert of each, and which it is
-
-
-def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Torch's, which has no float64: there, a loop over the groups."""
-    if rows.dtype is not torch.float64:
-        return torch._grouped_mm(rows, weight, offs=offs)
-    spans = itertools.pairwise([0, *offs.tolist()])
-    return torch.cat([rows[start:end] @ weight[e] for e, (start, end) in enumerate(spans)])
-
-
-class First(Experts):
-    """The first product alone, of rows and with a result that a test chooses."""
-
-    def __init__(
-        self,
-        rows: Callable[[Tensor, Order], Tensor],
-        result: Callable[[Tensor, Tensor, Order], Tensor] = lambda y, gates, order: y,
-    ) -> None:
-        super().__init__("qwen3_moe", "grouped_mm", torch.bfloat16)
-        self.rows, self.result = rows, result
-
-    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-        keys, order = torch.sort(ids.reshape(-1))
-        counts = torch.histc(keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
-        offs = counts.cumsum(0, dtype=torch.int32)
-        weight = self.experts.gate_up_proj.transpose(1, 2)
-        y = grouped_mm(self.rows(x, (keys, order)), weight, offs)
-        return self.result(y, gates, (keys, order))
-
-
-def masked(keys: Tensor, first: int) -> Tensor:
-    return (keys >= first).unsqueeze(-1)
-
-
-def check_first(
-    layer: First, *, found: list[Any], reasons: dict[str, int], numerics: str = "default"
-) -> None:
-    args = inputs(torch.bfloat16)
-    options = {"qfuse.numerics": numerics}
-    result = compile_step(layer, *args, fullgraph=True, options=options)
-    check_errors(result, step(layer, *args), in_float64(layer, args))
-    assert result.applied[PASS] == 2 and products(result) == found
-    told = {f"rows stay sorted: {reason}": count for reason, count in reasons.items()}
-    assert result.reasons.get(PASS, {}) == told
-
-
-NOT_DIVIDED = "their tokens are not slots divided by top_k"
-NOT_SORTED = "their order is not that of a sort"
-NOT_NOBODYS = "some are masked that may be an expert's"
-
-
-@pytest.mark.parametrize(
-    ("rows", "reason"),
-    [
-        (lambda x, order: x[order[1] // 2], ""),
-        (lambda x, order: x[order[1] // 2].masked_fill(masked(order[0], 4), 0), ""),
-        (lambda x, order: x.float()[order[1] // 2].to(x.dtype), ""),
-        (lambda x, order: x.float().exp()[order[1] // 2].to(x.dtype), ""),
-        (lambda x, order: x[order[1] % 7], NOT_DIVIDED),
-        (lambda x, order: x[order[1].flip(0) // 2], NOT_SORTED),
-        (lambda x, order: x[order[1] // 3], "they are not 3 a token"),
-        (lambda x, order: x[order[1] // 2].masked_fill(masked(order[0], 3), 0), NOT_NOBODYS),
-        (lambda x, order: x[order[1] // 2].masked_fill((x > 9).any(), 0), NOT_NOBODYS),
-    ],
-)
-def test_rows_are_copies_only_where_that_is_shown(rows: Any, reason: str) -> None:
-    if reason:
-        check_first(First(rows), found=[(1, True, True)] * 2, reasons={reason: 2})
-    else:
-        check_first(First(rows), found=[TO_ROWS, TO_TOKENS], reasons={})
-
-
-def inverse(order: Tensor) -> Tensor:
-    """As transformers computes it."""
-    result = torch.empty_like(order)
-    result[order] = torch.arange(order.shape[0])
-    return result
-
-
-def added(y: Tensor, place: Tensor) -> Tensor:
-    return y[place].view(-1, 2, y.shape[1]).sum(1)
-
-
-def weighted(y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
-    return y * gates.reshape(-1)[order].unsqueeze(-1)
-
-
-@pytest.mark.parametrize(
-    ("result", "forward", "backward", "reasons"),
-    [
-        (lambda y, _, order: added(y, inverse(order[1])), TO_TOKENS, TO_ROWS, {}),
-        (
-            lambda y, gates, order: added(weighted(y, gates, order[1]), inverse(order[1])),
-            TO_TOKENS,
-            TO_ROWS,
-            {},
-        ),
-        (
-            lambda y, gates, order: added(weighted(y, gates, order[1].flip(0)), inverse(order[1])),
-            (1, True, True),
-            (1, True, True),
-            {"their gates are not one a slot": 2},
-        ),
-        (
-            lambda y, gates, order: added(
-                weighted(y, gates.float(), order[1]), inverse(order[1])
-            ).to(y.dtype),
-            (1, True, True),
-            (1, True, True),
-            {"their gates are of another dtype": 2},
-        ),
-        (
-            lambda y, gates, order: (
-                added(weighted(y, gates, order[1]), inverse(order[1])) + y.sum(0)
-            ),
-            (1, True, True),
-            (1, True, True),
-            {"they are read again": 1},
-        ),
-        (
-            lambda y, gates, order: added(y, inverse(order[1].flip(0))),
-            (1, True, True),
-            (1, True, True),
-            {NOT_SORTED: 2},
-        ),
-        (lambda y, gates, order: added(y, order[1]), (1, True, True), (1, True, True), {}),
-    ],
-)
-def test_rows_are_added_only_where_that_is_shown(
-    result: Any, forward: Any, backward: Any, reasons: dict[str, int]
-) -> None:
-    layer = First(lambda x, _: torch.cat([x, x]), result)
-    check_first(layer, found=[forward, backward], reasons=reasons)
-
-
-def in_float32(y: Tensor, gates: Tensor, order: Order) -> Tensor:
-    """What `added` and `weighted` give under autocast of CUDA, which a model need not round."""
-    by_slot = weighted(y, gates, order[1])[inverse(order[1])].view(-1, 2, y.shape[1])
-    return by_slot.sum(1, dtype=torch.promote_types(y.dtype, torch.float32))
-
-
-@pytest.mark.parametrize("numerics", ["default", "strict"])
-@pytest.mark.parametrize("rounded", [True, False])
-def test_rows_are_added_in_float32(rounded: bool, numerics: str) -> None:
-    """The op does so too, and rounds: strictly where the model does."""
-
-    def result(y: Tensor, gates: Tensor, order: Order) -> Tensor:
-        total = in_float32(y, gates, order)
-        return total.to(y.dtype) if rounded else total
-
-    keeps = numerics == "strict" and not rounded
-    kept = {"qfuse.numerics='strict' keeps their sums in the model's dtype": 1} if keeps else {}
-    check_first(
-        First(lambda x, _: torch.cat([x, x]), result),
-        found=[(1, True, True) if kept else TO_TOKENS, TO_ROWS],
-        reasons=kept,
-        numerics=numerics,
-    )
-
-
-class Routed(Experts):
-    """Choices of a top-k among so many scores."""
-
-    def __init__(self, scores: int) -> None:
-        super().__init__("qwen3_moe", "grouped_mm", torch.bfloat16)
-        self.scores = scores
-
-    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
-        scores = x.detach()[:, :1] * torch.linspace(-1, 1, self.scores, dtype=x.dtype)
-        ids = scores.topk(2).indices
-        return super().forward(x, ids if self.scores == EXPERTS else ids % EXPERTS, gates)
-
-
-@pytest.mark.parametrize(("scores", "dtype"), [(EXPERTS, torch.int16), (7, torch.int64)])
-def test_keys_are_narrow_where_a_top_k_shows_it(scores: int, dtype: torch.dtype) -> None:
-    layer, args = Routed(scores), inputs(torch.bfloat16)
-    result = compile_step(layer, *args, fullgraph=True)
-    check_errors(result, step(layer, *args), in_float64(layer, args))
-    assert products(result) == BY_TOKEN
-    nodes = [n for graph in result.joint for n in graph.nodes]
-    (keys,) = [n.args[0] for n in nodes if op_name(n) == "sort"]
-    assert keys.meta["val"].dtype == dtype
 
 
 def untouched(implementation: str, **kwargs: Any) -> Any:

@@ -18,12 +18,17 @@ from transformers.integrations import finegrained_fp8 as shipped
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from inductor_q import testing
+from tests.support.moe_models import awaken
 
 transformers: Any = transformers_package  # as shipped, it is typed in parts
 fp8: Any = shipped
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 TOKENS = torch.arange(14).reshape(2, 7)
+LINEARS = 7  # of the dense model, whose head is not quantized
+
+#: Sums in another order, in float32.
+CLOSE = 1e-5
 
 
 def net(family: str = "qwen3", *, intermediate: int = 256, **quantization: Any) -> Any:
@@ -128,3 +133,11 @@ def emulate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernels = fp8.FineGrainedFP8(matmul=matmul, batched_matmul=None, grouped_matmul=grouped)
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", kernels)
+
+
+def lora(model: Any, *names: str) -> Any:
+    """Adapt layers of these names by PEFT, with adapters that are not zero."""
+    peft: Any = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[*names]))
+    awaken([p for p in adapted.parameters() if p.requires_grad])
+    return adapted
