@@ -87,11 +87,16 @@ __device__ __forceinline__ uint32 pack(float low, float high) {
 
 __device__ __forceinline__ float unpack(uint16 x) { return __uint_as_float(static_cast<uint32>(x) << 16); }
 
+// The scales of two elements: each is the sum of two bf16, of which `high` is nearly all.
+struct Scales {
+  uint32 high, low;
+};
+
 // Returns v * (high + low), rounded to bf16 once. Before that, only the small product v * low is rounded.
-__device__ __forceinline__ uint32 scale(uint32 v, uint32 high, uint32 low) {
+__device__ __forceinline__ uint32 scale(uint32 v, const Scales& s) {
   uint32 small, d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(small) : "r"(v), "r"(low));
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(v), "r"(high), "r"(small));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(small) : "r"(v), "r"(s.low));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(v), "r"(s.high), "r"(small));
   return d;
 }
 
@@ -272,6 +277,21 @@ struct Place {
   __device__ __forceinline__ int feature() const { return warpgroup * 64 + warp * 16 + 2 * g; }
 };
 
+// Returns the scale of the i-th 16 elements of a feature, twice.
+template <class F>
+__device__ __forceinline__ Scales of_feature(const uint32* scales, int i, int feature) {
+  const uint32 s = scales[i * F::kScales / 4 * kFeatures + feature];
+  return {permute(s, s, 0x1010), permute(s, s, 0x3232)};
+}
+
+// Returns those of rows n and n + 1 of a transposed stage, for the features of the warp.
+template <class F>
+__device__ __forceinline__ Scales of_rows(const uint32* scales, const Place& at, int n) {
+  const uint32* of_block = scales + (at.warpgroup * F::kScales + at.warp * F::kScales / 4) * kDepth;
+  const uint2 s = *reinterpret_cast<const uint2*>(of_block + n);
+  return {permute(s.x, s.y, 0x5410), permute(s.x, s.y, 0x7632)};
+}
+
 // Decodes features 2g and 2g + 1 of a stage of the weight. They become the left operands of four wgmmas,
 // of which the i-th begins at a[4 * i].
 template <class F>
@@ -293,27 +313,24 @@ __device__ __forceinline__ void decode_nibbles(const Codebook& codebook, const u
                                permute(v.z, v.w, own)};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const uint32 s = scales[i * F::kScales / 4 * kFeatures + at.feature() + row];
-        const uint32 s_high = permute(s, s, 0x1010), s_low = permute(s, s, 0x3232);
+        const Scales s = of_feature<F>(scales, i, at.feature() + row);
         codebook.look_up(codes[i], low, high);
-        a[4 * i + row] = scale(permute(low, high, kByte0), s_high, s_low);
-        a[4 * i + row + 2] = scale(permute(low, high, kByte1), s_high, s_low);
+        a[4 * i + row] = scale(permute(low, high, kByte0), s);
+        a[4 * i + row + 2] = scale(permute(low, high, kByte1), s);
       }
     }
   } else {
     const uint8* bytes = weight + at.warpgroup * 32 + at.warp * 8 + at.g;
-    const uint32* of_block = scales + (at.warpgroup * F::kScales + at.warp * F::kScales / 4) * kDepth;
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int n = i * 16 + half * 8 + 2 * at.q;
         const uint32 codes = bytes[n * F::kPitch] | static_cast<uint32>(bytes[(n + 1) * F::kPitch]) << 8;
-        const uint2 s = *reinterpret_cast<const uint2*>(of_block + n);
-        const uint32 s_high = permute(s.x, s.y, 0x5410), s_low = permute(s.x, s.y, 0x7632);
+        const Scales s = of_rows<F>(scales, at, n);
         codebook.look_up(codes, low, high);
-        a[4 * i + 2 * half] = scale(permute(low, high, kFirsts), s_high, s_low);
-        a[4 * i + 2 * half + 1] = scale(permute(low, high, kSeconds), s_high, s_low);
+        a[4 * i + 2 * half] = scale(permute(low, high, kFirsts), s);
+        a[4 * i + 2 * half + 1] = scale(permute(low, high, kSeconds), s);
       }
   }
 }
@@ -330,19 +347,17 @@ __device__ __forceinline__ void decode_bytes(const uint8* weight, const uint32* 
       const int feature = at.feature() + row;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const uint32 s = scales[i * F::kScales / 4 * kFeatures + feature];
-        const uint32 s_high = permute(s, s, 0x1010), s_low = permute(s, s, 0x3232);
+        const Scales s = of_feature<F>(scales, i, feature);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const uint8* from = weight + packed_chunk<F>(feature, i) + half * 8 + (at.q >> 1) * 4;
           const uint32 codes = permute(*reinterpret_cast<const uint32*>(from), 0, own);
-          a[4 * i + 2 * half + row] = scale(from_e4m3(codes), s_high, s_low);
+          a[4 * i + 2 * half + row] = scale(from_e4m3(codes), s);
         }
       }
     }
   } else {
     const uint8* bytes = weight + at.feature();
-    const uint32* of_block = scales + (at.warpgroup * F::kScales + at.warp * F::kScales / 4) * kDepth;
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -350,10 +365,9 @@ __device__ __forceinline__ void decode_bytes(const uint8* weight, const uint32* 
         const int n = i * 16 + half * 8 + 2 * at.q;
         const uint32 upper = *reinterpret_cast<const uint16*>(bytes + n * F::kPitch);
         const uint32 lower = *reinterpret_cast<const uint16*>(bytes + (n + 1) * F::kPitch);
-        const uint2 s = *reinterpret_cast<const uint2*>(of_block + n);
-        const uint32 s_high = permute(s.x, s.y, 0x5410), s_low = permute(s.x, s.y, 0x7632);
-        a[4 * i + 2 * half] = scale(from_e4m3(permute(upper, lower, 0x4202)), s_high, s_low);
-        a[4 * i + 2 * half + 1] = scale(from_e4m3(permute(upper, lower, 0x5212)), s_high, s_low);
+        const Scales s = of_rows<F>(scales, at, n);
+        a[4 * i + 2 * half] = scale(from_e4m3(permute(upper, lower, 0x4202)), s);
+        a[4 * i + 2 * half + 1] = scale(from_e4m3(permute(upper, lower, 0x5212)), s);
       }
   }
 }

@@ -65,7 +65,7 @@ def as_cpp(name: str) -> str:
         name = next((name for name in INSTRUCTIONS if name in found[1]), None)
         if name is None:
             return ";"
-        result, *given = re.findall(r'"=?r"\((\w+)\)', found[1])
+        result, *given = re.findall(r'"=?r"\(([\w.]+)\)', found[1])
         return f"{result} = {INSTRUCTIONS[name]}({', '.join(given)});"
 
     text = (CSRC / name).read_text().replace("#pragma once", "")
