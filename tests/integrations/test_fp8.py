@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,7 @@ from tests.support.thresholds import ANY_PRODUCT  # noqa: E402
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True)
-def anew(default_options: None) -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("default_options", "fresh_compiler")
 
 
 def train(call: Any, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,12 +35,7 @@ from tests.support.moe_models import awaken  # noqa: E402
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True)
-def anew(default_options: None) -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("default_options", "fresh_compiler")
 
 
 def loras(model: nn.Module) -> list[Any]:
