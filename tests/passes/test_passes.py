@@ -4,8 +4,6 @@ why, what the graph is made of afterwards, and that the values are still those o
 from __future__ import annotations
 
 import contextlib
-import inspect
-import json
 import os
 import subprocess
 import sys
@@ -18,13 +16,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from inductor_q import ops, testing
-from inductor_q.capture.bnb_state import bnb_operands
-from inductor_q.exc import NotFused
-from inductor_q.passes import PIPELINE
-from inductor_q.passes.canonicalize import LEAVES
 from inductor_q.passes.fuse_dropout import EAGER
-from tests.support.compiling import Between, Compiled, compile_step, step
+from tests.support.adapted_layers import (
+    BF16,
+    FP32,
+    ByHand,
+    ByOp,
+    Float32,
+    K,
+    N,
+    Shared,
+    SharedPlain,
+    assert_same,
+    compiled,
+    config,
+    eager,
+    linear,
+    lora,
+    peft_adapters,
+    x_MK,
+)
+from tests.support.compiling import Between
 from tests.support.processes import ROOT, environment
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -32,133 +44,12 @@ peft = pytest.importorskip("peft")
 
 OLD_BNB = Path(os.environ.get("INDUCTOR_Q_BNB049") or Path(sys.prefix) / "bnb049")
 
-BF16, FP32 = torch.bfloat16, torch.float32
-N, K = 128, 64
 
 STRICT = "qfuse.numerics='strict' keeps every product as written"
 FLOAT32 = (
     "float32 adapter on a 16-bit activation: its products stay float32 "
     "(autocast, 16-bit adapters or qfuse.numerics='relaxed' let them join the main product)"
 )
-
-
-# --- layers -------------------------------------------------------------------------------------
-
-
-def linear(n: int = N, k: int = K, *, bias: bool = False, **quantization: Any) -> Any:
-    generator = torch.Generator().manual_seed(11)
-    weight = (torch.randn(n, k, generator=generator) * k**-0.5).to(BF16)
-    offset = torch.randn(n, generator=generator).to(BF16) if bias else None
-    return testing.quantized_linear(weight, offset, **quantization)
-
-
-def lora(adapter_dtype: torch.dtype = BF16, **settings: Any) -> nn.Module:
-    return testing.lora_linear(N, K, adapter_dtype=adapter_dtype, **settings)
-
-
-def peft_adapters(*configs: Any) -> nn.Module:
-    """A quantized layer under one active bf16 adapter for each config."""
-    model: Any = nn.Module()
-    model.proj = linear()
-    model.is_loaded_in_4bit = True
-    for i, config in enumerate(configs):
-        with pytest.warns() if i else contextlib.nullcontext():
-            peft.inject_adapter_in_model(config, model, adapter_name=f"adapter_{i}")
-    model.proj.set_adapter([f"adapter_{i}" for i in range(len(configs))])
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.proj.named_parameters():
-        if "lora_A" in name or "lora_B" in name:
-            noise = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
-            parameter.data = noise.to(BF16)
-    proj: nn.Module = model.proj
-    return proj.train()
-
-
-def config(r: int, alpha: float, **settings: Any) -> Any:
-    return peft.LoraConfig(r=r, lora_alpha=alpha, target_modules=["proj"], **settings)
-
-
-class ByHand(nn.Module):
-    """LoRA without PEFT, next to a Linear4bit."""
-
-    def __init__(self, scaling: float | None = None, r: int = 8) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(13)
-        self.base = linear()
-        self.a = nn.Parameter((torch.randn(r, K, generator=generator) * K**-0.5).to(BF16))
-        self.b = nn.Parameter((torch.randn(N, r, generator=generator) * r**-0.5).to(BF16))
-        self.scaling = scaling
-
-    def forward(self, x: Tensor) -> Tensor:
-        low = x @ self.a.t() @ self.b.t()
-        y: Tensor = self.base(x) + (low if self.scaling is None else low * self.scaling)
-        return y
-
-
-class ByOp(ByHand):
-    """The qfuse:: ops, used directly."""
-
-    def __init__(self, verb: str) -> None:
-        super().__init__()
-        self.verb = verb
-        weight = self.base.weight
-        self.operands, self.format, self.shape = bnb_operands(weight, weight.quant_state)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = self.operands, self.format, self.shape
-        if self.verb == "dequantize":
-            return x @ ops.dequantize(*packed, x.dtype).t()
-        if self.verb == "linear":
-            return ops.linear(x, *packed)
-        return ops.lora_linear(x, *packed, [self.a], [self.b], [2.0])
-
-
-class Shared(nn.Module):
-    """Three layers with adapters over one input, as q, k and v."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([ByHand(2.0) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x) for layer in self.layers)
-        return torch.tanh(q) + torch.sin(k) + torch.cos(v)
-
-
-class SharedPlain(nn.Module):
-    """Two layers without adapters over one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.tanh(self.gate(x)) * self.up(x)
-        return y
-
-
-class Float32(nn.Module):
-    """Three layers over one float32 input, which each casts on its own; their sums are float32.
-
-    PEFT casts the adapter's term under autocast of a CPU, and leaves it to the addition on a GPU.
-    """
-
-    def __init__(self, *, widened: bool = True, bias: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([ByHand() for _ in range(3)])
-        for layer in self.layers if bias else ():
-            layer.base = linear(bias=True)
-        self.widened = widened
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(x.float())
-        q, k, v = (self.one(layer, x) for layer in self.layers)
-        return torch.tanh(q) + torch.sin(k) + torch.cos(v)
-
-    def one(self, layer: Any, x: Tensor) -> Tensor:
-        low = x.to(BF16) @ layer.a.t() @ layer.b.t() * 2.0
-        y: Tensor = layer.base(x) + (low.float() if self.widened else low)
-        return y
 
 
 # --- what each case becomes ---------------------------------------------------------------------
@@ -178,7 +69,6 @@ class Case:
         return torch.autocast(device, dtype=BF16) if self.autocast else contextlib.nullcontext()
 
 
-TANGENTS = "the input comes from tangents_1, which cannot write into a wider buffer"
 ADAPTER = {"canonicalize": 2, "fold_lora": 4, "extend_k": 2, "keep_packed": 1, "read_gradients": 1}
 # Two wide products (forward, backward), dA and dB; the projections are inside qfuse::extend.
 EXTENDED = {"mm": 4, "qfuse.dequantize": 2, "qfuse.extend": 2, "cat": 2}
@@ -325,35 +215,6 @@ ON_GPU = (
     "stored as bf16",
     "three adapters over one input",
 )
-CLOSE = 0.015  # a few roundings to bf16 (2**-9 each) between the reordered sums
-
-
-def x_MK(*, dtype: torch.dtype = BF16, seed: int = 3, device: str = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, 48, K, generator=generator).to(device, dtype).requires_grad_()
-
-
-def eager(
-    module: nn.Module, x: Tensor, context: contextlib.AbstractContextManager[Any] | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    with context or contextlib.nullcontext():
-        return step(module, x, module=module)
-
-
-def compiled(module: nn.Module, x: Tensor, **kwargs: Any) -> Compiled:
-    torch.manual_seed(0)
-    return compile_step(module, x, **kwargs)
-
-
-def assert_same(result: Compiled, expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    output, grads = expected
-    assert result.output.shape == output.shape and result.output.dtype == output.dtype
-    assert testing.relative_error(result.output, output) < CLOSE
-    assert result.gradients.keys() == grads.keys()
-    for name, grad in grads.items():
-        assert result.gradients[name].dtype == grad.dtype
-        assert testing.relative_error(result.gradients[name], grad) < CLOSE, name
 
 
 @pytest.mark.usefixtures("graph_or_code")
@@ -455,189 +316,3 @@ def test_the_graph_of_bitsandbytes_0_49_on_any_version(nested: bool, bias: bool)
     assert {op: result.ops[op] for op in EXTENDED} == EXTENDED
     assert not [op for op in result.ops if op.startswith("bitsandbytes")]
     assert_same(result, expected)
-
-
-# --- what a user can change ---------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("graph_or_code")
-@pytest.mark.parametrize("name", [p.name for p in PIPELINE])
-def test_a_disabled_pass_does_nothing_and_the_rest_stays_right(name: str) -> None:
-    module, x = Between(Shared()), x_MK()
-    expected = eager(module, x)
-    result = compiled(module, x, options={"qfuse.passes": {name: False}})
-    assert name not in {record.name for record in result.report.passes}
-    assert name not in {site.pass_name for site in result.report.sites}
-    assert_same(result, expected)
-
-
-def test_without_passes_the_graph_is_as_bitsandbytes_wrote_it() -> None:
-    module, x = Between(lora()), x_MK()
-    expected = eager(module, x)
-    result = compiled(module, x, options={"qfuse.passes": "none"})
-    assert result.applied == {} and result.reasons == {}
-    old = not hasattr(torch.ops.bitsandbytes, "gemm_4bit")
-    assert result.ops["bitsandbytes.gemm_4bit"] == (0 if old else 1)
-    assert result.ops["bitsandbytes.dequantize_4bit"] == (2 if old else 1)
-    assert not [op for op in result.ops if op.startswith("qfuse")]
-    assert_same(result, expected)
-
-
-def test_order_of_the_passes_is_the_pipeline() -> None:
-    result = compiled(Between(lora()), x_MK())
-    ran = [record.name for record in result.report.passes]
-    assert list(dict.fromkeys(ran)) == [p.name for p in PIPELINE]
-    twice = [name for name in dict.fromkeys(ran) if ran.count(name) > 1]
-    assert twice == ["project_in_place", "read_gradients", "cast_together", "widen_products"]
-
-
-@pytest.mark.parametrize(
-    ("numerics", "dtypes"),
-    [
-        ("strict", {BF16: 2, FP32: 6}),
-        ("default", {BF16: 2, FP32: 6}),
-        ("relaxed", {BF16: 4}),
-    ],
-)
-def test_dtype_of_every_product_by_numerics(
-    numerics: str, dtypes: Mapping[torch.dtype, int]
-) -> None:
-    """An fp32 adapter: its six products stay float32 unless numerics is relaxed."""
-    result = compiled(Between(lora(FP32)), x_MK(), options={"qfuse.numerics": numerics})
-    products = [
-        node.meta["val"].dtype
-        for node in result.joint[0].nodes
-        if node.target is torch.ops.aten.mm.default
-    ]
-    assert {dtype: products.count(dtype) for dtype in set(products)} == dtypes
-
-
-# --- why a site was refused ---------------------------------------------------------------------
-
-
-def test_few_rows_are_refused_with_the_threshold_in_force() -> None:
-    options = {"qfuse.thresholds": {"extend_k.min_rows": 97}}
-    result = compiled(Between(lora()), x_MK(), options=options)
-    reason = "96 rows, fewer than extend_k.min_rows=97 of the preset"
-    assert result.reasons == {"extend_k": {reason: 2}}
-
-
-def test_an_input_that_another_kernel_wrote_is_not_copied() -> None:
-    """Without an activation around it, the gradient of the output comes from outside."""
-    result = compiled(lora(), x_MK())
-    assert result.applied["extend_k"] == 1
-    assert result.reasons == {"extend_k": {TANGENTS: 1}}
-
-
-def test_rows_below_which_the_kernel_of_bitsandbytes_is_kept() -> None:
-    module = linear()
-    x = torch.randn(1, K).to(BF16)
-    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        pytest.skip("bitsandbytes 0.49 has no gemm_4bit")
-    options = {"qfuse.thresholds": {"canonicalize.min_rows": 2, "linear_rows.max_rows": 0}}
-    result = compiled(module.requires_grad_(False), x, options=options)
-    reason = (
-        "1 rows, fewer than canonicalize.min_rows=2 of the preset: "
-        "bitsandbytes' kernel reads packed weights and is faster here"
-    )
-    assert result.reasons == {"canonicalize": {reason: 1}}
-    assert result.ops["bitsandbytes.gemm_4bit"] == 1
-
-
-def test_sites_name_the_module_and_the_line() -> None:
-    result = compiled(Between(lora()), x_MK())
-    sites = result.report.sites
-    quantized = [s for s in sites if s.pass_name in ("canonicalize", "extend_k", "keep_packed")]
-    assert {s.module for s in quantized} == {"layer.proj"}
-    lines, first = inspect.getsourcelines(Between.forward)
-    assert "self.layer(" in lines[1]
-    assert {s.source for s in quantized} == {f"{inspect.getfile(Between)}:{first + 1}"}
-    assert not [s.module for s in sites if "L[" in s.module or "base_layer" in s.module]
-    saved = next(s for s in sites if s.pass_name == "keep_packed")
-    assert saved.bytes_saved == N * K * 2 == result.report.bytes_saved
-    assert saved.shape == (N, K)
-
-
-@pytest.mark.parametrize("order", ["adapter first", "base first"])
-def test_the_order_of_the_sum_does_not_matter(order: str) -> None:
-    class Sum(ByHand):
-        def forward(self, x: Tensor) -> Tensor:
-            low, base = x @ self.a.t() @ self.b.t(), self.base(x)
-            y: Tensor = low + base if order == "adapter first" else base + low
-            return y
-
-    module, x = Between(Sum()), x_MK()
-    expected = eager(module, x)
-    result = compiled(module, x)
-    assert result.applied["extend_k"] == 2
-    assert_same(result, expected)
-
-
-def test_a_product_that_is_no_adapter_is_left_alone() -> None:
-    """Rank 96 of 128 is a dense layer beside the quantized one, not an adapter."""
-    module, x = Between(ByHand(r=96)), x_MK()
-    expected = eager(module, x)
-    result = compiled(module, x)
-    assert "extend_k" not in result.applied and "extend_k" not in result.reasons
-    assert_same(result, expected)
-
-
-def test_an_intermediate_that_is_returned_keeps_its_value() -> None:
-    """The adapter's product has another user, so it cannot vanish into the main product."""
-
-    class Leaky(ByHand):
-        def forward(self, x: Tensor) -> Tensor:
-            low = x @ self.a.t() @ self.b.t()
-            return torch.cat([self.base(x) + low, low], -1)
-
-    module, x = Leaky(), x_MK()
-    expected = eager(module, x)
-    result = compiled(module, x)
-    assert "extend_k" not in result.applied
-    assert_same(result, expected)
-
-
-# --- DoRA ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("graph_or_code")
-def test_dora_breaks_the_graph_and_stays_right(tmp_path: Path) -> None:
-    """PEFT's DoRA makes Dynamo split the graph between the layer and its adapter: the layer itself
-    is still canonical, nothing is to be folded, and the weight decoded for its norm is told."""
-    module, x = Between(peft_adapters(config(8, 16, use_dora=True))), x_MK()
-    expected = eager(module, x)
-    path = tmp_path / "report.json"
-    with testing.CompileTrace() as trace:
-        result = compiled(module, x, options={"qfuse.report": str(path)})
-    assert trace.breaks and result.report is not None
-    sites = [s for c in json.loads(path.read_text())["compiles"] for s in c["sites"]]
-    [refused] = [s for s in sites if s["rejected"]]
-    assert refused["rejected"] == LEAVES and refused["pass_name"] == "canonicalize"
-    assert all("GB" in reason or "Reason" in reason for reason in trace.breaks)
-    assert result.ops["qfuse.dequantize"] == 3  # forward, backward, the weight's norm
-    assert result.ops["qfuse.extend"] == 0
-    assert not [op for op in result.ops if op.startswith("bitsandbytes")]
-    assert_same(result, expected)
-
-
-def test_dora_is_an_error_under_strict() -> None:
-    module = Between(peft_adapters(config(8, 16, use_dora=True)))
-    with pytest.raises(Exception) as raised:
-        compiled(module, x_MK(), options={"qfuse.strict": True})
-    inner = getattr(raised.value, "inner_exception", raised.value)
-    assert isinstance(inner, NotFused)
-    assert [reason for _, reason in inner.sites] == [LEAVES]
-
-
-def test_a_norm_of_the_weight_in_the_graph_is_not_told() -> None:
-    """What is returned is computed from the weight and is not the weight."""
-
-    class Norm(ByHand):
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.base.weight
-            dense = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-            y: Tensor = x @ dense.t() / dense.norm(dim=1)
-            return y
-
-    result = compiled(Norm(), x_MK(), options={"qfuse.strict": True})
-    assert result.applied["canonicalize"] and "canonicalize" not in result.reasons
